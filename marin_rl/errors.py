@@ -1,0 +1,109 @@
+"""Every error this library raises for the outside world, as one tree.
+
+    MarinRLError
+    ├── ConfigError            the configuration is wrong, or would change an existing run
+    ├── InputError             a model folder, tokenizer, prompt file or reward function is unfit
+    ├── StorageError
+    │   ├── ObjectMissing      a key that was expected is not there
+    │   ├── RootUnfit          the root does not honour create-if-absent, or cannot be written
+    │   ├── CommitConflict     a slot is committed with another fingerprint
+    │   ├── CommitUnknown      the store never said whether our create happened      (passes)
+    │   ├── StoreUnavailable   5xx, timeouts, broken connections                      (passes)
+    │   ├── CorruptObject      bytes on disk do not match their digest or schema
+    │   ├── NewerSchema        written by a newer version of this software
+    │   └── RunLocked          another process on this machine works on the run
+    ├── InferenceError
+    │   ├── EndpointUnavailable  refused, timed out, 429, 5xx                         (passes)
+    │   ├── RequestRejected      the endpoint refuses what was asked
+    │   ├── BadResponse          the endpoint answered something we cannot train on
+    │   └── StalePolicy          the endpoint serves other weights than the round's
+    └── TrainingError
+        └── NonFiniteUpdate    loss or gradients were not finite too often in a row
+
+Errors marked (passes) may go away by themselves: `transient` is True on them, and only those are
+retried. All survive pickling, because they carry nothing but their message.
+"""
+
+
+class MarinRLError(Exception):
+    """Base of all; `transient` says whether trying again can help."""
+
+    transient: bool = False
+
+
+class ConfigError(MarinRLError, ValueError):
+    """The configuration is wrong: says which key, what was expected and what was found."""
+
+
+class InputError(MarinRLError, ValueError):
+    """A file or function that the user supplies cannot be used as it is."""
+
+
+class StorageError(MarinRLError):
+    """Something is wrong with what lies, or should lie, under the root."""
+
+
+class ObjectMissing(StorageError):
+    """A key that was expected to exist does not."""
+
+
+class RootUnfit(StorageError):
+    """The root cannot carry a run: not writable, or create-if-absent is not exclusive there."""
+
+
+class CommitConflict(StorageError):
+    """The slot is committed already, with content of another fingerprint."""
+
+
+class CommitUnknown(StorageError):
+    """The store did not tell, until the deadline, whether our create took effect."""
+
+    transient = True
+
+
+class StoreUnavailable(StorageError):
+    """The store answered 5xx, timed out or broke the connection."""
+
+    transient = True
+
+
+class CorruptObject(StorageError):
+    """The bytes that were read do not match the digest, magic or schema on record."""
+
+
+class NewerSchema(StorageError):
+    """The object was written under a schema version this software does not know yet."""
+
+
+class RunLocked(StorageError):
+    """Another process on this machine holds the run."""
+
+
+class InferenceError(MarinRLError):
+    """Something went wrong between us and an inference endpoint."""
+
+
+class EndpointUnavailable(InferenceError):
+    """The endpoint refused the connection, timed out, or answered 429 or 5xx."""
+
+    transient = True
+
+
+class RequestRejected(InferenceError):
+    """The endpoint refuses the request itself (4xx); asking again would not help."""
+
+
+class BadResponse(InferenceError):
+    """The endpoint's answer lacks what training needs, or contradicts itself."""
+
+
+class StalePolicy(InferenceError):
+    """The endpoint does not serve the parameters that this round must be sampled with."""
+
+
+class TrainingError(MarinRLError):
+    """The optimisation itself cannot go on."""
+
+
+class NonFiniteUpdate(TrainingError):
+    """The update was not finite more often in a row than the configuration allows."""

@@ -1,0 +1,64 @@
+"""What is happening right now, told to whoever listens in this process.
+
+Stages publish small events; the terminal display and the orchestrator's progress artifacts subscribe.
+Nothing here is durable: the truth about a run is which slots are committed. A listener that raises is
+logged and removed, so that watching a run can never stop it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stage = Literal["start", "sft", "serve", "generate", "process", "train", "evaluate", "round", "done"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressEvent:
+    """`done` of `total` units of a stage of one round; `metrics` are named as in the metrics file."""
+
+    run_id: str
+    stage: Stage
+    round: int | None = None
+    done: int = 0
+    total: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""
+
+
+Listener = Callable[[ProgressEvent], None]
+
+_listeners: list[Listener] = []
+_lock = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+def publish(event: ProgressEvent) -> None:
+    """Tell every listener. Never raises."""
+    with _lock:
+        listeners = tuple(_listeners)
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:  # noqa: BLE001 - whatever a display does wrong must not reach the run
+            _log.warning("a progress listener failed and was removed", exc_info=True)
+            _remove(listener)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` with every event published inside the block."""
+    with _lock:
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _remove(listener)
+
+
+def _remove(listener: Listener) -> None:
+    with _lock:
+        if listener in _listeners:
+            _listeners.remove(listener)
