@@ -1,15 +1,15 @@
 """The one configuration tree: frozen, typed, ranged, resolved once and written into the run.
 
-Fields marked `free` may differ when a run is continued (they change how, when or how far a run goes,
-never what its slots contain); all others are the run's *content* and are part of fingerprints.
-Loading from YAML and overriding by dotted keys is `load_config`; this module reads no other files.
+Fields marked `free` may differ when a run is continued: they change how, when or how far a run
+goes, never what its slots contain. All others are the run's *content* and are part of fingerprints.
+Loading from YAML and overriding by dotted keys is `load_config`; no other file is read here.
 """
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -50,7 +50,7 @@ class ModelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _heads_divide(self) -> "ModelConfig":
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads: found {self.kv_heads} and {self.heads}")
         if self.head_size is None and self.hidden_size % self.heads:
@@ -84,7 +84,7 @@ class PolicyConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _source_is_named(self) -> Self:
+    def _source_is_named(self) -> "PolicyConfig":
         if self.init == "hf" and not self.hf_path:
             raise ValueError("init 'hf' needs hf_path, a local model folder")
         if self.init == "checkpoint" and not self.checkpoint:
@@ -128,7 +128,7 @@ class RolloutsConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _shards_hold_groups(self) -> Self:
+    def _shards_hold_groups(self) -> "RolloutsConfig":
         if self.shards_per_round > self.groups_per_round:
             raise ValueError(
                 f"shards_per_round ({self.shards_per_round}) cannot exceed groups_per_round "
@@ -153,7 +153,9 @@ class InferenceConfig(Section):
     """Where completions come from: the embedded server, or remote OpenAI-compatible endpoints."""
 
     endpoints: tuple[str, ...] = Field(
-        (), description="base URLs ending in /v1; empty: serve from this process", json_schema_extra=FREE
+        (),
+        description="base URLs ending in /v1; empty: serve from this process",
+        json_schema_extra=FREE,
     )
     model: str = Field("policy", description="name the policy is served under")
     api_key_variable: str = Field(
@@ -211,7 +213,7 @@ class BatchingConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _buckets_ascend(self) -> Self:
+    def _buckets_ascend(self) -> "BatchingConfig":
         if list(self.length_buckets) != sorted(set(self.length_buckets)):
             raise ValueError("length_buckets must ascend without repeats")
         return self
@@ -263,7 +265,7 @@ class TrainingConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
+    def _decay_has_an_end(self) -> "TrainingConfig":
         if self.schedule != "constant" and self.schedule_steps is None:
             raise ValueError(f"schedule '{self.schedule}' needs schedule_steps")
         return self
@@ -291,7 +293,9 @@ class SFTConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation along the way."""
 
-    every_rounds: Count = Field(10, description="rounds between evaluations", json_schema_extra=FREE)
+    every_rounds: Count = Field(
+        10, description="rounds between evaluations", json_schema_extra=FREE
+    )
     examples: Count = Field(256, le=1_000_000, description="held-out examples")
     samples: Count = Field(1, le=4096, description="completions per example")
     temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy")
@@ -302,11 +306,13 @@ class MeshConfig(Section):
     """Device mesh of the training step; 1 on an axis switches it off, -1 takes what is left."""
 
     data: int = Field(1, ge=-1, description="data parallel", json_schema_extra=FREE)
-    fsdp: int = Field(1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=FREE)
+    fsdp: int = Field(
+        1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=FREE
+    )
     tensor: int = Field(1, ge=1, description="tensor parallel", json_schema_extra=FREE)
 
     @model_validator(mode="after")
-    def _sizes(self) -> Self:
+    def _sizes(self) -> "MeshConfig":
         if 0 in (self.data, self.fsdp) or (self.data, self.fsdp).count(-1) > 1:
             raise ValueError("axis sizes are at least 1, and only one of them may be -1")
         return self
@@ -326,9 +332,15 @@ class TrackersConfig(Section):
 class FlowConfig(Section):
     """How the orchestrator treats faults."""
 
-    shards_in_flight_max: Count = Field(4, description="generate tasks at once", json_schema_extra=FREE)
-    retries: int = Field(3, ge=0, le=100, description="per task, transient faults only", json_schema_extra=FREE)
-    retry_delay_s: float = Field(5.0, ge=0, le=3600, description="first back-off, doubles", json_schema_extra=FREE)
+    shards_in_flight_max: Count = Field(
+        4, description="generate tasks at once", json_schema_extra=FREE
+    )
+    retries: int = Field(
+        3, ge=0, le=100, description="per task, transient faults only", json_schema_extra=FREE
+    )
+    retry_delay_s: float = Field(
+        5.0, ge=0, le=3600, description="first back-off, doubles", json_schema_extra=FREE
+    )
     stage_timeout_s: Seconds = Field(6 * 3600.0, description="per stage", json_schema_extra=FREE)
 
 
@@ -362,7 +374,7 @@ class Config(Section):
     flow: FlowConfig = FlowConfig()
 
     @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    def _lengths_fit(self) -> "Config":
         if self.sampling.max_tokens >= self.policy.context_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
@@ -461,8 +473,8 @@ def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
         extra = info.json_schema_extra
         if isinstance(extra, dict) and extra.get("free"):
             keys.append(prefix + name)
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            keys += free_keys(info.annotation, f"{prefix}{name}.")
+        elif (inner := _section_type(info.annotation)) is not None:
+            keys += free_keys(inner, f"{prefix}{name}.")
     return keys
 
 
@@ -471,9 +483,17 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, info in section.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            keys += known_keys(info.annotation, f"{prefix}{name}.")
+        if (inner := _section_type(info.annotation)) is not None:
+            keys += known_keys(inner, f"{prefix}{name}.")
     return keys
+
+
+def _section_type(annotation: Any) -> type[Section] | None:
+    """The section behind an annotation `Section` or `Section | None`, if it is one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
 
 
 def _describe(item: ErrorDetails) -> str:

@@ -1,8 +1,8 @@
 """What is happening right now, told to whoever listens in this process.
 
-Stages publish small events; the terminal display and the orchestrator's progress artifacts subscribe.
-Nothing here is durable: the truth about a run is which slots are committed. A listener that raises is
-logged and removed, so that watching a run can never stop it.
+Stages publish small events; the terminal display and the orchestrator's progress artifact listen.
+Nothing here is durable: the truth about a run is which slots are committed. A listener that raises
+is logged and removed, so that watching a run can never stop it.
 """
 
 import logging
@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-Stage = Literal["start", "sft", "serve", "generate", "process", "train", "evaluate", "round", "done"]
+Stage = Literal[
+    "start", "sft", "serve", "generate", "process", "train", "evaluate", "round", "done"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
-    """`done` of `total` units of a stage of one round; `metrics` are named as in the metrics file."""
+    """`done` of `total` units of one stage; `metrics` are named as in the metrics file."""
 
     run_id: str
     stage: Stage

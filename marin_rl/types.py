@@ -148,8 +148,8 @@ class TrainingBatch:
     """The rows of one optimizer step, padded to one length T.
 
     `segment_ids` is 0 on padding and 1, 2, … on the sequences packed into a row; `positions` count
-    from 0 in each segment; `loss_mask` is 1 on the tokens that are trained on; `policy_logprobs` are
-    the sampler's (0 off the mask); `advantages` are already spread over tokens.
+    from 0 in each segment; `loss_mask` is 1 on the tokens that are trained on; `policy_logprobs`
+    are the sampler's (0 off the mask); `advantages` are already spread over tokens.
     `rollout_ids[b]` names the rollouts of row b in segment order.
     """
 
