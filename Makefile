@@ -20,3 +20,50 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 .PHONY: install
 install: $(VENV)/.installed ## Create .venv and install everything, pinned
 
+RUN ?= demo
+CONFIG ?= configs/demo.yaml
+
+.PHONY: demo
+demo: install ## Train a tiny model to spell words backward, and show how it learned
+	$(BIN)/marin-rl run $(CONFIG) --run-id $(RUN)
+
+.PHONY: test
+test: install ## Install and run the default tests (2 cores, no network)
+	$(BIN)/python -m pytest
+
+.PHONY: test-slow
+test-slow: install ## Run the tests marked slow (kills, real server and worker, demo)
+	$(BIN)/python -m pytest -m slow
+
+.PHONY: check
+check: install ## ruff, pyright and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: install ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: docs
+docs: install ## Write the generated pages of docs/ anew
+	$(BIN)/marin-rl config reference > docs/configuration.md
+	$(BIN)/marin-rl config metrics > docs/metrics.md
+
+.PHONY: up
+up: install ## Start a local Prefect server, a worker and the deployments
+	$(BIN)/python -m flows.stack up
+
+.PHONY: down
+down: install ## End what `make up` started
+	$(BIN)/python -m flows.stack down
+
+.PHONY: bench
+bench: install ## Measure a round against TRL side by side (installs TRL in its own venv)
+	$(BIN)/python bench/round.py --install-peers
+
+.PHONY: clean
+clean: ## Remove the virtual environment and caches, never a run
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

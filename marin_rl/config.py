@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from marin_rl.errors import ConfigError
@@ -441,8 +442,7 @@ def content(node: Section) -> dict[str, Any]:
     """The part of a section that decides what its slots contain: everything but free fields."""
     result: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
-        extra = info.json_schema_extra
-        if isinstance(extra, dict) and extra.get("free"):
+        if is_free(info):
             continue
         value = getattr(node, name)
         if isinstance(value, Section):
@@ -452,6 +452,12 @@ def content(node: Section) -> dict[str, Any]:
         else:
             result[name] = json.loads(json.dumps(value))
     return result
+
+
+def is_free(info: FieldInfo) -> bool:
+    """Whether a key may differ when a run is continued."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("free"))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -470,10 +476,9 @@ def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     """Dotted names of the keys that may differ when a run is continued."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
-        extra = info.json_schema_extra
-        if isinstance(extra, dict) and extra.get("free"):
+        if is_free(info):
             keys.append(prefix + name)
-        elif (inner := _section_type(info.annotation)) is not None:
+        elif (inner := section_of(info.annotation)) is not None:
             keys += free_keys(inner, f"{prefix}{name}.")
     return keys
 
@@ -483,12 +488,12 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, info in section.model_fields.items():
         keys.append(prefix + name)
-        if (inner := _section_type(info.annotation)) is not None:
+        if (inner := section_of(info.annotation)) is not None:
             keys += known_keys(inner, f"{prefix}{name}.")
     return keys
 
 
-def _section_type(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """The section behind an annotation `Section` or `Section | None`, if it is one."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):

@@ -1,0 +1,184 @@
+"""Checks of everything a run needs, before it needs it: each says what was found or what to do.
+
+`marin-rl doctor` runs all of them and goes on after a failure; `preflight` runs the cheap ones, in
+order, at the start of every run and stops at the first. A check is a function of the configuration
+that returns a line for people or raises an error of our tree.
+"""
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from marin_rl.config import Config
+from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, MarinRLError, StalePolicy
+
+Check = Callable[[Config], str]
+
+PROMPTS_CHECKED_MAX = 64
+HEALTH_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check; `detail` is what was found, or the error with its remedy."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def storage(config: Config) -> str:
+    """The root can be written and honours create-if-absent."""
+    from marin_rl.storage.filesystem import open_store, probe
+
+    store = open_store(config.root, config.storage_options)
+    probe(store)
+    return f"{store.url}: writable, creates exclusively"
+
+
+def environment(config: Config) -> str:
+    """The environment has examples, and scores its own reference answer."""
+    from marin_rl.environments.base import make_environment
+
+    lines: list[str] = []
+    for section in filter(None, (config.environment, config.sft.environment)):
+        built = make_environment(section)
+        example = built.example(section.train_seed, 0, "train")
+        lines.append(f"{built.name} {built.version}: {example.messages[-1].content!r:.60}")
+    return "; ".join(lines)
+
+
+def tokenizer(config: Config) -> str:
+    """The tokenizer has a chat template and its ids fit the model's vocabulary."""
+    from marin_rl.planning import architecture_of
+    from marin_rl.tokenizers import tokenizer_for
+
+    built = tokenizer_for(config.policy)
+    architecture = architecture_of(config)
+    rows = architecture.vocab_size if architecture else None
+    if config.policy.hf_path is None and config.policy.model.vocab_size is None:
+        rows = None  # the model is built with as many rows as the tokenizer has ids
+    if rows is not None and len(built) > rows:
+        raise InputError(
+            f"the tokenizer has {len(built)} ids but the model's vocabulary has {rows} rows: use "
+            "the model's own tokenizer, or set policy.model.vocab_size"
+        )
+    return f"{len(built)} ids, chat template present"
+
+
+def prompts(config: Config) -> str:
+    """The first round's prompts, with room for a completion, fit the context."""
+    from marin_rl.rollouts.generate import examples_of
+    from marin_rl.tokenizers import tokenizer_for
+
+    built = tokenizer_for(config.policy)
+    longest = 0
+    examples = examples_of(config, 0, 0)[:PROMPTS_CHECKED_MAX]
+    for example in examples:
+        messages = [{"role": m.role, "content": m.content} for m in example.messages]
+        length = len(built.apply_chat_template(messages, add_generation_prompt=True))
+        room = config.policy.context_length - config.sampling.max_tokens
+        if length > room:
+            raise InputError(
+                f"the prompt of {example.example_id} has {length} tokens, but "
+                f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
+                f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other"
+            )
+        longest = max(longest, length)
+    return f"longest of {len(examples)} prompts: {longest} tokens"
+
+
+def model(config: Config) -> str:
+    """The model folder is one that is loaded exactly, or the sizes of the built one add up."""
+    from marin_rl.planning import architecture_of
+
+    if config.policy.hf_path is not None:
+        from marin_rl.training.model import check_hf_support
+
+        check_hf_support(config.policy.hf_path)
+    architecture = architecture_of(config)
+    if architecture is None:
+        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
+    return f"{architecture.parameters / 1e6:,.2f}M parameters"
+
+
+def devices(config: Config) -> str:
+    """JAX sees devices, and the mesh fits them."""
+    import jax
+
+    found = jax.devices()
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    product = 1
+    for axis in sizes:
+        product *= max(axis, 1)
+    if len(found) % product or (-1 not in sizes and product > len(found)):
+        raise ConfigError(
+            f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "
+            f"{len(found)} devices: make their product divide the device count"
+        )
+    return f"{len(found)} x {found[0].device_kind}"
+
+
+def endpoints(config: Config) -> str:
+    """Every endpoint answers and serves the model by name."""
+    if not config.inference.endpoints:
+        return "embedded server (none configured)"
+    from marin_rl.inference.client import PolicyClient
+
+    wanted = config.inference.model
+    for endpoint in config.inference.endpoints:
+        served = asyncio.run(PolicyClient.of(config.inference, wanted, (endpoint,)).models())
+        if not any(name == wanted or name.startswith(f"{wanted}@") for name in served):
+            raise StalePolicy(
+                f"{endpoint} serves {', '.join(served) or 'nothing'}, not {wanted!r}: set "
+                "inference.model to a served name, or serve this one"
+            )
+    return f"{len(config.inference.endpoints)} endpoints serve {wanted}"
+
+
+def orchestrator(config: Config) -> str:
+    """The configured Prefect API answers; without one, runs use a temporary server."""
+    url = os.environ.get("PREFECT_API_URL") or ""
+    if not url:
+        return f"no PREFECT_API_URL: {config.run_id} would use a temporary server"
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S) as reply:
+            healthy = json.loads(reply.read())
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise EndpointUnavailable(
+            f"no Prefect API at {url} ({error}): run `make up`, or unset PREFECT_API_URL"
+        ) from error
+    return f"{url}: healthy" if healthy else f"{url}: answers, not healthy"
+
+
+ALL: tuple[tuple[str, Check], ...] = (
+    ("storage root", storage),
+    ("environment", environment),
+    ("tokenizer", tokenizer),
+    ("model", model),
+    ("prompts", prompts),
+    ("devices", devices),
+    ("endpoints", endpoints),
+    ("Prefect API", orchestrator),
+)
+
+BEFORE_A_RUN: tuple[Check, ...] = (storage, environment, tokenizer, model, prompts, endpoints)
+
+
+def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterator[Finding]:
+    """Run every check, one finding each, whatever the others said."""
+    for name, check in checks:
+        try:
+            yield Finding(name=name, passed=True, detail=check(config))
+        except MarinRLError as error:
+            yield Finding(name=name, passed=False, detail=f"{type(error).__name__}: {error}")
+
+
+def preflight(config: Config) -> None:
+    """Raise the first error that would surely end this run, before any work is done."""
+    for check in BEFORE_A_RUN:
+        check(config)

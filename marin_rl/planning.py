@@ -1,0 +1,144 @@
+"""What a run will ask for, computed from its configuration before anything starts.
+
+Used by `marin-rl run --dry-run`. Token counts are upper bounds (every prompt and completion at its
+limit); bytes per token are those measured on committed shards and batches (docs/on-disk-format.md).
+Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from marin_rl.config import Config, ModelConfig
+from marin_rl.errors import InputError
+
+ROLLOUT_BYTES_PER_TOKEN = 4.4
+BATCH_BYTES_PER_TOKEN = 3.0
+PARAMETER_BYTES = 4
+OPTIMIZER_BYTES = 8
+CHARACTER_VOCABULARY = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes that decide parameters and cache of a decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    tie_embeddings: bool
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of a Llama-style decoder (norms included, biases not)."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        blocks = self.layers * (attention + mlp + 2 * self.hidden_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + blocks + self.hidden_size
+
+    def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Bytes of keys and values for `tokens` positions."""
+        return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Upper bounds of what a run does and needs; None where the model is not at hand."""
+
+    rounds: int
+    shards: int
+    rollouts: int
+    tokens_sampled_max: int
+    tokens_trained_max: int
+    parameters: int | None
+    training_bytes: int | None
+    engine_cache_bytes: int | None
+    rollout_disk_bytes: int
+    batch_disk_bytes: int
+    checkpoint_disk_bytes: int | None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Everything the run leaves under its root."""
+        return self.rollout_disk_bytes + self.batch_disk_bytes + (self.checkpoint_disk_bytes or 0)
+
+
+def architecture_of(config: Config) -> Architecture | None:
+    """Sizes from the configuration, or from the model folder; None when that is not here.
+
+    Raises InputError when the folder is here but its config.json cannot be read.
+    """
+    if config.policy.hf_path is None:
+        return _built(config.policy.model)
+    file = Path(config.policy.hf_path) / "config.json"
+    if not file.exists():
+        return None
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        return Architecture(
+            vocab_size=tree["vocab_size"],
+            hidden_size=tree["hidden_size"],
+            layers=tree["num_hidden_layers"],
+            heads=tree["num_attention_heads"],
+            kv_heads=tree.get("num_key_value_heads") or tree["num_attention_heads"],
+            head_size=tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"],
+            intermediate_size=tree["intermediate_size"],
+            tie_embeddings=bool(tree.get("tie_word_embeddings", False)),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{file}: expected a decoder's config.json, found {error!r}") from error
+
+
+def plan(config: Config) -> Plan:
+    """Multiply a configuration out."""
+    architecture = architecture_of(config)
+    rollouts = config.rounds * config.rollouts.groups_per_round * config.rollouts.group_size
+    sampled = rollouts * config.sampling.max_tokens
+    trained = rollouts * config.policy.context_length
+    parameters = architecture.parameters if architecture else None
+    value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
+    slots = config.inference.engine.slots
+    embedded = not config.inference.endpoints
+    return Plan(
+        rounds=config.rounds,
+        shards=config.rounds * config.rollouts.shards_per_round,
+        rollouts=rollouts,
+        tokens_sampled_max=sampled,
+        tokens_trained_max=trained * config.training.epochs,
+        parameters=parameters,
+        training_bytes=(
+            None
+            if parameters is None
+            else parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)  # weights, gradient, Adam
+        ),
+        engine_cache_bytes=(
+            architecture.cache_bytes(slots * config.policy.context_length, value_bytes)
+            if architecture and embedded
+            else None
+        ),
+        rollout_disk_bytes=int(trained * ROLLOUT_BYTES_PER_TOKEN),
+        batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
+        checkpoint_disk_bytes=(
+            None
+            if parameters is None
+            else (config.rounds + 1) * parameters * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+        ),
+    )
+
+
+def _built(model: ModelConfig) -> Architecture:
+    return Architecture(
+        vocab_size=model.vocab_size or CHARACTER_VOCABULARY,
+        hidden_size=model.hidden_size,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_size=model.head_size or model.hidden_size // model.heads,
+        intermediate_size=model.intermediate_size,
+        tie_embeddings=model.tie_embeddings,
+    )

@@ -1,0 +1,137 @@
+"""Tokenizers: the built-in character one, or a local Hugging Face folder; never a download.
+
+A tokenizer is fit for use when it has a chat template and an end token, and when no id of it lies
+outside the policy's vocabulary. Everything else takes the tokenizer as an object.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from marin_rl.config import PolicyConfig
+from marin_rl.errors import InputError
+
+CHARACTERS = "characters"
+PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("system", "user", "assistant", "tool")
+PRINTABLE = "\n" + "".join(chr(code) for code in range(32, 127))
+
+# Each message opens with the token of its role; what the assistant says ends with EOS, and the
+# `generation` block tells which tokens are its own.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer a policy is trained and served with.
+
+    A policy that starts from a Hugging Face folder and names no tokenizer takes the folder's own.
+    Raises InputError when a folder is missing or its tokenizer cannot be used for chat.
+    """
+    if policy.tokenizer != CHARACTERS:
+        return load_tokenizer(policy.tokenizer)
+    if policy.init == "hf" and policy.hf_path is not None:
+        return load_tokenizer(policy.hf_path)
+    return character_tokenizer()
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and newline, one per role, padding and end.
+
+    103 ids, the special ones first; any other character becomes `<|unknown|>`.
+    """
+    special = [PAD, EOS, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary = {token: index for index, token in enumerate([*special, *PRINTABLE])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        additional_special_tokens=special[3:],
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer from a local folder, and check that it can be used for chat.
+
+    Raises InputError when the folder or its files are missing, or when it has no chat template or
+    no end token.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise InputError(
+            f"no tokenizer folder at {path}: expected a local folder with tokenizer.json and "
+            f"tokenizer_config.json, or the word '{CHARACTERS}'"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"cannot read a tokenizer from {path}: {error}; expected tokenizer.json and "
+            "tokenizer_config.json as transformers 4 writes them"
+        ) from error
+    check_tokenizer(tokenizer, str(path))
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise InputError unless the tokenizer has a chat template and an end token."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"the tokenizer of {source} has no chat template: expected `chat_template` in "
+            "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
+            "trained with"
+        )
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"the tokenizer of {source} has no end token: set `eos_token` in tokenizer_config.json"
+        )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise InputError if the tokenizer can give an id that the model has no row for."""
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer gives ids up to {largest} ({token!r}), but the model's vocabulary has "
+            f"{vocab_size} rows: expected ids below {vocab_size}; use the tokenizer the model was "
+            "trained with, or set policy.model.vocab_size to at least "
+            f"{largest + 1} for a model built here"
+        )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of everything that decides which ids a text becomes, as hex."""
+    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
+    rules = tokenizer.get_vocab()
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        # A call that pads or truncates leaves its setting behind in the backend.
+        rules |= {"padding": None, "truncation": None}
+    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()
+
+
+def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the chat template, as hex."""
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

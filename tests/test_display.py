@@ -1,0 +1,85 @@
+"""What the terminal shows, read back as text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from marin_rl.display import RunDisplay, duration, rounds_table, showing, size, sparkline
+from marin_rl.progress import ProgressEvent, listening, publish
+
+
+def text_of(renderable) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_a_round_in_progress_is_drawn_with_its_numbers():
+    display = RunDisplay("demo", rounds=10)
+    display.update(ProgressEvent(run_id="demo", stage="generate", round=3, done=5, total=16))
+    display.update(
+        ProgressEvent(run_id="demo", stage="evaluate", round=3, metrics={"eval/accuracy": 0.625})
+    )
+    display.update(ProgressEvent(run_id="demo", stage="round", round=3, metrics={"reward": 0.5}))
+    shown = text_of(display.render())
+    assert "4/10" in shown
+    assert "62.5%" in shown
+    assert "0.500" in shown
+
+
+def test_events_of_another_run_change_nothing():
+    display = RunDisplay("demo", rounds=10)
+    before = text_of(display.render())
+    display.update(ProgressEvent(run_id="other", stage="round", round=9, metrics={"reward": 1.0}))
+    assert text_of(display.render()) == before
+
+
+def test_without_a_terminal_each_round_is_one_line():
+    console = Console(file=io.StringIO(), width=120)
+    with showing(RunDisplay("demo", rounds=2), console):
+        for number in range(2):
+            publish(
+                ProgressEvent(run_id="demo", stage="round", round=number, metrics={"reward": 0.25})
+            )
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines] == [["round", "0"], ["round", "1"]]
+
+
+def test_a_listener_that_raises_is_removed_and_the_others_still_hear():
+    heard = []
+
+    def broken(event):
+        raise RuntimeError("display fell over")
+
+    event = ProgressEvent(run_id="demo", stage="start")
+    with listening(broken), listening(heard.append):
+        publish(event)
+        publish(event)
+    assert heard == [event, event]
+
+
+def test_sparkline_spans_low_to_high_and_keeps_the_newest():
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([0.0] * 50 + [1.0], width=3) == "▁▁█"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.2, "4 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
+)
+def test_durations_read_as_people_say_them(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("n", "text"), [(12, "12 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB")])
+def test_sizes_have_decimal_units(n, text):
+    assert size(n) == text
+
+
+def test_many_rounds_are_thinned_but_the_first_and_last_stay():
+    rows = [{"round": n, "reward": n / 100, "eval/accuracy": n / 100} for n in range(100)]
+    shown = text_of(rounds_table(rows, "rounds", limit=5))
+    numbers = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert numbers[0] == "0"
+    assert numbers[-1] == "99"
+    assert len(numbers) == 5
