@@ -100,12 +100,13 @@ def status(
     root: Root = "runs",
 ) -> None:
     """What is committed, and the latest numbers, of one run or of all."""
-    from marin_rl.analysis.status import run_status, runs_under
+    from marin_rl.analysis.status import all_statuses, run_status
     from marin_rl.display import key_values, rounds_table
 
     if run_name is None:
-        for row in runs_under(root):
-            out.print(f"{row.run_id:<24} round {row.rounds_committed}/{row.rounds}  {row.latest}")
+        for item in all_statuses(root):
+            trained = item.facts["rounds trained"]
+            out.print(f"[bold]{item.run_id}[/bold]: {trained} rounds. {item.headline}")
         return
     found = run_status(root, run_name)
     out.print(key_values(f"Run {run_name}", found.facts))
@@ -163,10 +164,11 @@ def plot(
 ) -> None:
     """Draw the learning curve of a run."""
     from marin_rl.analysis.report import learning_curve
+    from marin_rl.analysis.status import metric_rows
     from marin_rl.storage.runs import Run
 
     target = output or Path(f"{run_name}.png")
-    target.write_bytes(learning_curve(Run.open(root, run_name)))
+    target.write_bytes(learning_curve(metric_rows(Run.open(root, run_name)), run_name))
     out.print(f"wrote {target}")
 
 
@@ -296,7 +298,7 @@ def _print_result(config: Config) -> None:
     out.print(rounds_table(found.rounds, f"Run {config.run_id}"))
     if found.headline:
         out.print(f"[bold]{found.headline}[/bold]")
-    out.print(f"learning curve: {write_learning_curve(opened)}", highlight=False)
+    out.print(f"learning curve: {write_learning_curve(opened, found.rounds)}", highlight=False)
     root = "" if config.root == "runs" else f" --root {config.root}"
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     out.print("\n[bold]Try next[/bold]")

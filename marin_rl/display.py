@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from marin_rl.config import Config
+from marin_rl.planning import Plan
 from marin_rl.progress import ProgressEvent, listening
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -192,6 +194,53 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
         ]
         table.add_row(str(row["round"]), *cells)
     return table
+
+
+def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Rollouts as people read them: what was asked, what was answered, what it earned."""
+    table = Table(title="Rollouts", title_justify="left", show_lines=True)
+    for heading in ("prompt", "completion", "answer", "reward", "status"):
+        table.add_column(heading, justify="right" if heading == "reward" else "left")
+    for row in rows:
+        reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+        cells = (row["prompt"], row["completion"], row["answer"], reward, row["status"])
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """Any rectangular result, numbers to the right."""
+    table = Table()
+    for index, name in enumerate(columns):
+        numeric = all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(Text(f"{v:.6g}" if isinstance(v, float) else str(v)) for v in row))
+    return table
+
+
+def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
+    """A plan in words; what cannot be known without the model says so."""
+
+    def or_unknown(n_bytes: int | None) -> str:
+        return "unknown: the model folder is not here" if n_bytes is None else size(n_bytes)
+
+    parameters = "unknown" if plan.parameters is None else f"{plan.parameters / 1e6:,.2f}M"
+    embedded = not config.inference.endpoints
+    return {
+        "rounds": f"{plan.rounds:,}",
+        "shards": f"{plan.shards:,} ({config.rollouts.shards_per_round} a round)",
+        "rollouts": f"{plan.rollouts:,}",
+        "tokens sampled": f"at most {plan.tokens_sampled_max:,}",
+        "tokens trained on": f"at most {plan.tokens_trained_max:,}",
+        "parameters": parameters,
+        "training memory": f"{or_unknown(plan.training_bytes)} (weights, gradients, Adam)",
+        "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
+        "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
+        "disk, batches": f"at most {size(plan.batch_disk_bytes)}",
+        "disk, checkpoints": or_unknown(plan.checkpoint_disk_bytes),
+        "root": config.root,
+    }
 
 
 def _selection(rows: Sequence[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:

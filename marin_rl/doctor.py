@@ -55,18 +55,13 @@ def environment(config: Config) -> str:
 def tokenizer(config: Config) -> str:
     """The tokenizer has a chat template and its ids fit the model's vocabulary."""
     from marin_rl.planning import architecture_of
-    from marin_rl.tokenizers import tokenizer_for
+    from marin_rl.tokenizers import check_vocabulary, tokenizer_for
 
     built = tokenizer_for(config.policy)
+    sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
     architecture = architecture_of(config)
-    rows = architecture.vocab_size if architecture else None
-    if config.policy.hf_path is None and config.policy.model.vocab_size is None:
-        rows = None  # the model is built with as many rows as the tokenizer has ids
-    if rows is not None and len(built) > rows:
-        raise InputError(
-            f"the tokenizer has {len(built)} ids but the model's vocabulary has {rows} rows: use "
-            "the model's own tokenizer, or set policy.model.vocab_size"
-        )
+    if architecture is not None and not sized_by_tokenizer:
+        check_vocabulary(built, architecture.vocab_size)
     return f"{len(built)} ids, chat template present"
 
 
