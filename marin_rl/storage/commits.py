@@ -1,0 +1,263 @@
+"""The commit protocol: a slot is committed by one atomic create of one object, and never changes.
+
+Look at the known key; create the object if absent; when the store says "exists" or nothing at all,
+read back and compare the attempt id, for "exists" may be our own write whose reply was lost. Ours
+is done; another's with our fingerprint is adopted; another fingerprint is a conflict; absent means
+the same bytes are tried again until the deadline. Nothing is ever deleted here.
+"""
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from marin_rl.errors import (
+    CommitConflict,
+    CommitUnknown,
+    CorruptObject,
+    NewerSchema,
+    ObjectMissing,
+    StoreUnavailable,
+)
+from marin_rl.storage.filesystem import ObjectStore, PutOutcome
+from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.types import SlotRef
+from schemas import Malformed, NewerVersion
+from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
+
+DEADLINE_S = 60.0
+PAUSE_FIRST_S = 0.05
+PAUSE_MAX_S = 4.0
+
+Identify = Callable[[bytes], tuple[str, str]]
+
+
+def new_attempt() -> str:
+    """A name no other attempt has: UTC time for people who list folders, then 64 random bits."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
+
+
+def fingerprint(
+    kind: str,
+    content: Mapping[str, Any],
+    parents: Sequence[Parent] = (),
+    schema_version: int = 1,
+) -> str:
+    """SHA-256 over all that decides a slot's content: equal fingerprints may replace each other."""
+    record = {
+        "kind": kind,
+        "content": content,
+        "parents": [[parent.slot, parent.sha256] for parent in parents],
+        "schema_version": schema_version,
+    }
+    return sha256_of(canonical_json(record))
+
+
+def manifest_key(slot: str) -> str:
+    """The key whose creation commits `slot`."""
+    return f"{slot}/manifest.json"
+
+
+def part_of(
+    name: str,
+    data: bytes,
+    *,
+    rows: int | None = None,
+    minima: Mapping[str, int | float] | None = None,
+    maxima: Mapping[str, int | float] | None = None,
+) -> Part:
+    """The record of an object with the bytes `data`, named relative to its slot."""
+    return Part(
+        name=name,
+        bytes=len(data),
+        sha256=sha256_of(data),
+        rows=rows,
+        minima=dict(minima or {}),
+        maxima=dict(maxima or {}),
+    )
+
+
+def new_manifest(
+    slot: str,
+    *,
+    attempt: str,
+    fingerprint: str,
+    parents: Sequence[Parent] = (),
+    parts: Sequence[Part] = (),
+    totals: Mapping[str, int | float] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """A manifest of this moment, written by this code with these libraries."""
+    return Manifest(
+        slot=slot,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        code=dict(code_version()),
+        libraries=dict(library_versions()),
+        parents=tuple(parents),
+        parts=tuple(parts),
+        totals=dict(totals or {}),
+        extra=dict(extra or {}),
+    )
+
+
+def ref_of(manifest: Manifest, *, reused: bool = False) -> SlotRef:
+    """The reference that travels between tasks; its summary is the manifest's totals."""
+    summary = {name: float(value) for name, value in manifest.totals.items()}
+    return SlotRef(slot=manifest.slot, sha256=manifest.sha256, reused=reused, summary=summary)
+
+
+def parent_of(ref: SlotRef) -> Parent:
+    """The record of `ref` as a parent of another slot."""
+    return Parent(slot=ref.slot, sha256=ref.sha256)
+
+
+def parse_manifest(data: bytes, source: str) -> Manifest:
+    """The manifest in `data`. Raises CorruptObject or NewerSchema naming `source`."""
+    try:
+        return Manifest.from_json(data)
+    except NewerVersion as error:
+        raise NewerSchema(f"{source}: {error}") from None
+    except Malformed as error:
+        raise CorruptObject(f"{source}: {error}") from None
+
+
+def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
+    """The manifest that commits `slot` and the SHA-256 of its bytes; None while uncommitted.
+
+    Raises CorruptObject, NewerSchema, StoreUnavailable.
+    """
+    key = manifest_key(slot)
+    try:
+        data = store.read(key)
+    except ObjectMissing:
+        return None
+    manifest = parse_manifest(data, store.url_of(key))
+    if manifest.slot != slot:
+        raise CorruptObject(
+            f"{store.url_of(key)}: expected the manifest of {slot}, found that of {manifest.slot}"
+        )
+    return manifest, sha256_of(data)
+
+
+def commit_manifest(
+    store: ObjectStore,
+    manifest: Manifest,
+    *,
+    deadline_s: int | float = DEADLINE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Manifest:
+    """Commit the slot that `manifest` describes, whose parts are written already.
+
+    Returns the manifest that is committed: ours, or that of another attempt with the same
+    fingerprint. Raises what `commit_object` raises.
+    """
+    key = manifest_key(manifest.slot)
+
+    def identify(data: bytes) -> tuple[str, str]:
+        found = parse_manifest(data, store.url_of(key))
+        return found.attempt, found.fingerprint
+
+    data = commit_object(
+        store,
+        key,
+        manifest.to_json(),
+        attempt=manifest.attempt,
+        fingerprint=manifest.fingerprint,
+        identify=identify,
+        deadline_s=deadline_s,
+        sleep=sleep,
+    )
+    return parse_manifest(data, store.url_of(key))
+
+
+def commit_object(
+    store: ObjectStore,
+    key: str,
+    data: bytes,
+    *,
+    attempt: str,
+    fingerprint: str,
+    identify: Identify,
+    deadline_s: int | float = DEADLINE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bytes:
+    """Commit a slot by creating `key`; returns the committed bytes, ours or the adopted winner's.
+
+    `identify` reads (attempt, fingerprint) out of such bytes. Raises CommitConflict when the slot
+    holds another fingerprint, CorruptObject when its bytes cannot be identified, CommitUnknown when
+    `deadline_s` passes without knowing whether our create happened, StoreUnavailable when nothing
+    was tried because even the first look failed, StorageError when the store refuses for good.
+    """
+    slot = _Slot(store, key, data, attempt, fingerprint, identify)
+    tried = False
+    trouble = "the store did not say"
+    for _ in _until(deadline_s, sleep):
+        try:
+            found = slot.look()
+            if found is None:
+                tried = True
+                if store.put_if_absent(key, data) is PutOutcome.CREATED:
+                    return data
+                found = slot.look()
+            if found is not None:
+                return found
+        except StoreUnavailable as error:
+            trouble = str(error)
+    if not tried:
+        raise StoreUnavailable(
+            f"{store.url_of(key)} could not be read for {deadline_s:g} s, so nothing was written: "
+            f"{trouble}"
+        )
+    raise CommitUnknown(
+        f"{store.url_of(key)}: no answer for {deadline_s:g} s on whether attempt {attempt} is "
+        f"committed ({trouble}); run again: it will be found, or written anew"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One slot that is being committed: what is there, compared with what we bring."""
+
+    store: ObjectStore
+    key: str
+    data: bytes
+    attempt: str
+    fingerprint: str
+    identify: Identify
+
+    def look(self) -> bytes | None:
+        """The committed bytes if they are ours or may stand for ours; None when absent.
+
+        Ours and another attempt's of the same fingerprint are equally good: both are returned.
+        """
+        try:
+            found = self.store.read(self.key)
+        except ObjectMissing:
+            return None
+        if found == self.data:
+            return found
+        attempt, fingerprint = self.identify(found)
+        if fingerprint != self.fingerprint:
+            raise CommitConflict(
+                f"{self.store.url_of(self.key)} is committed with fingerprint {fingerprint} "
+                f"(attempt {attempt}); expected {self.fingerprint} (attempt {self.attempt}): the "
+                "configuration, a parent or the code's schema differs. Committed slots never "
+                "change: use another run_id, or the configuration the run was started with"
+            )
+        return found
+
+
+def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[None]:
+    """Yield at least once, then again after growing, jittered pauses until the deadline."""
+    end = time.monotonic() + deadline_s
+    pause_s = PAUSE_FIRST_S
+    yield
+    while (left_s := end - time.monotonic()) > 0:
+        sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+        pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        yield

@@ -1,0 +1,213 @@
+"""Objects as files of this machine: complete or absent, and durable once they are named.
+
+fsspec's own local "create" is not exclusive, so this backend talks to the operating system: a
+temporary file in the same folder, fsync, hard link to the final name, unlink, fsync of the folder.
+"""
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from marin_rl.errors import ObjectMissing, RootUnfit, StorageError, StoreUnavailable
+from marin_rl.storage.objects import Keys, ObjectStore, PutOutcome, checked
+
+_log = logging.getLogger(__name__)
+
+
+class LocalStore(ObjectStore):
+    """A folder of this machine. Creation is a hard link from a complete, synced temporary file."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore. UNKNOWN only if the folder cannot be synced once the name is there."""
+        path = self._path(key)
+        if path.exists():  # spares writing the bytes; the link below is what decides
+            return self._seen(path)
+        with explained(path, len(data)):
+            _make_folder(path.parent)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            try:
+                _write_synced(temporary, data, os.O_EXCL)
+                outcome = _link(temporary, path)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
+        return self._seen(path, outcome)
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path):
+            return path.read_bytes()
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path, len(data)):
+            _make_folder(path.parent)
+            _write_synced(path, data, os.O_TRUNC)
+            _sync_folder(path.parent)
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        start = self.url.rstrip("/") + "/"
+        with explained(Path(self.url, prefix)):
+            return sorted(
+                f"{folder}/{name}".removeprefix(start)
+                for folder, _, names in os.walk((start + prefix).rstrip("/"), onerror=_unless_gone)
+                for name in names
+            )
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        folder = Path(self.url, prefix)
+        with explained(folder):
+            return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with explained(self._path(key)):
+            self._path(key).unlink(missing_ok=True)
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with explained(self._path(key)):
+            return self._path(key).stat().st_size
+
+    def local_path(self, key: str) -> Path | None:
+        """See ObjectStore."""
+        return self._path(key)
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return str(self._path(key))
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore."""
+        return LocalStore(str(self._path(folder)))
+
+    def _path(self, key: str) -> Path:
+        return Path(self.url, checked(key))
+
+    @staticmethod
+    def _seen(path: Path, outcome: PutOutcome = PutOutcome.EXISTS) -> PutOutcome:
+        """`outcome` once the name is durable; another's name too, for we are to build on it."""
+        try:
+            _sync_folder(path.parent)
+        except OSError as error:
+            _log.warning("cannot sync %s after creating a file in it: %s", path.parent, error)
+            return PutOutcome.UNKNOWN
+        return outcome
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file and folder below `folder` durable, as other programs left them.
+
+    For parts that a library writes by itself, before the manifest that names them is committed.
+    """
+    for name, _, files in os.walk(folder, onerror=_unless_gone):
+        for file in files:
+            descriptor = os.open(f"{name}/{file}", os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        _sync_folder(Path(name))
+    _sync_folder(folder.parent)
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder that vanishes while it is listed is empty; one that may not be read is an error."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _make_folder(folder: Path) -> None:
+    """Create `folder` and what is missing above it, each entry durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _write_synced(path: Path, data: bytes, flag: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE without folders to sync
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _link(temporary: Path, path: Path) -> PutOutcome:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return PutOutcome.EXISTS
+    except OSError as error:
+        if error.errno in _PASSING:  # a network file system may have done it all the same
+            _log.warning("no clear answer on creating %s: %s", path, error)
+            return PutOutcome.UNKNOWN
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise RootUnfit(
+                f"{path.parent}: this file system has no hard links ({error.strerror}), so files "
+                "cannot be created at most once there; use another disk or an object store"
+            ) from None
+        raise
+    return PutOutcome.CREATED
+
+
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free space there, then start the same command again",
+    errno.EDQUOT: "your disk quota is used up; free space there, then start the same command again",
+    errno.EFBIG: "the file would be larger than this process or file system allows",
+    errno.EROFS: "the file system is read-only; choose another root",
+    errno.EACCES: "permission denied; choose another root or ask for access",
+    errno.EPERM: "operation not permitted; choose another root or ask for access",
+    errno.ENOTDIR: "a file is in the way of a folder; choose another root or remove it",
+    errno.ENAMETOOLONG: "the name is too long for this file system",
+}
+
+
+@contextmanager
+def explained(path: Path, n_bytes: int | None = None) -> Iterator[None]:
+    """Turn OSErrors about a local file into our errors.
+
+    `n_bytes` is what was to be written, None when reading. Raises ObjectMissing, StoreUnavailable
+    (network file systems) or StorageError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if n_bytes is None and isinstance(error, FileNotFoundError):
+            raise ObjectMissing(f"{path} does not exist") from None
+        advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        kind = StoreUnavailable if error.errno in _PASSING else StorageError
+        if n_bytes is None:
+            raise kind(f"cannot read {path}: {advice}") from error
+        raise kind(
+            f"cannot write {n_bytes} bytes to {path}: {advice}. What is committed already is not "
+            "affected"
+        ) from error

@@ -1,0 +1,118 @@
+"""A round's metrics: one Parquet row per round, and a line of metrics.jsonl for those who tail.
+
+The Parquet object is committed like everything else, so whoever finishes a round first is believed.
+metrics.jsonl exists on local roots only and is a convenience: nothing reads it back. What the names
+mean is `marin_rl.metrics`' business; undefined names are refused here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from marin_rl.metrics import is_defined
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.runs import Run, metrics_key, round_of
+from marin_rl.storage.tables import TableReader, TableWriter, digest_of, load
+from marin_rl.types import SlotRef
+from schemas.metrics import METRICS_IDENTITY
+from schemas.migrations import METRICS as LADDER
+
+JSONL_KEY = "metrics.jsonl"
+
+
+def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
+    """Commit a round's metrics, the first attempt's if there were several.
+
+    Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
+    """
+    undefined = sorted(name for name in metrics if not is_defined(name))
+    if undefined:
+        raise ValueError(
+            f"expected metrics that are defined in marin_rl.metrics, found {', '.join(undefined)}"
+        )
+    key, attempt = metrics_key(round), new_attempt()
+    decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
+    data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
+    committed = commit_object(
+        run.store,
+        key,
+        data,
+        attempt=attempt,
+        fingerprint=decided,
+        identify=lambda found: _identify(found, run.store.url_of(key)),
+    )
+    reused = committed != data
+    if run.config.trackers.jsonl:
+        _append_line(run, round, committed, reused=reused)
+    return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=dict(metrics))
+
+
+def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
+    """One row per committed round, ascending: run_id, round, and a float64 column per metric.
+
+    Only `rounds` where they are given, which spares the listing. A metric that a round lacks is
+    null. Raises CorruptObject, NewerSchema, ObjectMissing.
+    """
+    if rounds is None:
+        found = (round_of(name) for name in run.store.children("metrics"))
+        rounds = (round for round in found if round is not None)
+    tables = [METRICS_IDENTITY.empty_table()]
+    for round in sorted(rounds):
+        key = metrics_key(round)
+        reader = TableReader(load(run.store, key), run.store.url_of(key), LADDER)
+        tables.append(reader.table(reader.schema))
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _encode(
+    run_id: str, round: int, metrics: Mapping[str, float], stamp: Mapping[str, str]
+) -> bytes:
+    names = sorted(metrics)
+    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, pa.float64()) for name in names)])
+    values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
+    writer = TableWriter(LADDER, schema, stamp)
+    identity = [pa.array([run_id]), pa.array(np.array([round], np.int32))]
+    writer.write(pa.table([*identity, *values], schema=schema))
+    return writer.finish()
+
+
+def _identify(data: bytes, source: str) -> tuple[str, str]:
+    stamp = TableReader(data, source, LADDER).stamp
+    return stamp["attempt"], stamp["fingerprint"]
+
+
+def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
+    """Add the committed row to metrics.jsonl, once, whatever a killed process left there."""
+    path = run.store.local_path(JSONL_KEY)
+    if path is None:
+        return
+    if reused and _has_line(path, round):
+        return
+    reader = TableReader(data, JSONL_KEY, LADDER)
+    (row,) = reader.table(reader.schema).to_pylist()
+    row = {"round": row.pop("round"), **row}
+    with path.open("ab") as file:
+        torn = b"" if _ends_a_line(path) else b"\n"
+        file.write(torn + json.dumps(row).encode() + b"\n")
+
+
+def _has_line(path: Path, round: int) -> bool:
+    if not path.exists():
+        return False
+    start = f'{{"round": {round}, '
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return any(line.startswith(start) and line.endswith("}") for line in lines)
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether the file is empty or its last byte is a newline."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"

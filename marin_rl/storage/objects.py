@@ -1,0 +1,111 @@
+"""What a store of immutable objects can do, whatever lies behind it.
+
+`put_if_absent` is the only operation that the commit protocol rests on. Names that begin with a dot
+are temporary or private and never match `shard-*.parquet`. The backends are in local.py, buckets.py
+and filesystem.py, which opens them.
+"""
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from pathlib import Path
+
+from fsspec import AbstractFileSystem
+
+Keys = list[str]  # an alias, because `list` names a method below
+
+
+class PutOutcome(Enum):
+    """What is known after a create: it happened, something was there, or nobody can say.
+
+    EXISTS may still be our own write whose reply was lost: read back and compare.
+    """
+
+    CREATED = "created"
+    EXISTS = "exists"
+    UNKNOWN = "unknown"
+
+
+class ObjectStore(ABC):
+    """Objects below one folder or URL, by keys like `rollouts/round-00012/shard-0003.parquet`.
+
+    Every listing is fresh and every read is of the whole object. Stores are picklable and open
+    their connections lazily, per process.
+    """
+
+    url: str
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """Create `key` atomically and durably unless it exists. StorageError if never possible."""
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """The whole object. Raises ObjectMissing, StoreUnavailable, StorageError."""
+
+    @abstractmethod
+    def put_part(self, key: str, data: bytes) -> None:
+        """Write `key`, whose name no other attempt uses, durably. Raises as `read` does."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Keys:
+        """All keys below the folder `prefix`, temporary ones included, fresh and sorted."""
+
+    @abstractmethod
+    def children(self, prefix: str = "") -> Keys:
+        """Names directly below the folder `prefix`, objects and folders, fresh and sorted."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove `key` if it is there. Only gc and the probe may."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises ObjectMissing, StoreUnavailable."""
+
+    @abstractmethod
+    def local_path(self, key: str) -> Path | None:
+        """The file of `key` where the store is a folder of this machine, else None."""
+
+    @abstractmethod
+    def url_of(self, key: str) -> str:
+        """What people and other programs call the object: a path or URL."""
+
+    @abstractmethod
+    def at(self, folder: str) -> "ObjectStore":
+        """The same store, seen from `folder`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+def is_private(key: str) -> bool:
+    """Whether a file or folder in `key` begins with a dot: temporary files, locks, probes."""
+    return any(part.startswith(".") for part in key.split("/"))
+
+
+def checked(key: str) -> str:
+    """`key` itself, asserted to stay below its store."""
+    parts = key.split("/")
+    assert all(part and part not in (".", "..") for part in parts), f"malformed key {key!r}"
+    return key
+
+
+def keys_below(fs: AbstractFileSystem, base: str, prefix: str) -> Keys:
+    """Keys under `base` of all objects below the folder `prefix`, sorted; no folder markers."""
+    start = f"{base}/{prefix}".rstrip("/") + "/"
+    found = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
+    lead = "/" + start.lstrip("/")
+    root = "/" + base.strip("/") + "/"
+    return sorted(p.removeprefix(root) for p in found if p.startswith(lead) and p[-1] != "/")
+
+
+def children_of(fs: AbstractFileSystem, base: str, prefix: str) -> list[str]:
+    """Names under `base` directly below the folder `prefix`, sorted; none where it is not."""
+    folder = f"{base}/{prefix}".strip("/")
+    try:
+        found = [
+            str(path).strip("/") for path in fs.ls(f"{base}/{prefix}".rstrip("/"), detail=False)
+        ]
+    except FileNotFoundError:
+        return []
+    return sorted({path.rpartition("/")[2] for path in found if path != folder})

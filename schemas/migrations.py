@@ -1,0 +1,46 @@
+"""Ladders of pure upgrades: how a table of an older version becomes one of the newest.
+
+A ladder maps a version to the function that makes the next one out of it; each rung only adds
+nullable columns. Version 1 is the first of every format, so the ladders are still empty.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from schemas import Malformed, NewerVersion, batches, metrics, rollouts
+
+Upgrade = Callable[[pa.Table], pa.Table]
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The versions of one format: `newest`, and a rung for each version below it."""
+
+    format: str
+    newest: int
+    rungs: Mapping[int, Upgrade] = field(default_factory=dict)
+
+    def check(self, version: int) -> None:
+        """Raises NewerVersion above the newest version, Malformed below 1."""
+        if version > self.newest:
+            raise NewerVersion(
+                f"{self.format} version {version} is newer than {self.newest}, the newest this "
+                "software reads: upgrade marin-rl"
+            )
+        if version < 1:
+            raise Malformed(f"expected a version of {self.format} from 1, found {version}")
+
+    def upgrade(self, table: pa.Table, version: int) -> pa.Table:
+        """`table` of `version` as one of the newest version. Raises as `check` does."""
+        self.check(version)
+        for rung in range(version, self.newest):
+            table = self.rungs[rung](table)
+        return table
+
+
+ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION)
+BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
+DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
+METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)
