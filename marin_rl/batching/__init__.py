@@ -1,0 +1,1 @@
+"""From committed rollouts to padded training batches: NumPy and Arrow only, no JAX."""

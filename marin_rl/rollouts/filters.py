@@ -1,0 +1,39 @@
+"""Which rollouts are kept from training, and why: pure masks over the rollouts of a round.
+
+Each mask says "drop". They are applied in this order, and the first that holds gives the reason:
+failed, stale, truncated, short group, no signal. What is dropped before the groups are looked at is
+left out of its group's baseline too. Axes: N rollouts of a round, P groups.
+"""
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+
+def failed(
+    status_N: np.ndarray, reward_N: Float64[np.ndarray, " N"], sampled_N: Int64[np.ndarray, " N"]
+) -> Bool[np.ndarray, " N"]:
+    """Nothing to train on: status error or aborted, no finite reward, or no sampled token."""
+    broken = (status_N == "error") | (status_N == "aborted")
+    return broken | ~np.isfinite(reward_N) | (sampled_N == 0)
+
+
+def stale(
+    version_N: Int64[np.ndarray, " N"], round_number: int, rounds_max: int
+) -> Bool[np.ndarray, " N"]:
+    """The oldest policy that sampled it is more than `rounds_max` rounds older than the round's."""
+    return round_number - version_N > rounds_max
+
+
+def truncated(status_N: np.ndarray) -> Bool[np.ndarray, " N"]:
+    """Cut off at max_tokens."""
+    return status_N == "truncated"
+
+
+def short(valid_P: Int64[np.ndarray, " P"], group_size_min: int) -> Bool[np.ndarray, " P"]:
+    """Groups with too few valid rewards for a baseline: fewer than `group_size_min`, or than 2."""
+    return valid_P < max(2, group_size_min)
+
+
+def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:
+    """Groups whose valid rewards are all equal: every advantage would be exactly 0."""
+    return spread_P == 0.0

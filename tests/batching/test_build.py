@@ -1,0 +1,337 @@
+"""process(round): batches and dispositions by hand, and the laws of batching on random rounds."""
+
+import os
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import commit_round, configuration, group, group_of, rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from marin_rl.batching.build import bucket, build_round
+from marin_rl.config import BatchingConfig
+from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
+from marin_rl.storage.audit import audit_round
+from marin_rl.storage.batches import read_batches, read_dispositions
+from marin_rl.storage.runs import Run
+from marin_rl.types import RolloutGroup, SlotRef, TrainingBatch
+
+
+def _run(root: str | os.PathLike[str], **sections: Any) -> Run:
+    return Run.create_or_open(configuration(os.fspath(root), **sections))
+
+
+def _built(run: Run, *shards: list[RolloutGroup], round: int = 0) -> SlotRef:
+    return build_round(run, round, commit_round(run, round, shards))
+
+
+def _fates(run: Run, round: int = 0) -> dict[str, str]:
+    rows = read_dispositions(run, round).to_pylist()
+    return {row["rollout_id"]: row["reason"] or row["disposition"] for row in rows}
+
+
+def test_a_round_by_hand(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    first = rollout("g/0", reward=0.0, prompt=[5, 6], completion=[7, 8, 9])
+    second = rollout("g/1", index=1, reward=1.0, prompt=[5, 6], completion=[4])
+    ref = _built(run, [group_of("g", [first, second])])
+    (batch,) = read_batches(run, ref)
+    assert batch.token_ids.shape == (2, 32)
+    assert batch.rollout_ids == (("g/0",), ("g/1",))
+    expected = {
+        "token_ids": ([5, 6, 7, 8, 9], [5, 6, 4]),
+        "loss_mask": ([0, 0, 1, 1, 1], [0, 0, 1]),
+        "segment_ids": ([1, 1, 1, 1, 1], [1, 1, 1]),
+        "positions": ([0, 1, 2, 3, 4], [0, 1, 2]),
+        "policy_logprobs": ([0, 0, -0.5, -1, -1.5], [0, 0, -0.5]),
+        "advantages": ([0, 0, -1, -1, -1], [0, 0, 1]),
+        "returns": ([0, 0, 0, 0, 0], [0, 0, 1]),
+    }
+    for name, rows in expected.items():
+        for array, row in zip(getattr(batch, name), rows, strict=True):
+            assert_array_equal(array, [*row, *[0] * (32 - len(row))], err_msg=name)
+    assert ref.summary["tokens"] == 8
+    assert ref.summary["rollouts/consumed"] == 2
+    assert ref.summary["reward"] == 0.5
+    assert ref.summary["rewards/correct/mean"] == 0.5
+
+
+def test_every_fate_has_its_reason(tmp_path: Path) -> None:
+    run = _run(
+        tmp_path, filters={"truncated": True}, batching={"staleness_rounds_max": 1}, groups=3
+    )
+    kept = [rollout(f"a/{i}", index=i, reward=float(i), version=4) for i in range(3)]
+    odd = [
+        rollout("a/3", index=3, status="error", version=4),
+        rollout("a/4", index=4, status="aborted", version=4),
+        rollout("a/5", index=5, reward=None, version=4),
+        rollout("a/6", index=6, reward=float("nan"), version=4),
+        rollout("a/7", index=7, completion=(), version=4),
+        rollout("a/8", index=8, status="truncated", reward=9.0, version=4),
+        rollout("a/9", index=9, reward=9.0, version=2),
+    ]
+    lone = [rollout("b/0", version=4), rollout("b/1", index=1, status="error", version=4)]
+    flat = group("c", [0.1, 0.1, 0.1], version=4)
+    groups = [group_of("a", [*kept, *odd]), group_of("b", lone), flat]
+    ref = _built(run, groups, round=4)
+    assert _fates(run, 4) == {
+        **dict.fromkeys(("a/0", "a/1", "a/2"), "consumed"),
+        "a/3": "error",
+        "a/4": "aborted",
+        "a/5": "no_reward",
+        "a/6": "no_reward",
+        "a/7": "no_tokens",
+        "a/8": "truncated",
+        "a/9": "policy_age",
+        "b/0": "short_group",
+        "b/1": "error",
+        **dict.fromkeys(("c/0", "c/1", "c/2"), "zero_signal"),
+    }
+    # What is dropped for its own sake is not in the baseline of the others either.
+    advantages = read_dispositions(run, 4)["advantage"].to_pylist()
+    assert advantages[:3] == [-1.5, 0.0, 1.5]
+    assert advantages[3:] == [None] * 12
+    counts = {name: ref.summary[f"rollouts/{name}"] for name in ("filtered", "stale", "failed")}
+    assert counts == {"filtered": 5, "stale": 1, "failed": 6}
+    assert audit_round(run, 4).balanced
+
+
+def test_without_the_filter_a_flat_group_is_trained_on_with_advantage_zero(tmp_path: Path) -> None:
+    run = _run(tmp_path, filters={"zero_signal": False})
+    ref = _built(run, [group("g", [1.0, 1.0, 1.0])])
+    (batch,) = read_batches(run, ref)
+    assert set(_fates(run).values()) == {"consumed"}
+    assert not batch.advantages.any()
+
+
+def test_a_short_group_is_measured_against_the_configured_size(tmp_path: Path) -> None:
+    run = _run(tmp_path, rollouts={"group_size_min": 3})
+    _built(run, [group("a", [0.0, 1.0]), group("b", [0.0, 1.0, 1.0])])
+    fates = _fates(run)
+    assert fates["a/0"] == fates["a/1"] == "short_group"
+    assert fates["b/0"] == "consumed"
+
+
+def test_a_round_without_signal_commits_no_rows(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    ref = _built(run, [group("g", [1.0, 1.0])])
+    assert list(read_batches(run, ref)) == []
+    assert ref.summary["rows"] == ref.summary["steps"] == 0
+    assert ref.summary["rollouts/filtered"] == 2
+    assert audit_round(run, 0).balanced
+
+
+def test_steps_hold_the_configured_rows(tmp_path: Path) -> None:
+    run = _run(tmp_path, batching={"sequences_per_step": 3})
+    ref = _built(run, [group("a", [0.0, 1.0, 1.0, 0.0]), group("b", [1.0, 0.0, 0.0])])
+    steps = list(read_batches(run, ref))
+    names = [[row[0] for row in step.rollout_ids] for step in steps]
+    assert names == [["a/0", "a/1", "a/2"], ["a/3", "b/0", "b/1"], ["b/2"]]
+    places = read_dispositions(run, 0).select(["step", "row", "segment"]).to_pylist()
+    assert places[4] == {"step": 1, "row": 1, "segment": 1}
+
+
+@pytest.mark.parametrize(
+    ("longest", "buckets", "length"),
+    [(1, (), 32), (32, (), 32), (33, (), 64), (700, (), 1024), (7, (8, 16), 8), (9, (8, 16), 16)],
+)
+def test_the_smallest_bucket_that_fits(longest: int, buckets: tuple, length: int) -> None:
+    assert bucket(longest, BatchingConfig(length_buckets=buckets)) == length
+
+
+def test_a_sequence_beyond_the_buckets_stops_before_any_work(tmp_path: Path) -> None:
+    run = _run(tmp_path, batching={"length_buckets": [4, 8]})
+    sealed = commit_round(run, 0, [[group("g", [0.0, 1.0], completion=range(6))]])
+    with pytest.raises(ConfigError, match=r"end at 8, but a sequence of 9 tokens"):
+        build_round(run, 0, sealed)
+    assert run.store.list("batches") == []
+
+
+def test_only_kept_sequences_must_fit(tmp_path: Path) -> None:
+    run = _run(tmp_path, batching={"length_buckets": [8]})
+    long = group("long", [1.0, 1.0], completion=range(20))
+    ref = _built(run, [long, group("g", [0.0, 1.0])])
+    assert ref.summary["length"] == 8
+
+
+def test_running_again_is_free_and_another_setting_conflicts(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    sealed = commit_round(run, 0, [[group("g", [0.0, 1.0])]])
+    first = build_round(run, 0, sealed)
+    keys = run.store.list("")
+    again = build_round(run, 0, sealed)
+    assert again == first
+    assert again.reused
+    assert not first.reused
+    assert run.store.list("") == keys
+    config = configuration(str(tmp_path), objective={"advantage": "grpo"})
+    with pytest.raises(CommitConflict, match=r"objective\.advantage differ"):
+        build_round(Run(config=config, run_id="run", store=run.store), 0, sealed)
+
+
+def test_the_same_shards_give_the_same_bytes(tmp_path: Path) -> None:
+    run = _run(tmp_path, batching={"sequences_per_step": 2})
+    sealed = commit_round(run, 0, [[group("g", [0.0, 1.0, 0.5]), group("h", [1.0, 1.0])]])
+    digests = []
+    for _ in range(2):
+        ref = build_round(run, 0, sealed)
+        files = [key for key in run.store.list("batches") if key.endswith(".parquet")]
+        digests.append([run.store.read(key) for key in sorted(files)])
+        for key in run.store.list("batches"):
+            run.store.delete(key)
+    assert ref.summary["steps"] == 2
+    assert digests[0] == digests[1]
+
+
+def test_repeated_rollouts_are_refused(tmp_path: Path) -> None:
+    run = _run(tmp_path, shards=2)
+    sealed = commit_round(run, 0, [[group("g", [0.0, 1.0])], [group("g", [0.0, 1.0])]])
+    with pytest.raises(CorruptObject, match=r"more than once.*g/0"):
+        build_round(run, 0, sealed)
+
+
+def test_a_reference_to_other_rollouts_is_refused(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    sealed = commit_round(run, 0, [[group("g", [0.0, 1.0])]])
+    with pytest.raises(CorruptObject, match="of another run or round"):
+        build_round(run, 0, SlotRef(slot=sealed.slot, sha256="0" * 64))
+
+
+NOSHRINK = [p for p in __import__("hypothesis").Phase if p.name != "shrink"]
+ROLLOUT = st.fixed_dictionaries(
+    {
+        "reward": st.sampled_from([None, float("nan"), 0.0, 0.0, 1.0, 1.0, 0.25]),
+        "status": st.sampled_from(["complete"] * 5 + ["truncated", "error", "aborted"]),
+        "version": st.integers(1, 3),
+        "prompt": st.lists(st.integers(1, 99), min_size=1, max_size=4),
+        "completion": st.lists(st.integers(1, 99), max_size=7),
+    }
+)
+ROUND = st.lists(st.lists(ROLLOUT, min_size=1, max_size=4), min_size=2, max_size=5)
+
+
+def _groups(drawn: list[list[dict[str, Any]]]) -> list[RolloutGroup]:
+    return [
+        group_of(f"g{g}", [rollout(f"g{g}/{i}", index=i, **x) for i, x in enumerate(members)])
+        for g, members in enumerate(drawn)
+    ]
+
+
+def _memory_run(**sections: Any) -> Run:
+    return _run(f"memory://{uuid.uuid4().hex}", **sections)
+
+
+def _contents(batches: list[TrainingBatch]) -> dict[str, list[list[float]]]:
+    """By rollout, its unpadded arrays: what training sees of it."""
+    found = {}
+    for batch in batches:
+        for b, (name,) in enumerate(batch.rollout_ids):
+            on = batch.segment_ids[b] > 0
+            arrays = (
+                batch.token_ids, batch.loss_mask, batch.positions, batch.policy_logprobs,
+                batch.advantages, batch.returns,
+            )  # fmt: skip
+            assert not any(array[b][~on].any() for array in arrays)
+            found[name] = [array[b][on].tolist() for array in arrays]
+    return found
+
+
+@settings(phases=NOSHRINK, max_examples=25)
+@given(ROUND, st.integers(0, 2), st.booleans(), st.booleans())
+def test_generated_is_consumed_filtered_stale_and_failed(
+    drawn: list[list[dict[str, Any]]], staleness: int, zero_signal: bool, truncated: bool
+) -> None:
+    run = _memory_run(
+        filters={"zero_signal": zero_signal, "truncated": truncated},
+        batching={"staleness_rounds_max": staleness, "sequences_per_step": 3},
+    )
+    ref = _built(run, _groups(drawn), round=3)
+    table = read_dispositions(run, 3)
+    names = [f"g{g}/{i}" for g, members in enumerate(drawn) for i in range(len(members))]
+    assert table["rollout_id"].to_pylist() == names
+    counts = Counter(table["disposition"].to_pylist())
+    kinds = ("consumed", "filtered", "stale", "failed")
+    assert sum(counts[kind] for kind in kinds) == len(names) == ref.summary["rollouts/generated"]
+    assert {kind: counts[kind] for kind in kinds} == {
+        kind: ref.summary[f"rollouts/{kind}"] for kind in kinds
+    }
+    assert audit_round(run, 3).balanced
+    trained = _contents(list(read_batches(run, ref)))
+    assert len(trained) == counts["consumed"]
+    # Leave-one-out advantages of what is trained on sum to zero in every group.
+    sums = Counter()
+    for row in table.to_pylist():
+        sums[row["group_id"]] += row["advantage"] or 0.0
+    assert_allclose(list(sums.values()), 0.0, atol=1e-12)
+
+
+@settings(phases=NOSHRINK, max_examples=15)
+@given(ROUND, st.sampled_from([(), (16,), (11, 64), (128,)]), st.integers(1, 9))
+def test_padding_and_step_size_change_nothing_that_is_trained_on(
+    drawn: list[list[dict[str, Any]]], buckets: tuple[int, ...], rows: int
+) -> None:
+    plain = _memory_run(batching={"staleness_rounds_max": 9})
+    other = _memory_run(
+        batching={
+            "staleness_rounds_max": 9,
+            "length_buckets": buckets,
+            "sequences_per_step": rows,
+        }
+    )
+    found = [
+        _contents(list(read_batches(run, _built(run, _groups(drawn), round=3))))
+        for run in (plain, other)
+    ]
+    assert found[0] == found[1]
+
+
+@settings(phases=NOSHRINK, max_examples=15)
+@given(ROUND, st.integers(1, 4))
+def test_how_a_round_is_cut_into_shards_changes_nothing(
+    drawn: list[list[dict[str, Any]]], cut: int
+) -> None:
+    groups = _groups(drawn)
+    cut = min(cut, len(groups) - 1)
+    whole = _memory_run(batching={"staleness_rounds_max": 9})
+    halves = _memory_run(shards=2, batching={"staleness_rounds_max": 9})
+    turned = _memory_run(shards=2, batching={"staleness_rounds_max": 9})
+    expected = list(read_batches(whole, _built(whole, groups, round=3)))
+    found = list(read_batches(halves, _built(halves, groups[:cut], groups[cut:], round=3)))
+    assert [batch.rollout_ids for batch in found] == [batch.rollout_ids for batch in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert_array_equal(a.advantages, b.advantages)
+        assert_array_equal(a.token_ids, b.token_ids)
+    # Shards in the other order: other rows, the same sequences with the same numbers.
+    other = list(read_batches(turned, _built(turned, groups[cut:], groups[:cut], round=3)))
+    assert _contents(other) == _contents(expected)
+
+
+def test_order_of_commits_changes_nothing(tmp_path: Path) -> None:
+    from builders import CHECKPOINT, FINGERPRINT, policy
+
+    from marin_rl.storage.rollouts import commit_shard, seal_round
+
+    groups = [[group("a", [0.0, 1.0])], [group("b", [1.0, 0.0])]]
+    names = []
+    for folder, order in (("x", (0, 1)), ("y", (1, 0))):
+        run = _run(tmp_path / folder, shards=2)
+        refs = [commit_shard(run, 0, s, groups[s], FINGERPRINT, policy()) for s in order]
+        ref = build_round(run, 0, seal_round(run, 0, refs, [CHECKPOINT]))
+        (batch,) = read_batches(run, ref)
+        names.append((batch.rollout_ids, batch.advantages.tobytes()))
+    assert names[0] == names[1]
+
+
+def test_rows_and_views_share_memory_with_what_was_read(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    (batch,) = read_batches(run, _built(run, [group("g", [0.0, 1.0])]))
+    for name in ("token_ids", "loss_mask", "policy_logprobs", "advantages"):
+        array = getattr(batch, name)
+        assert not array.flags.writeable
+        assert not array.flags.owndata
+        assert array.dtype in (np.int32, np.float32)
