@@ -1,0 +1,1 @@
+"""Problems and their scoring: one file per environment; `base` has the protocol and registry."""

@@ -1,0 +1,248 @@
+"""What an environment is, how one is found by name, and the checks that all of them share.
+
+An environment makes examples out of (seed, index, split) alone and scores completions; it keeps no
+state between calls. One of another package is found by its entry point in the group
+"marin_rl.environments". Time limits on scoring are in `scoring`.
+"""
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import orjson
+from pydantic import ValidationError
+
+from marin_rl.config import Config, EnvironmentConfig, Section
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.types import Example, RewardComponent, Split
+
+ENTRY_POINTS = "marin_rl.environments"
+
+_BUILT_IN = {
+    "chat": "marin_rl.environments.chat",
+    "echo": "marin_rl.environments.echo",
+    "reasoning_gym": "marin_rl.environments.reasoning_gym",
+}
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Problems and their scoring.
+
+    `size` is the number of different examples of a split, None where there is no end of them;
+    an index beyond it starts over. `workers` is the number of processes that score, each with a
+    time limit that interrupts; 0 is for scoring that cannot hang and happens where it is called.
+    """
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes whenever examples or scores may."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of different examples for training, if there is an end of them."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """Processes that score."""
+        ...
+
+    def load_examples(self) -> None:
+        """Load what examples need, in the process that samples, once. Raises InputError."""
+        ...
+
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """The example at `index` of a split: a pure function of its arguments."""
+        ...
+
+    def load_scorer(self) -> None:
+        """Load what scoring needs, in the process that scores, once. Raises InputError."""
+        ...
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """The named parts of the reward of one completion. May raise whatever it likes."""
+        ...
+
+
+OptionsT = TypeVar("OptionsT", bound=Section)
+
+Factory = Callable[[EnvironmentConfig], Environment]
+
+_registered: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorate a class (or function) that makes an environment out of its configuration."""
+
+    def decorate(factory: Factory) -> Factory:
+        _registered[name] = factory
+        return factory
+
+    return decorate
+
+
+def known_environments() -> list[str]:
+    """Names that a configuration may use, sorted."""
+    return sorted({*_BUILT_IN, *_registered, *(point.name for point in _points())})
+
+
+def construct(config: EnvironmentConfig) -> Environment:
+    """The environment with nothing loaded.
+
+    Raises ConfigError for an unknown name or wrong options, InputError for unfit files.
+    """
+    name = config.name
+    if name not in _registered and name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name])
+    if name not in _registered:
+        for point in _points():
+            if point.name == name:
+                _registered[name] = point.load()
+    if name not in _registered:
+        known = known_environments()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
+        )
+    return _registered[name](config)
+
+
+def make_environment(
+    config: EnvironmentConfig, *, train_examples: int = 1, eval_examples: int = 1
+) -> Environment:
+    """The environment that a run uses, proven to have examples.
+
+    `train_examples` and `eval_examples` are how many the run may take of each split. Raises
+    ConfigError for an unknown name, wrong options, or seeds from which training and evaluation
+    would meet; InputError where there are no examples.
+    """
+    check_seeds_apart(config, config, train_examples=train_examples, eval_examples=eval_examples)
+    return _proven(config.model_dump_json())
+
+
+@lru_cache(maxsize=8)
+def _proven(config_json: str) -> Environment:
+    """Made once per process and configuration: some prepare for seconds, or read large files."""
+    config = EnvironmentConfig.model_validate_json(config_json)
+    environment = construct(config)
+    environment.load_examples()
+    environment.example(config.train_seed, 0, "train")
+    environment.example(config.eval_seed, 0, "eval")
+    return environment
+
+
+def environment_of(config: Config) -> Environment:
+    """The environment of a run, checked against all the examples that the run may use."""
+    used = config.rounds * config.rollouts.groups_per_round
+    held_out = config.evaluation.examples
+    warm = config.sft.steps * config.sft.sequences_per_step if config.policy.init == "sft" else 0
+    other = config.sft.environment
+    if other is None:
+        used = max(used, warm)
+    elif other.name == config.environment.name and warm:
+        check_seeds_apart(
+            other,
+            config.environment,
+            train_examples=warm,
+            eval_examples=held_out,
+            section="sft.environment",
+        )
+    return make_environment(config.environment, train_examples=used, eval_examples=held_out)
+
+
+def check_seeds_apart(
+    train: EnvironmentConfig,
+    held_out: EnvironmentConfig,
+    *,
+    train_examples: int,
+    eval_examples: int,
+    section: str = "environment",
+) -> None:
+    """Refuse seeds whose examples would meet: example i of seed s is made from s + i.
+
+    Raises ConfigError with both ranges.
+    """
+    first, start = train.train_seed, held_out.eval_seed
+    last, end = first + train_examples - 1, start + eval_examples - 1
+    if first <= end and start <= last:
+        raise ConfigError(
+            f"{section}.train_seed {first} reaches {last} with {train_examples} training examples, "
+            f"environment.eval_seed {start} reaches {end} with {eval_examples} held-out ones: the "
+            "two ranges share examples; move the seeds further apart (by default 1000000000)"
+        )
+
+
+def parse_options(kind: type[OptionsT], config: EnvironmentConfig) -> OptionsT:
+    """The options of an environment, validated. Raises ConfigError with a line per problem."""
+    try:
+        return kind.model_validate(config.options)
+    except ValidationError as error:
+        known = ", ".join(kind.model_fields)
+        lines = [
+            f"environment.options.{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise ConfigError(
+            f"environment {config.name!r} takes the options {known}:\n  " + "\n  ".join(lines)
+        ) from None
+
+
+def plain_json(metadata: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """`metadata` as plain JSON values: what is not JSON becomes a string, NaN becomes null.
+
+    Raises InputError where a key cannot be one in JSON.
+    """
+    option = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
+    try:
+        return orjson.loads(orjson.dumps(dict(metadata), default=str, option=option))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{source}: its metadata cannot be written as JSON: {error}") from error
+
+
+def checked_components(value: object) -> tuple[RewardComponent, ...]:
+    """What a scorer returned, if it is a reward. Raises ValueError saying what it is instead."""
+    if not isinstance(value, tuple) or not value:
+        raise ValueError(f"expected reward components, found {value!r:.80}")
+    for component in value:
+        if not isinstance(component, RewardComponent):
+            raise ValueError(f"expected a reward component, found {component!r:.80}")
+        if not (_is_finite(component.value) and _is_finite(component.weight)):
+            raise ValueError(
+                f"expected finite numbers, found {component.name} = {component.value!r:.80} with "
+                f"weight {component.weight!r:.80}"
+            )
+    if not math.isfinite(reward_of(value)):
+        raise ValueError("the weighted sum of the reward components is not finite")
+    return value
+
+
+def reward_of(components: tuple[RewardComponent, ...]) -> float:
+    """Sum of `weight * value`."""
+    return float(sum(component.weight * component.value for component in components))
+
+
+def number(value: Any) -> float:
+    """`value` as a float, if it is a real number (or bool); a string is not. Raises ValueError."""
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        raise ValueError(f"expected a number, found {value!r:.80}")
+    return float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
+
+
+def _points() -> Any:
+    return entry_points(group=ENTRY_POINTS)

@@ -1,0 +1,60 @@
+"""The smallest environment: repeat a random word. For tests and first steps on any machine."""
+
+import random
+import string
+
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig, Section
+from marin_rl.environments.base import parse_options, register
+from marin_rl.types import Example, Message, RewardComponent, Split
+
+
+class EchoOptions(Section):
+    """Options of `echo`."""
+
+    letters_min: int = Field(1, ge=1, le=1000, description="letters of the shortest word")
+    letters_max: int = Field(4, ge=1, le=1000, description="letters of the longest word")
+    alphabet: str = Field(string.ascii_lowercase, min_length=1, description="letters to draw from")
+
+
+@register("echo")
+class Echo:
+    """Rewards the share of characters that are right, in place: 1 for exactly the word."""
+
+    name = "echo"
+    version = "1"
+    size = None
+    workers = 0
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._options = parse_options(EchoOptions, config)
+
+    def load_examples(self) -> None:
+        """Nothing is left to load."""
+
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """A word of random letters, drawn from `seed + index`."""
+        draw = random.Random(seed + index)
+        low = min(self._options.letters_min, self._options.letters_max)
+        length = draw.randint(low, max(low, self._options.letters_max))
+        word = "".join(draw.choices(self._options.alphabet, k=length))
+        return Example(
+            environment=self.name,
+            environment_version=self.version,
+            example_id=f"{split}-{seed}-{index}",
+            split=split,
+            seed=seed + index,
+            messages=(Message(role="user", content=f"repeat {word}"),),
+            answer=word,
+            metadata={"index": index},
+        )
+
+    def load_scorer(self) -> None:
+        """Nothing is left to load."""
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """Characters in place over the length of the longer of word and completion."""
+        expected, found = example.answer or "", completion.strip()
+        right = sum(a == b for a, b in zip(expected, found, strict=False))
+        return (RewardComponent(name="echo", value=right / max(len(expected), len(found), 1)),)

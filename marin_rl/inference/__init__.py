@@ -1,0 +1,1 @@
+"""Sampling from a policy: the protocol, its client, and the engine and server behind it."""

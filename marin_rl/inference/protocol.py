@@ -1,0 +1,301 @@
+"""What client and server say to each other: OpenAI's chat route with token ids, as vLLM does it.
+
+A request carries `return_token_ids: true` and `logprobs: true`; the answer then has the prompt's
+ids at its top level (`prompt_token_ids`) and, in each choice, `token_ids` (a final stop token
+included) with one logprob per id. Our own additions are optional on both sides, and servers that do
+not know them ignore them: `compact_logprobs` in the request asks for the flat list `token_logprobs`
+in place of `logprobs.content`; the answer may carry `policy_versions` per choice, `weight_version`,
+`parameters_digest` and `timings`. Knows nothing of JAX, of sockets, or of any client library.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+from jaxtyping import Float32, Int32
+
+from marin_rl.errors import BadResponse
+from marin_rl.types import Message, Sampling
+
+MODELS_ROUTE = "/v1/models"
+CHAT_ROUTE = "/v1/chat/completions"
+COMPLETIONS_ROUTE = "/v1/completions"
+TOKENIZE_ROUTE = "/tokenize"
+UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
+
+# Sample i of a request with a seed is drawn with `seed + i`, as vLLM does.
+# 48 bits leave room for `+ i` in every JSON number and in int64.
+SEED_LIMIT = 2**48
+
+# float32 softmax may round a certainty to a hair above probability 1.
+LOGPROB_SLACK = 1e-5
+
+_SERVED = re.compile(r"(?P<name>.+)@(?P<version>\d{5,})-(?P<digest>[0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A served model id, taken apart; `digest` is the first 8 digits of the parameters' SHA-256."""
+
+    name: str
+    weight_version: int
+    digest: str
+
+
+def served_model_id(name: str, weight_version: int, digest: str) -> str:
+    """The id under which parameters are served: `policy@00012-1a2b3c4d`.
+
+    Two sets of parameters never share an id, so asking for the wrong ones is a 404, not a mystery.
+    """
+    return f"{name}@{weight_version:05d}-{digest[:8]}"
+
+
+def parse_served_model_id(model: str) -> ServedModel | None:
+    """The parts of an id made by `served_model_id`; None for an id of another make."""
+    match = _SERVED.fullmatch(model)
+    if match is None:
+        return None
+    return ServedModel(
+        name=match["name"], weight_version=int(match["version"]), digest=match["digest"]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """`n` samples of one conversation from one served model."""
+
+    model: str
+    messages: tuple[Message, ...]
+    n: int
+    sampling: Sampling
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": m.role, "content": m.content} for m in self.messages],
+            "n": self.n,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            "compact_logprobs": True,
+        }
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sample: its text without the stop token, its ids with it, one logprob (nats) per id.
+
+    `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
+    were swapped while this sample was drawn.
+    """
+
+    text: str
+    token_ids: Int32[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    finish_reason: str
+    policy_versions: Int32[np.ndarray, " T"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTimings:
+    """Where a request spent its time on the server, in seconds; 0 where the server does not say."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """All that an endpoint says about one request; completions in the order of their `index`."""
+
+    model: str
+    prompt_token_ids: Int32[np.ndarray, " P"]
+    completions: tuple[Completion, ...]
+    request_id: str = ""
+    weight_version: int | None = None
+    parameters_digest: str | None = None
+    timings: ServerTimings = field(default_factory=ServerTimings)
+
+
+def encode_answer(
+    answer: ChatAnswer, *, created: int, token_texts: Sequence[Sequence[str]] | None = None
+) -> bytes:
+    """The JSON of a chat completion.
+
+    Without `token_texts` the logprobs are compact; with them (the text of each token of each
+    completion) they stand in OpenAI's `logprobs.content`.
+    """
+    sampled = sum(len(c.token_ids) for c in answer.completions)
+    body: dict[str, Any] = {
+        "id": answer.request_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": answer.model,
+        "prompt_token_ids": answer.prompt_token_ids,
+        "choices": [
+            _encode_choice(index, completion, token_texts[index] if token_texts else None)
+            for index, completion in enumerate(answer.completions)
+        ],
+        "usage": {
+            "prompt_tokens": len(answer.prompt_token_ids),
+            "completion_tokens": sampled,
+            "total_tokens": len(answer.prompt_token_ids) + sampled,
+        },
+        "weight_version": answer.weight_version,
+        "parameters_digest": answer.parameters_digest,
+        "timings": answer.timings,
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _encode_choice(
+    index: int, completion: Completion, texts: Sequence[str] | None
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": completion.text},
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+        "policy_versions": completion.policy_versions,
+    }
+    if texts is None:
+        return choice | {"logprobs": None, "token_logprobs": completion.logprobs}
+    content = [
+        {"token": text, "logprob": float(logprob), "bytes": None, "top_logprobs": []}
+        for text, logprob in zip(texts, completion.logprobs, strict=True)
+    ]
+    return choice | {"logprobs": {"content": content}}
+
+
+def decode_answer(data: bytes) -> ChatAnswer:
+    """Read a chat completion, ours or vLLM's; BadResponse says what is missing or absurd."""
+    body = _mapping(_json(data), "the answer")
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
+    ordered = sorted((_mapping(c, "a choice") for c in choices), key=_index)
+    timings = body.get("timings") or {}
+    return ChatAnswer(
+        model=str(body.get("model", "")),
+        prompt_token_ids=_token_ids(body.get("prompt_token_ids"), "prompt_token_ids"),
+        completions=tuple(_decode_choice(choice) for choice in ordered),
+        request_id=str(body.get("id") or ""),
+        weight_version=body.get("weight_version"),
+        parameters_digest=body.get("parameters_digest"),
+        timings=ServerTimings(**{k: float(timings.get(k) or 0.0) for k in _TIMINGS}),
+    )
+
+
+_TIMINGS = ("queue_s", "prefill_s", "decode_s")
+
+
+def error_body(
+    message: str, *, type: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def _decode_choice(choice: Mapping[str, Any]) -> Completion:
+    token_ids = _token_ids(choice.get("token_ids"), "token_ids")
+    logprobs = _logprobs(choice)
+    if len(logprobs) != len(token_ids):
+        raise BadResponse(
+            f"expected one logprob per token id, found {len(logprobs)} for {len(token_ids)} ids"
+        )
+    versions = choice.get("policy_versions")
+    if versions is not None:
+        versions = _token_ids(versions, "policy_versions")
+        if len(versions) != len(token_ids):
+            raise BadResponse(f"expected {len(token_ids)} policy_versions, found {len(versions)}")
+    message = _mapping(choice.get("message"), "a choice's message")
+    return Completion(
+        text=str(message.get("content") or ""),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=str(choice.get("finish_reason") or ""),
+        policy_versions=versions,
+    )
+
+
+def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
+    values = choice.get("token_logprobs")
+    if values is None:
+        content = _mapping(choice.get("logprobs") or {}, "logprobs").get("content")
+        if content is None:
+            raise BadResponse(
+                "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
+            )
+        try:
+            values = [item["logprob"] for item in content]
+        except (TypeError, KeyError) as error:
+            raise BadResponse("expected logprobs.content[].logprob") from error
+    wide = _flat(values, "iuf", "logprobs")
+    if not np.isfinite(wide).all() or (wide > LOGPROB_SLACK).any():
+        raise BadResponse(
+            f"expected finite logprobs of at most 0, found {wide.min()} to {wide.max()}"
+        )
+    return wide.astype(np.float32)
+
+
+def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
+    if values is None:
+        raise BadResponse(
+            f"the endpoint gave no {name}: it must honour `return_token_ids: true` (vLLM 0.10.2 or "
+            "newer, or marin-rl's own server)"
+        )
+    wide = _flat(values, "iu", name)
+    if len(wide) and (wide.min() < 0 or wide.max() >= 2**31):
+        raise BadResponse(
+            f"expected {name} from 0 to 2**31 - 1, found {wide.min()} to {wide.max()}"
+        )
+    return wide.astype(np.int32)
+
+
+def _flat(values: object, kinds: str, name: str) -> np.ndarray:
+    """A list of numbers as a wide array of one of the NumPy `kinds`; anything else is refused."""
+    if not isinstance(values, list):
+        raise BadResponse(f"expected {name} as a flat list of numbers, found {str(values)[:80]}")
+    if not values:
+        return np.zeros(0, np.int64)
+    try:
+        wide = np.asarray(values)
+    except ValueError:
+        wide = np.zeros((0, 0))
+    if wide.ndim != 1 or wide.dtype.kind not in kinds:
+        raise BadResponse(f"expected {name} as a flat list of numbers, found {str(values)[:80]}")
+    return wide
+
+
+def _json(data: bytes) -> object:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
+
+
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadResponse(f"expected {what} to be an object, found {value!r:.80}")
+    return value
+
+
+def _index(choice: Mapping[str, Any]) -> int:
+    index = choice.get("index", 0)
+    return index if isinstance(index, int) else 0

@@ -1,0 +1,273 @@
+"""The generate stage: one shard of a round's rollouts, sampled, scored and committed.
+
+What a shard asks for depends on the run's content, the round and the shard alone: its examples, and
+a seed per sample. So shards may be made in any order, at once, or again. Groups are sampled
+concurrently and scored as they arrive. Nothing is visible before the one create that commits all.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import numpy as np
+
+from marin_rl.config import Config, content
+from marin_rl.environments.base import Environment, environment_of
+from marin_rl.environments.scoring import Scorer, scorer_for
+from marin_rl.errors import (
+    BadResponse,
+    EndpointUnavailable,
+    InferenceError,
+    MarinRLError,
+    RequestRejected,
+    RewardFault,
+    StalePolicy,
+)
+from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.metrics import rollout_metrics
+from marin_rl.progress import ProgressEvent, Stage, publish
+from marin_rl.rollouts.assemble import GroupRequest, RolloutMaker
+from marin_rl.storage.commits import fingerprint, parent_of
+from marin_rl.storage.rollouts import commit_shard, shard_ref
+from marin_rl.storage.runs import Run, round_name
+from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from schemas.rollouts import SCHEMA_VERSION
+
+# Faults that cost a group, not the shard; a stale policy always ends the shard.
+_GROUP_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
+
+
+async def generate_shard(run: Run, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
+    """Commit one shard of a round, or return it where it is committed already.
+
+    A completion that fails becomes a rollout with status "error". Raises StalePolicy, the fault
+    that most rollouts share (EndpointUnavailable, RequestRejected, BadResponse, RewardFault) where
+    more than `rollouts.errors_max_fraction` failed, InputError, and StorageError. Nothing is
+    committed then, nor when the call is cancelled.
+    """
+    environment = environment_of(run.config)
+    decided = shard_fingerprint(run, round, shard, policy, environment)
+    found = await asyncio.to_thread(shard_ref, run, round, shard, decided)
+    if found is not None:
+        return found
+    requests = shard_requests(run, round, shard, environment)
+    groups = await sample_groups(
+        run, policy, environment, requests, stage="generate", round=round, label=f"shard {shard}"
+    )
+    refuse_if_mostly_errors(
+        groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
+    )
+    return await asyncio.to_thread(commit_shard, run, round, shard, groups, decided, policy)
+
+
+def shard_fingerprint(
+    run: Run, round: int, shard: int, policy: ServedPolicy, environment: Environment
+) -> str:
+    """Digest of all that decides what a shard asks for, and of whom."""
+    config = run.config
+    decides = {
+        "round": round,
+        "shard": shard,
+        "seed": config.seed,
+        "environment": content(config.environment),
+        "environment_version": environment.version,
+        "sampling": content(config.sampling),
+        "rollouts": content(config.rollouts),
+        "parameters": policy.parameters_digest,
+        "tokenizer": policy.tokenizer_digest,
+        "chat_template": policy.chat_template_digest,
+    }
+    return fingerprint("shard", decides, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
+
+
+def examples_of(
+    config: Config, round: int, shard: int, environment: Environment | None = None
+) -> list[Example]:
+    """The examples of a shard. Every round takes fresh ones; shards differ by a group at most."""
+    environment = environment or environment_of(config)
+    per_round, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
+    seed, first = config.environment.train_seed, round * per_round
+    start, stop = (per_round * edge // shards for edge in (shard, shard + 1))
+    return [environment.example(seed, first + g, "train") for g in range(start, stop)]
+
+
+def shard_requests(
+    run: Run, round: int, shard: int, environment: Environment
+) -> list[GroupRequest]:
+    """What a shard asks for, in order."""
+    config = run.config
+    first = config.rollouts.groups_per_round * shard // config.rollouts.shards_per_round
+    return [
+        GroupRequest(
+            group_id=f"{round_name(round)}/group-{first + place:05d}",
+            example=example,
+            size=config.rollouts.group_size,
+            sampling=Sampling(
+                **config.sampling.model_dump(), seed=run.seed_of("sample", round, first + place)
+            ),
+        )
+        for place, example in enumerate(examples_of(config, round, shard, environment))
+    ]
+
+
+async def sample_groups(
+    run: Run,
+    policy: ServedPolicy,
+    environment: Environment,
+    requests: Sequence[GroupRequest],
+    *,
+    stage: Stage,
+    round: int,
+    label: str = "",
+) -> list[RolloutGroup]:
+    """Sample and score groups concurrently; they come back in the order of `requests`.
+
+    Publishes a progress event as each group is done. Raises what no single group can bear:
+    StalePolicy, InputError. Cancelling cancels every request.
+    """
+    inference = run.config.inference
+    meter = _Meter(run_id=run.run_id, stage=stage, round=round, total=len(requests), label=label)
+    scorer = scorer_for(environment, run.config.environment)
+    async with PolicyClient(
+        endpoints=policy.endpoints,
+        model=policy.model,
+        api_key=os.environ.get(inference.api_key_variable),
+        timeout_s=inference.request_timeout_s,
+        attempts_max=inference.request_attempts_max,
+        in_flight_max=inference.requests_in_flight_max,
+    ) as client:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [
+                    tasks.create_task(_sample(client, scorer, policy, request, meter.count))
+                    for request in requests
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+    return [task.result() for task in started]
+
+
+async def _sample(
+    client: PolicyClient,
+    scorer: Scorer,
+    policy: ServedPolicy,
+    request: GroupRequest,
+    count: Callable[[RolloutGroup], None],
+) -> RolloutGroup:
+    started_at = datetime.now(UTC)
+    try:
+        answer = await client.chat(request.example.messages, request.size, request.sampling)
+    except _GROUP_FAULTS as error:
+        maker = RolloutMaker(policy, request, started_at)
+        rollouts = [maker.failed(index, error) for index in range(request.size)]
+    else:
+        _check_identity(answer, policy)
+        texts = [completion.text for completion in answer.completions]
+        scores = await scorer.score(request.example, texts)
+        maker = RolloutMaker(policy, request, started_at)
+        rollouts = [
+            maker.sampled(index, answer, completion, score)
+            for index, (completion, score) in enumerate(
+                zip(answer.completions, scores, strict=True)
+            )
+        ]
+    group = RolloutGroup(
+        group_id=request.group_id,
+        example=request.example,
+        rollouts=tuple(rollouts),
+        group_size=request.size,
+    )
+    count(group)
+    return group
+
+
+def _check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
+    """Servers of ours tell which parameters they sampled with; others only the model id."""
+    found = answer.parameters_digest
+    if found is not None and found != policy.parameters_digest:
+        raise StalePolicy(
+            f"expected samples of the parameters {policy.parameters_digest}, found {found}: the "
+            "endpoint serves other weights than this round's"
+        )
+
+
+def refuse_if_mostly_errors(
+    groups: Sequence[RolloutGroup], errors_max_fraction: float, what: str
+) -> None:
+    """Raise the commonest fault where the share of failed rollouts is above the limit."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    told = [_fault_of(rollout) for rollout in rollouts if rollout.status in ("error", "aborted")]
+    if len(told) <= errors_max_fraction * len(rollouts):
+        return
+    (kind, _), *_ = Counter(error.partition(":")[0] for error in told).most_common(1)
+    example = next(error for error in told if error.startswith(kind))
+    raise _FAULTS.get(kind, InferenceError)(
+        f"{what}: {len(told)} of {len(rollouts)} rollouts failed, above rollouts."
+        f"errors_max_fraction ({errors_max_fraction:g}); the commonest: {example}"
+    )
+
+
+def _fault_of(rollout: Rollout) -> str:
+    return rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
+
+
+_FAULTS: dict[str, type[MarinRLError]] = {
+    kind.__name__: kind for kind in (*_GROUP_FAULTS, RewardFault)
+}
+
+
+def shard_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards, lengths and errors of some groups, under the names of `marin_rl.metrics`."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    values: dict[str, list[float]] = {}
+    for component in (c for rollout in rollouts for c in rollout.reward_components):
+        values.setdefault(component.name, []).append(component.value)
+    members = [len(group.rollouts) for group in groups]
+    return rollout_metrics(
+        rewards=np.array([np.nan if r.reward is None else r.reward for r in rollouts], np.float64),
+        groups=np.repeat(np.arange(len(groups)), members).astype(np.int64),
+        lengths=np.array([r.n_completion_tokens for r in rollouts], np.int64),
+        statuses=[rollout.status for rollout in rollouts],
+        components={name: np.array(v, np.float64) for name, v in values.items()},
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Meter:
+    """Counts groups as they are done, and tells whoever watches."""
+
+    run_id: str
+    stage: Stage
+    round: int
+    total: int
+    label: str
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+
+    def count(self, group: RolloutGroup) -> None:
+        """One more group."""
+        self.done += 1
+        self.tokens += sum(rollout.n_completion_tokens for rollout in group.rollouts)
+        self.rewards += [r.reward for r in group.rollouts if r.reward is not None]
+        elapsed = max(time.monotonic() - self.began, 1e-9)
+        metrics = {"perf/tokens_per_second": self.tokens / elapsed}
+        if self.rewards:
+            metrics["reward"] = sum(self.rewards) / len(self.rewards)
+        publish(
+            ProgressEvent(
+                run_id=self.run_id,
+                stage=self.stage,
+                round=self.round,
+                done=self.done,
+                total=self.total,
+                metrics=metrics,
+                message=self.label,
+            )
+        )

@@ -1,0 +1,341 @@
+"""Examples are pure functions of (seed, index, split), and wrong options are told apart by name."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.config import Config, EnvironmentConfig, load_config, override, parse_config
+from marin_rl.environments.base import (
+    checked_components,
+    environment_of,
+    known_environments,
+    make_environment,
+    number,
+    register,
+    reward_of,
+)
+from marin_rl.environments.echo import Echo
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.types import Example, Message, RewardComponent, Split
+
+
+def configured(name: str, **options: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(name=name, options=options)
+
+
+def spell(**more: Any) -> EnvironmentConfig:
+    return configured("reasoning_gym", dataset="spell_backward", **more)
+
+
+# ---- the registry and the seeds
+
+
+def test_unknown_names_are_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"chat, echo, .*reasoning_gym.*did you mean echo\?"):
+        make_environment(configured("ecko"))
+
+
+def test_an_environment_can_be_registered() -> None:
+    @register("silent")
+    class Silent(Echo):
+        def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+            return (RewardComponent(name="silence", value=float(not completion)),)
+
+    environment = make_environment(configured("silent"))
+    assert "silent" in known_environments()
+    assert environment.score(environment.example(0, 0, "train"), "")[0].value == 1.0
+
+
+def test_seeds_that_meet_are_refused() -> None:
+    config = EnvironmentConfig(train_seed=100, eval_seed=200)
+    make_environment(config, train_examples=100, eval_examples=1000)
+    with pytest.raises(ConfigError, match="reaches 200 with 101 training examples"):
+        make_environment(config, train_examples=101)
+    turned = EnvironmentConfig(train_seed=200, eval_seed=100)
+    make_environment(turned, train_examples=1000, eval_examples=100)
+    with pytest.raises(ConfigError, match="reaches 200 with 101 held-out"):
+        make_environment(turned, eval_examples=101)
+
+
+def test_a_run_counts_all_the_examples_it_may_use() -> None:
+    tree = load_config("configs/debug.yaml").model_dump(mode="json")
+
+    def run(*items: str) -> Config:
+        return parse_config(override(tree, items))
+
+    assert environment_of(run("environment.eval_seed=12")).name == "echo"
+    with pytest.raises(ConfigError, match="reaches 12 with 13"):
+        environment_of(
+            run(
+                "environment.eval_seed=12",
+                "rounds=13",
+                "rollouts.groups_per_round=1",
+                "rollouts.shards_per_round=1",
+            )
+        )
+    warm = ("policy.init=sft", "sft.steps=4", "sft.sequences_per_step=8")
+    with pytest.raises(ConfigError, match="reaches 31 with 32"):
+        environment_of(run("environment.eval_seed=20", *warm))
+    other = ("environment.eval_seed=2000", "sft.environment={name: echo, train_seed: 1990}")
+    with pytest.raises(ConfigError, match=r"sft\.environment\.train_seed 1990 reaches 2021"):
+        environment_of(run(*other, *warm))
+
+
+@pytest.mark.parametrize("file", sorted(Path("configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_shipped_configuration_has_its_environment(file: Path) -> None:
+    config = load_config(file)
+    example = environment_of(config).example(config.environment.train_seed, 0, "train")
+    assert example.messages[-1].content
+
+
+# ---- rewards
+
+
+def test_what_counts_as_a_number() -> None:
+    assert [number(value) for value in (1, 0.5, True)] == [1.0, 0.5, 1.0]
+    for value in ("1", b"1", None, [1], 1j):
+        with pytest.raises(ValueError, match="expected a number"):
+            number(value)
+
+
+def test_what_counts_as_a_reward() -> None:
+    parts = (
+        RewardComponent(name="a", value=1.0, weight=0.5),
+        RewardComponent(name="b", value=-2.0),
+    )
+    assert reward_of(checked_components(parts)) == -1.5
+    huge = RewardComponent(name="a", value=1e308, weight=1.0)
+    for wrong in ((), [parts[0]], (1.0,), (huge, huge)):
+        with pytest.raises(ValueError, match=r"expected|not finite"):
+            checked_components(wrong)
+
+
+# ---- echo
+
+
+@given(st.integers(0, 2**31), st.integers(0, 10**6), st.sampled_from(["train", "eval"]))
+def test_echo_is_a_pure_function(seed: int, index: int, split: Split) -> None:
+    environment = Echo(configured("echo"))
+    example = environment.example(seed, index, split)
+    assert example == Echo(configured("echo")).example(seed, index, split)
+    assert example.messages[0].content == f"repeat {example.answer}"
+    assert example.answer is not None
+    assert 1 <= len(example.answer) <= 4
+    assert environment.score(example, example.answer)[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [("abcd", 1.0), (" abcd\n", 1.0), ("abxd", 0.75), ("abcdabcd", 0.5), ("", 0.0), ("dcba", 0.0)],
+)
+def test_echo_counts_characters_in_place(completion: str, value: float) -> None:
+    example = Example(
+        environment="echo",
+        environment_version="1",
+        example_id="x",
+        split="train",
+        seed=0,
+        messages=(Message(role="user", content="repeat abcd"),),
+        answer="abcd",
+    )
+    assert Echo(configured("echo")).score(example, completion)[0].value == value
+
+
+# ---- reasoning_gym
+
+
+def test_a_dataset_by_name() -> None:
+    environment = make_environment(spell(config={"min_word_len": 3, "max_word_len": 5}))
+    example = environment.example(7, 11, "train")
+    assert example.example_id == "train-7-11"
+    assert example.seed == 18
+    word = example.metadata["word"]
+    assert 3 <= len(word) <= 5
+    assert example.answer == word[::-1]
+    assert example.messages[0].content.endswith(word)
+    assert environment.score(example, f" {word[::-1]} ")[0] == RewardComponent(
+        name="spell_backward", value=1.0
+    )
+    assert environment.score(example, word[::-1][:-1] + "!")[0].value < 1.0
+    assert example == environment.example(7, 11, "train")
+    assert example.messages == environment.example(8, 10, "eval").messages  # why seeds lie apart
+
+
+def test_prompts_systems_and_tags() -> None:
+    environment = make_environment(
+        spell(system_prompt="Be brief.", prompt="{word} backwards:", answer_tag="answer")
+    )
+    example = environment.example(0, 3, "train")
+    word = example.metadata["word"]
+    assert [(m.role, m.content) for m in example.messages] == [
+        ("system", "Be brief."),
+        ("user", f"{word} backwards:"),
+    ]
+    assert example.answer == f"<answer>{word[::-1]}</answer>"
+    values = [
+        environment.score(example, text)[0].value
+        for text in (
+            example.answer,
+            f"no <answer>zzz</answer> but <answer> {word[::-1]} </answer>.",
+            word[::-1],
+            f"<answer>{word[::-1]}",
+        )
+    ]
+    assert values == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_mixture_follows_its_weights() -> None:
+    mixture = [
+        {"dataset": "chain_sum", "weight": 3, "config": {"min_terms": 2, "max_terms": 2}},
+        {"dataset": "spell_backward", "weight": 1},
+    ]
+    environment = make_environment(configured("reasoning_gym", mixture=mixture))
+    examples = [environment.example(0, index, "train") for index in range(400)]
+    names = [example.metadata["source_dataset"] for example in examples]
+    # 400 draws with p = 3/4 have a standard deviation of 8.7
+    assert abs(names.count("chain_sum") - 300) < 44
+    assert set(names) == {"chain_sum", "spell_backward"}
+    for example in examples[:20]:
+        component = environment.score(example, example.answer or "")[0]
+        assert component == RewardComponent(name=example.metadata["source_dataset"], value=1.0)
+    assert environment.size is None
+
+
+def test_datasets_with_an_end_start_over() -> None:
+    environment = make_environment(spell(config={"size": 5}))
+    assert environment.size == 5
+    words = [environment.example(0, index, "train").metadata["word"] for index in range(10)]
+    assert words[:5] == words[5:]
+
+
+@pytest.mark.parametrize("name", ["gsm_symbolic", "word_ladder", "list_functions"])
+def test_datasets_that_prepare_everything_are_bounded(name: str) -> None:
+    environment = make_environment(configured("reasoning_gym", dataset=name))
+    assert environment.size is not None
+    example = environment.example(0, 7, "train")
+    assert environment.score(example, example.answer or "")[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "dataset .with config. or mixture"),
+        ({"dataset": "chain_sum", "mixture": [{"dataset": "chain_sum"}]}, "either dataset"),
+        ({"dataset": "spell_backwards"}, "close to that: spell_backward"),
+        ({"dataset": "chain_sum", "config": {"terms": 3}}, "it takes min_terms, max_terms"),
+        ({"dataset": "chain_sum", "config": {"min_terms": 9}}, "chain_sum"),
+        ({"dataset": "chain_sum", "config": {"size": 0}}, "size of at least 1"),
+        ({"mixture": [{"dataset": "a"}, {"dataset": "a"}]}, "names each dataset once"),
+        ({"mixture": [{"dataset": "chain_sum", "config": {"x": 1}}]}, "it takes min_terms"),
+        ({"mixture": [{"dataset": "chain_sum", "weight": 0}]}, r"mixture\.0\.weight"),
+        ({"dataset": "spell_backward", "prompt": "{wrod}"}, "it may use question, .*word"),
+        ({"datset": "chain_sum"}, r"options\.datset"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_environment(configured("reasoning_gym", **options))
+
+
+# ---- chat
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "chat_rewards.py").write_text("def length(example, completion): return 1\n")
+    sys.path.insert(0, str(tmp_path))
+    yield "chat_rewards:length"
+    sys.path.remove(str(tmp_path))
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"id": f"p{i}", "prompt": f"{i} + 1?", "answer": str(i + 1), "n": i} for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_prompt_file(tmp_path: Path, rewards: str, kind: str) -> None:
+    path = tmp_path / f"prompts.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows(100)) + "\n\n")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows(100)), path)
+    config = configured("chat", path=str(path), reward=rewards, eval_fraction=0.2)
+    environment = make_environment(config)
+    size = environment.size
+    assert size is not None
+    train = [environment.example(5, i, "train") for i in range(size)]
+    held_out = {environment.example(5, i, "eval").example_id for i in range(100 - size)}
+    assert {e.example_id for e in train} | held_out == {f"p{i}" for i in range(100)}
+    assert not {e.example_id for e in train} & held_out
+    assert abs(len(held_out) - 20) < 16  # standard deviation 4
+    first = train[0]
+    assert first.messages == (Message(role="user", content=f"{first.metadata['n']} + 1?"),)
+    assert first.answer == str(first.metadata["n"] + 1)
+    again = [environment.example(5, size + i, "train").example_id for i in range(size)]
+    assert sorted(again) == sorted(e.example_id for e in train)
+    assert again != [e.example_id for e in train]
+
+
+def test_growing_the_file_moves_nothing(tmp_path: Path, rewards: str) -> None:
+    def held_out(count: int) -> set[str]:
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in rows(count)))
+        environment = make_environment(configured("chat", path=str(path), reward=rewards))
+        assert environment.size is not None
+        names = range(count - environment.size)
+        return {environment.example(0, i, "eval").example_id for i in names}
+
+    assert held_out(50) == {name for name in held_out(200) if int(name[1:]) < 50}
+
+
+def test_messages_keep_their_roles(tmp_path: Path, rewards: str) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = tmp_path / "p.jsonl"
+    lines = [
+        json.dumps({"messages": [*turns, {"role": "user", "content": str(i)}]}) for i in range(40)
+    ]
+    path.write_text("\n".join(lines))
+    example = make_environment(configured("chat", path=str(path), reward=rewards)).example(
+        0, 0, "train"
+    )
+    assert [m.role for m in example.messages] == ["system", "user", "user"]
+    assert example.answer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no rows"),
+        ("[1]", "line 1: expected an object"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
+        ('{"prompt": "a", "messages": []}', "either messages or prompt"),
+        ('{"messages": []}', "not empty"),
+        ('{"messages": [{"role": "boss", "content": "a"}]}', "expected a message with a role"),
+        ('{"prompt": 3}', "expected a message"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}', "'1' is there twice"),
+        ('{"prompt": "a"}', "is for split"),
+    ],
+)
+def test_unfit_prompt_files(tmp_path: Path, rewards: str, text: str, words: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        make_environment(configured("chat", path=str(path), reward=rewards))
+
+
+def test_missing_and_broken_files(tmp_path: Path, rewards: str) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*nothing\.jsonl"):
+        make_environment(configured("chat", path=str(tmp_path / "nothing.jsonl"), reward=rewards))
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 but not really PAR1")
+    with pytest.raises(InputError, match="as Parquet"):
+        make_environment(configured("chat", path=str(tmp_path / "p.parquet"), reward=rewards))

@@ -1,0 +1,235 @@
+"""Scorers that hang, die and lie: each costs one rollout, and at most the time limit."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import construct, make_environment, reward_of
+from marin_rl.environments.scoring import RewardWorker, Score, Scorer
+from marin_rl.errors import InputError, RewardFault
+from marin_rl.types import Example
+
+REWARDS = """
+import os, re, sys, time
+import numpy as np
+
+def reward(example, completion):
+    match completion:
+        case "raise": raise KeyError("who knows")
+        case "exit": sys.exit(3)
+        case "die": os.kill(os.getpid(), 9)
+        case "hang": time.sleep(100)
+        case "hang in C": re.match(r"(a+)+$", "a" * 60 + "b")
+        case "catch all":
+            while True:
+                try:
+                    time.sleep(100)
+                except BaseException:
+                    pass
+        case "nan": return float("nan")
+        case "inf": return {"good": 1.0, "bad": float("inf")}
+        case "text": return "1.0"
+        case "none": return None
+        case "numpy": return np.float32(0.25)
+        case "bool": return True
+        case "named": return {"format": 1, "answer": 0.5}
+        case "print": print("to standard output", flush=True); return 1
+        case "answer": return float(example.answer == "4" and example.metadata["level"] == 2)
+        case "jax": return float("jax" in sys.modules)
+        case "pid": return os.getpid()
+    return len(completion)
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentConfig]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    rows = [f'{{"prompt": "{i} + {i}?", "answer": "4", "level": 2}}\n' for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(rows))
+    sys.path.insert(0, str(folder))
+    options = {
+        "path": str(folder / "prompts.jsonl"),
+        "reward": "my_rewards:reward",
+        "eval_fraction": 0.3,
+        "reward_weights": {"format": 0.5},
+    }
+    yield EnvironmentConfig(name="chat", options=options, reward_timeout_s=0.5)
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def scorer(config: EnvironmentConfig) -> Iterator[Scorer]:
+    scorer = Scorer(make_environment(config), config)
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def example(config: EnvironmentConfig) -> Example:
+    return make_environment(config).example(0, 0, "train")
+
+
+def score(scorer: Scorer, example: Example, *completions: str) -> list[Score]:
+    return asyncio.run(scorer.score(example, completions))
+
+
+def rewards(scores: list[Score]) -> list[float | str]:
+    return [str(s) if isinstance(s, RewardFault) else reward_of(s) for s in scores]
+
+
+def test_what_a_function_may_return(scorer: Scorer, example: Example) -> None:
+    scores = score(scorer, example, "abc", "numpy", "bool", "answer", "print", "named")
+    assert rewards(scores) == [3.0, 0.25, 1.0, 1.0, 1.0, 1.0]
+    assert not isinstance(scores[-1], RewardFault)
+    assert [(c.name, c.value, c.weight) for c in scores[-1]] == [
+        ("format", 1.0, 0.5),
+        ("answer", 0.5, 1.0),
+    ]
+
+
+def test_what_it_may_not(scorer: Scorer, example: Example) -> None:
+    told = rewards(score(scorer, example, "raise", "exit", "nan", "inf", "text", "none", "ok"))
+    assert told == [
+        "KeyError: 'who knows'",
+        "SystemExit: 3",
+        "ValueError: expected finite numbers, found reward = nan with weight 1.0",
+        "ValueError: expected finite numbers, found bad = inf with weight 1.0",
+        "ValueError: expected a number, found '1.0'",
+        "ValueError: expected a number, found None",
+        2.0,
+    ]
+
+
+@pytest.mark.parametrize("trouble", ["hang", "hang in C", "catch all"])
+def test_a_hanging_function_is_interrupted(scorer: Scorer, example: Example, trouble: str) -> None:
+    score(scorer, example, "ready")
+    began = time.monotonic()
+    told = rewards(score(scorer, example, "before", trouble, "after it"))
+    assert told == [6.0, "the reward took longer than 0.5 s", 8.0]
+    assert time.monotonic() - began < 8
+
+
+def test_a_dead_worker_is_replaced(scorer: Scorer, example: Example) -> None:
+    told = rewards(score(scorer, example, "a", "die", "abc"))
+    assert told == [1.0, "the reward ended its process (signal 9)", 3.0]
+
+
+def test_a_worker_is_kept_and_knows_no_jax(scorer: Scorer, example: Example) -> None:
+    first, jax = rewards(score(scorer, example, "pid", "jax"))
+    assert rewards(score(scorer, example, "pid")) == [first]
+    assert jax == 0.0
+    assert first != os.getpid()
+
+
+def test_several_workers_score_at_once(config: EnvironmentConfig, example: Example) -> None:
+    options = {**config.options, "reward_workers": 3}
+    wide = config.model_copy(update={"options": options})
+    scorer = Scorer(construct(wide), wide)
+
+    async def run() -> list[list[Score]]:
+        await asyncio.gather(*[scorer.score(example, ["warm up"]) for _ in range(3)])
+        return await asyncio.gather(*[scorer.score(example, ["pid", "hang"]) for _ in range(3)])
+
+    groups = asyncio.run(run())
+    assert len({rewards(group)[0] for group in groups}) == 3
+    scorer.close()
+
+
+def test_an_unfit_function_is_told_at_once(config: EnvironmentConfig, example: Example) -> None:
+    options = {**config.options, "reward": "my_rewards:no_such"}
+    wrong = config.model_copy(update={"options": options})
+    scorer = Scorer(make_environment(wrong), wrong)
+    with pytest.raises(InputError, match="no_such"):
+        score(scorer, example, "abc")
+    scorer.close()
+    options = {**config.options, "reward": "no_such_module:reward"}
+    with pytest.raises(InputError, match="no module named 'no_such_module'"):
+        make_environment(config.model_copy(update={"options": options}))
+
+
+def test_scoring_a_round_takes_milliseconds(scorer: Scorer, example: Example) -> None:
+    """16 groups of 8; measured 4 ms on a quiet core, the limit leaves room for a busy machine."""
+
+    async def run() -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*[scorer.score(example, ["some answer"] * 8) for _ in range(16)])
+        return time.perf_counter() - began
+
+    score(scorer, example, "ready")
+    assert min(asyncio.run(run()) for _ in range(3)) < 0.1
+
+
+PARENT = """
+import sys, time
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import make_environment
+from marin_rl.environments.scoring import RewardWorker
+config = EnvironmentConfig.model_validate_json(sys.argv[1])
+environment = make_environment(config)
+hello = {"module": "marin_rl.environments.chat", "environment": config.model_dump(mode="json")}
+worker = RewardWorker(hello, 0.3)
+example = environment.example(0, 0, "train")
+worker.score(example, ["ready"])
+print(worker.process_id, flush=True)
+if sys.argv[2] == "busy":
+    worker._timeout_s = 100.0
+    worker._send({"example": example, "completions": ["hang in C"], "timeout_s": 0.3})
+    print("sent", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_worker_outlives_its_killed_parent_by_seconds(
+    config: EnvironmentConfig, state: str
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, config.model_dump_json(), state],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])},
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    if state == "busy":
+        parent.stdout.readline()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 15
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        state_now = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+        if state_now == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert time.monotonic() < deadline, f"worker {worker} lives on"
+
+
+def test_starting_a_worker_does_not_wait_for_it(config: EnvironmentConfig) -> None:
+    began = time.perf_counter()
+    worker = RewardWorker({"module": "json", "environment": config.model_dump(mode="json")}, 1.0)
+    assert time.perf_counter() - began < 0.5
+    worker.close()
+
+
+def test_reasoning_gym_is_scored_in_a_worker() -> None:
+    """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
+    config = EnvironmentConfig(
+        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=1.0
+    )
+    environment = make_environment(config)
+    scorer = Scorer(environment, config)
+    example = environment.example(0, 5, "train")
+    told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
+    assert told == [1.0, "the reward took longer than 1 s"]
+    scorer.close()

@@ -1,0 +1,221 @@
+"""A small honest policy server on loopback: bytes are tokens, and what it samples is scripted.
+
+It speaks OpenAI's chat route with vLLM's `return_token_ids`, written by hand from vLLM's documents
+rather than with our own protocol module, so that client and fake cannot be wrong in the same way.
+The same seed gives the same sample; every fault that a server can have is a switch.
+"""
+
+import json
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+END = 256
+TEMPLATE = "<{role}>{content}"
+
+Script = Callable[[str, int], str]
+Fault = Callable[[Mapping[str, Any]], str | None]
+
+STATUSES = {"500": 500, "503": 503, "429": 429, "reject": 400, "unauthorized": 401, "route": 404}
+
+
+def echo_script(prompt: str, seed: int) -> str:
+    """Repeats the last word of the last message; every third seed gets it wrong."""
+    word = prompt.split()[-1]
+    return word if seed % 3 else word[::-1] + "?"
+
+
+def prompt_ids(messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The prompt as this server's template renders it, one id per byte."""
+    text = "".join(TEMPLATE.format(**message) for message in messages) + "<assistant>"
+    return list(text.encode())
+
+
+def logprob_of(token: int, position: int) -> float:
+    """A float32 with no short decimal form, so that any loss on the way shows."""
+    return struct.unpack("f", struct.pack("f", -1.0 / (3 + token % 7 + position)))[0]
+
+
+class FakePolicyServer:
+    """`with FakePolicyServer(model="policy@00000-00000000") as server: … server.url`."""
+
+    def __init__(
+        self,
+        model: str,
+        script: Script = echo_script,
+        *,
+        compact: bool = True,
+        context_length: int = 4096,
+        delay_s: float = 0.0,
+        api_key: str | None = None,
+    ) -> None:
+        self.model = model
+        self.script = script
+        self.compact = compact
+        self.context_length = context_length
+        self.delay_s = delay_s
+        self.api_key = api_key
+        self.faults: deque[str] = deque()
+        self.fault: Fault = lambda _body: self.faults.popleft() if self.faults else None
+        self.requests: list[dict[str, Any]] = []
+        self.in_flight = 0
+        self.in_flight_most = 0
+        self.lock = threading.Lock()
+        self._http = _Server(self)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        """The base URL that clients are given."""
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        """The chat completion for a request, with at most one fault in it."""
+        ids = prompt_ids(body["messages"])
+        text = body["messages"][-1]["content"]
+        choices = [
+            self._choice(index, self.script(text, body.get("seed", 0) + index), body, fault)
+            for index in range(body.get("n", 1))
+        ]
+        answer: dict[str, Any] = {
+            "id": f"chatcmpl-{len(self.requests)}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "someone-else" if fault == "wrong-model" else self.model,
+            "choices": choices[:-1] if fault == "fewer" else choices[::-1],
+            "usage": {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)},
+        }
+        if fault != "missing-prompt":
+            answer["prompt_token_ids"] = ids
+        return answer
+
+    def _choice(
+        self, index: int, text: str, body: Mapping[str, Any], fault: str | None
+    ) -> dict[str, Any]:
+        ids = [*text.encode(), END][: body["max_tokens"]]
+        logprobs: list[float] = [logprob_of(token, i) for i, token in enumerate(ids)]
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": bytes(ids).decode(errors="ignore") if ids[-1] != END else text,
+            },
+            "finish_reason": "stop" if ids[-1] == END else "length",
+        }
+        _spoil(ids, logprobs, fault)
+        if fault != "missing-ids":
+            choice["token_ids"] = ids
+        if self.compact and body.get("compact_logprobs"):
+            choice["token_logprobs"] = logprobs
+        elif fault != "missing-logprobs":
+            content = [{"token": "", "logprob": p, "top_logprobs": []} for p in logprobs]
+            choice["logprobs"] = {"content": content}
+        return choice
+
+
+def _spoil(ids: list[int], logprobs: list[float], fault: str | None) -> None:
+    match fault:
+        case "missing-logprobs":
+            logprobs.clear()
+        case "short-logprobs":
+            logprobs.pop()
+        case "positive":
+            logprobs[0] = 0.5
+        case "nan":
+            logprobs[0] = float("nan")
+        case "negative-ids":
+            ids[0] = -1
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, fake: FakePolicyServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fake = fake
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        models = [{"id": self.server.fake.model, "object": "model"}]
+        self._send(200, {"object": "list", "data": models})
+
+    def do_POST(self) -> None:
+        fake = self.server.fake
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with fake.lock:
+            fake.requests.append(body)
+            fake.in_flight += 1
+            fake.in_flight_most = max(fake.in_flight, fake.in_flight_most)
+        try:
+            self._answer(body)
+        finally:
+            with fake.lock:
+                fake.in_flight -= 1
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        fake = self.server.fake
+        fault = fake.fault(body)
+        time.sleep(5.0 if fault == "slow" else fake.delay_s)
+        if fault == "drop":
+            self.close_connection = True
+        elif fault in STATUSES:
+            self._error(STATUSES[fault], f"scripted fault {fault}")
+        elif fault == "not-json":
+            self._send_bytes(200, b"<html>")
+        else:
+            self._answer_honestly(body, fault)
+
+    def _answer_honestly(self, body: dict[str, Any], fault: str | None) -> None:
+        fake = self.server.fake
+        if fake.api_key and self.headers["authorization"] != f"Bearer {fake.api_key}":
+            self._error(401, f"wrong key {self.headers['authorization']}")
+        elif body["model"] != fake.model:
+            self._error(404, f"The model `{body['model']}` does not exist", param="model")
+        elif len(prompt_ids(body["messages"])) + body["max_tokens"] > fake.context_length:
+            self._error(400, "the prompt is too long", code="context_length_exceeded")
+        else:
+            self._send(200, fake.answer(body, fault))
+
+    def _error(self, status: int, message: str, **more: str) -> None:
+        self._send(status, {"error": {"message": message, "type": "fake", **more}})
+
+    def _send(self, status: int, body: object) -> None:
+        self._send_bytes(status, json.dumps(body).encode())
+
+    def _send_bytes(self, status: int, data: bytes) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            self.close_connection = True  # the client gave up waiting: a fault of its own
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass

@@ -1,0 +1,300 @@
+"""The client against a fake server that is written independently of our protocol module."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
+
+from marin_rl.errors import (
+    BadResponse,
+    EndpointUnavailable,
+    InferenceError,
+    RequestRejected,
+    StalePolicy,
+)
+from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.protocol import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    decode_answer,
+    encode_answer,
+    parse_served_model_id,
+    served_model_id,
+)
+from marin_rl.types import Message, Sampling
+
+MODEL = served_model_id("policy", 3, "0123456789abcdef")
+MESSAGES = (Message(role="user", content="repeat abc"),)
+
+
+@pytest.fixture
+def server() -> Iterator[FakePolicyServer]:
+    with FakePolicyServer(MODEL) as fake:
+        yield fake
+
+
+def ask(
+    endpoints: list[str],
+    use: Callable[[PolicyClient], Awaitable[Any]] | None = None,
+    **options: Any,
+) -> Any:
+    async def run() -> Any:
+        async with PolicyClient(endpoints=endpoints, model=MODEL, **options) as client:
+            if use is not None:
+                return await use(client)
+            return await client.chat(MESSAGES, 4, Sampling(max_tokens=8, seed=1))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("style", ["compact", "content"])
+def test_a_group_arrives_exactly_as_it_was_sampled(server: FakePolicyServer, style: str) -> None:
+    server.compact = style == "compact"
+    answer = ask([server.url])
+    prompt = prompt_ids([{"role": "user", "content": "repeat abc"}])
+    assert answer.prompt_token_ids.tolist() == prompt
+    texts = [echo_script("repeat abc", 1 + i) for i in range(4)]
+    assert [c.text for c in answer.completions] == [t[:8] for t in texts]
+    for completion in answer.completions:
+        ids = completion.token_ids.tolist()
+        assert completion.finish_reason == ("stop" if ids[-1] == END else "length")
+        exact = np.array([logprob_of(t, i) for i, t in enumerate(ids)], np.float32)
+        assert completion.logprobs.dtype == np.float32
+        assert completion.logprobs.tobytes() == exact.tobytes()
+
+
+def test_what_is_asked(server: FakePolicyServer) -> None:
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, stop=("\n",), seed=11)
+    ask([server.url], lambda client: client.chat(MESSAGES, 2, sampling))
+    assert server.requests == [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "repeat abc"}],
+            "n": 2,
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "stop": ["\n"],
+            "seed": 11,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            "compact_logprobs": True,
+        }
+    ]
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "429", "drop"])
+def test_faults_that_pass_are_tried_again(server: FakePolicyServer, fault: str) -> None:
+    server.faults.extend([fault])
+    assert len(ask([server.url]).completions) == 4
+    assert len(server.requests) == 2
+
+
+def test_attempts_are_bounded(server: FakePolicyServer) -> None:
+    server.fault = lambda _: "503"
+    with pytest.raises(EndpointUnavailable, match="scripted fault 503"):
+        ask([server.url], attempts_max=2)
+    assert len(server.requests) == 2
+
+
+def test_a_slow_endpoint_is_unavailable(server: FakePolicyServer) -> None:
+    server.fault = lambda _: "slow"
+    began = time.monotonic()
+    with pytest.raises(EndpointUnavailable, match=r"no answer in 0\.3 s"):
+        ask([server.url], attempts_max=1, timeout_s=0.3)
+    assert time.monotonic() - began < 2
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1:9"):
+        ask(["http://127.0.0.1:9/v1"], attempts_max=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("reject", RequestRejected, "scripted fault"),
+        ("route", RequestRejected, "end in /v1"),
+        ("unauthorized", RequestRejected, "api_key_variable"),
+        ("wrong-model", StalePolicy, "someone-else"),
+        ("missing-ids", BadResponse, "return_token_ids"),
+        ("missing-prompt", BadResponse, "prompt_token_ids"),
+        ("short-logprobs", BadResponse, "one logprob per token"),
+        ("positive", BadResponse, "at most 0"),
+        ("nan", BadResponse, "JSON"),
+        ("negative-ids", BadResponse, "from 0"),
+        ("fewer", BadResponse, "expected 4 completions"),
+        ("not-json", BadResponse, "not JSON"),
+    ],
+)
+def test_faults_that_stay_are_not_tried_again(
+    server: FakePolicyServer, fault: str, error: type[InferenceError], words: str
+) -> None:
+    server.faults.extend([fault])
+    with pytest.raises(error, match=words):
+        ask([server.url])
+    assert len(server.requests) == 1
+
+
+def test_missing_logprobs(server: FakePolicyServer) -> None:
+    server.compact = False
+    server.faults.extend(["missing-logprobs"])
+    with pytest.raises(BadResponse, match="gave no logprobs"):
+        ask([server.url])
+
+
+def test_another_weight_version_is_stale(server: FakePolicyServer) -> None:
+    server.model = served_model_id("policy", 2, "fedcba9876543210")
+    with pytest.raises(StalePolicy, match="does not exist"):
+        ask([server.url])
+
+
+def test_requests_go_around_the_endpoints_and_past_dead_ones(server: FakePolicyServer) -> None:
+    async def use(client: PolicyClient) -> None:
+        for _ in range(6):
+            await client.chat(MESSAGES, 1, Sampling(max_tokens=4, seed=1))
+
+    with FakePolicyServer(MODEL) as other:
+        ask([server.url, other.url, "http://127.0.0.1:9/v1"], use)
+        assert (len(server.requests), len(other.requests)) == (4, 2)
+
+
+def test_requests_in_flight_are_bounded(server: FakePolicyServer) -> None:
+    server.delay_s = 0.05
+
+    async def use(client: PolicyClient) -> None:
+        sampling = Sampling(max_tokens=4, seed=1)
+        await asyncio.gather(*[client.chat(MESSAGES, 1, sampling) for _ in range(12)])
+
+    ask([server.url], use, in_flight_max=3)
+    assert server.in_flight_most == 3
+
+
+def test_the_key_is_sent_but_never_told(
+    server: FakePolicyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-this-endpoint")
+    server.api_key = "secret-1"
+    with caplog.at_level(logging.DEBUG):
+        ask([server.url], api_key="secret-1")
+        with pytest.raises(RequestRejected) as wrong:
+            ask([server.url], api_key="secret-2")
+        with pytest.raises(RequestRejected) as none:
+            ask([server.url])
+    assert "secret" not in str(wrong.value) + caplog.text
+    assert "sk-not-for-this-endpoint" not in str(none.value)
+
+
+def test_models_that_every_endpoint_serves(server: FakePolicyServer) -> None:
+    with FakePolicyServer("another") as other:
+        assert ask([server.url], PolicyClient.models) == [MODEL]
+        assert ask([server.url, other.url], PolicyClient.models) == []
+
+
+def test_served_model_ids() -> None:
+    assert MODEL == "policy@00003-01234567"
+    parsed = parse_served_model_id(MODEL)
+    assert parsed is not None
+    assert (parsed.name, parsed.weight_version, parsed.digest) == ("policy", 3, "01234567")
+    far = parse_served_model_id(served_model_id("a@b/c", 123456, "ab" * 32))
+    assert far is not None
+    assert (far.name, far.weight_version) == ("a@b/c", 123456)
+    assert parse_served_model_id("Qwen/Qwen3-0.6B") is None
+
+
+@pytest.mark.parametrize("style", ["compact", "content"])
+def test_encode_and_decode_are_inverse(style: str) -> None:
+    random = np.random.default_rng(5)
+    completions = tuple(
+        Completion(
+            text=f"t{i}",
+            token_ids=random.integers(0, 2**31 - 1, i, dtype=np.int32),
+            logprobs=-random.exponential(size=i).astype(np.float32),
+            finish_reason="stop",
+            policy_versions=np.arange(i, dtype=np.int32) if i % 2 else None,
+        )
+        for i in range(1, 40)
+    )
+    answer = ChatAnswer(
+        model=MODEL,
+        prompt_token_ids=np.arange(3, dtype=np.int32),
+        completions=completions,
+        request_id="r",
+        weight_version=3,
+        parameters_digest="ab",
+    )
+    texts = None if style == "compact" else [["x"] * len(c.token_ids) for c in completions]
+    back = decode_answer(encode_answer(answer, created=0, token_texts=texts))
+    assert (back.model, back.request_id, back.weight_version) == (MODEL, "r", 3)
+    assert back.timings == answer.timings
+    for a, b in zip(completions, back.completions, strict=True):
+        assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert (a.policy_versions is None) == (b.policy_versions is None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": []},
+        {"choices": "none"},
+        {"choices": [3]},
+        {"prompt_token_ids": [[1]]},
+        {"prompt_token_ids": [1.5]},
+        {"prompt_token_ids": ["1"]},
+        {"prompt_token_ids": [2**31]},
+        {"prompt_token_ids": [2**70]},
+        {"prompt_token_ids": [None]},
+        {"prompt_token_ids": [[1], [2, 3]]},
+        {"prompt_token_ids": 7},
+    ],
+)
+def test_absurd_answers_are_refused(change: dict[str, Any]) -> None:
+    choice = {"index": 0, "message": {"content": "a"}, "token_ids": [1], "token_logprobs": [-1]}
+    good: dict[str, Any] = {"model": "m", "prompt_token_ids": [1], "choices": [choice]}
+    assert decode_answer(json.dumps(good).encode()).completions[0].logprobs.tolist() == [-1]
+    with pytest.raises(BadResponse, match=r"expected|not JSON"):
+        decode_answer(json.dumps(good | change).encode())
+
+
+def test_reading_a_round_takes_milliseconds() -> None:
+    """128 completions of 64 tokens; measured 2 ms, the limit leaves room for a busy machine."""
+    random = np.random.default_rng(0)
+    completions = tuple(
+        Completion(
+            text="x" * 64,
+            token_ids=random.integers(0, 512, 64, dtype=np.int32),
+            logprobs=-random.exponential(size=64).astype(np.float32),
+            finish_reason="length",
+        )
+        for _ in range(128)
+    )
+    answer = ChatAnswer(
+        model="m", prompt_token_ids=np.arange(64, dtype=np.int32), completions=completions
+    )
+    data = encode_answer(answer, created=0)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        decode_answer(data)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.05
+
+
+def test_the_request_body_is_plain_json() -> None:
+    request = ChatRequest(model="m", messages=MESSAGES, n=1, sampling=Sampling(seed=None))
+    body = orjson.loads(orjson.dumps(request.body()))
+    assert "seed" not in body
+    assert "stop" not in body
+    assert "top_k" not in body
