@@ -256,7 +256,7 @@ def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) ->
     display.update(event)
     if event.run_id != display.run_id:
         return
-    if event.message:
+    if event.message and event.stage in ("start", "done"):
         console.print(event.message, highlight=False)
     elif event.stage == "round":
         parts = [f"round {event.round}"]

@@ -12,6 +12,7 @@
     │   ├── CorruptObject      bytes on disk do not match their digest or schema
     │   ├── NewerSchema        written by a newer version of this software
     │   └── RunLocked          another process on this machine works on the run
+    ├── RewardFault            a reward function raised, hung, died, or gave no number
     ├── InferenceError
     │   ├── EndpointUnavailable  refused, timed out, 429, 5xx                         (passes)
     │   ├── RequestRejected      the endpoint refuses what was asked
@@ -77,6 +78,10 @@ class NewerSchema(StorageError):
 
 class RunLocked(StorageError):
     """Another process on this machine holds the run."""
+
+
+class RewardFault(MarinRLError):
+    """A reward function raised, ran out of time, died, or gave something that is no number."""
 
 
 class InferenceError(MarinRLError):
