@@ -60,6 +60,7 @@ class FakePolicyServer:
         self.context_length = context_length
         self.delay_s = delay_s
         self.api_key = api_key
+        self.extra: dict[str, Any] = {}
         self.faults: deque[str] = deque()
         self.fault: Fault = lambda _body: self.faults.popleft() if self.faults else None
         self.requests: list[dict[str, Any]] = []
@@ -106,7 +107,7 @@ class FakePolicyServer:
         }
         if fault != "missing-prompt":
             answer["prompt_token_ids"] = ids
-        return answer
+        return answer | self.extra
 
     def _choice(
         self, index: int, text: str, body: Mapping[str, Any], fault: str | None
@@ -121,6 +122,8 @@ class FakePolicyServer:
             },
             "finish_reason": "stop" if ids[-1] == END else "length",
         }
+        if fault == "abort":
+            choice["finish_reason"] = "abort"
         _spoil(ids, logprobs, fault)
         if fault != "missing-ids":
             choice["token_ids"] = ids

@@ -151,7 +151,8 @@ class PolicyClient:
 
     def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
         """What a status other than 2xx means to us."""
-        told = self._told(url, f"{error.status_code} {error.message}")
+        words = error.message.removeprefix(f"Error code: {error.status_code} - ")
+        told = self._told(url, f"status {error.status_code}: {words}")
         if error.status_code in _PASSING or error.status_code >= 500:
             return EndpointUnavailable(told)
         if error.status_code == 404 and _is_about_the_model(error.body):

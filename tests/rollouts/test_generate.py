@@ -194,6 +194,24 @@ def test_a_shard_of_errors_is_refused(
     assert not generate(run, server).reused
 
 
+def test_samples_of_other_parameters_are_refused(run: Run, server: FakePolicyServer) -> None:
+    server.extra = {"weight_version": 4, "parameters_digest": "cd" * 32}
+    with pytest.raises(StalePolicy, match=f"expected samples of the parameters {DIGEST}"):
+        generate(run, server)
+    server.extra = {"weight_version": 4, "parameters_digest": DIGEST}
+    assert not generate(run, server).reused
+
+
+def test_aborted_completions_have_no_reward(run: Run, server: FakePolicyServer) -> None:
+    lost = server_word(run, 0)
+    server.fault = lambda body: "abort" if lost in body["messages"][0]["content"] else None
+    aborted, _ = groups_in(run, generate(run, server).slot)
+    assert {(r.status, r.reward) for r in aborted.rollouts} == {("aborted", None)}
+    server.fault = lambda _: "abort"
+    with pytest.raises(EndpointUnavailable, match="aborted the completion"):
+        generate(run, server, shard=1)
+
+
 def test_faults_that_pass_leave_no_trace(run: Run, server: FakePolicyServer) -> None:
     server.faults.extend(["503", "drop"])
     ref = generate(run, server)
