@@ -41,15 +41,12 @@ def storage(config: Config) -> str:
 
 
 def environment(config: Config) -> str:
-    """The environment has examples, and scores its own reference answer."""
-    from marin_rl.environments.base import make_environment
+    """The environment has examples, and training and held-out ones cannot meet."""
+    from marin_rl.environments.base import environment_of
 
-    lines: list[str] = []
-    for section in filter(None, (config.environment, config.sft.environment)):
-        built = make_environment(section)
-        example = built.example(section.train_seed, 0, "train")
-        lines.append(f"{built.name} {built.version}: {example.messages[-1].content!r:.60}")
-    return "; ".join(lines)
+    built = environment_of(config)
+    example = built.example(config.environment.train_seed, 0, "train")
+    return f"{built.name} {built.version}: {example.messages[-1].content!r:.60}"
 
 
 def tokenizer(config: Config) -> str:

@@ -66,6 +66,10 @@ class Environment(Protocol):
         """The example at `index` of a split: a pure function of its arguments."""
         ...
 
+    def demonstration(self, example: Example) -> str | None:
+        """What a supervised warm start is shown as the answer; None where there is no answer."""
+        ...
+
     def load_scorer(self) -> None:
         """Load what scoring needs, in the process that scores, once. Raises InputError."""
         ...

@@ -90,6 +90,10 @@ class Chat:
             metadata=row["metadata"],
         )
 
+    def demonstration(self, example: Example) -> str | None:
+        """The answer that the prompt file gives, if it does."""
+        return example.answer
+
     def load_scorer(self) -> None:
         """Import the reward function. Raises InputError where that does not work."""
         self._reward = _function(self._options.reward)

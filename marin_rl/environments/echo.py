@@ -50,6 +50,10 @@ class Echo:
             metadata={"index": index},
         )
 
+    def demonstration(self, example: Example) -> str | None:
+        """The word."""
+        return example.answer
+
     def load_scorer(self) -> None:
         """Nothing is left to load."""
 

@@ -6,6 +6,7 @@ some of them hang or catch everything: they run in a worker process.
 """
 
 import difflib
+import random
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -40,6 +41,15 @@ class MixtureItem(Section):
     config: dict[str, Any] = Field({}, description="parameters of the dataset")
 
 
+class Demonstration(Section):
+    """One way in which the answer is written in supervised examples."""
+
+    text: str = Field(
+        "{answer}", description="{answer}, {question} and the item's metadata by name"
+    )
+    weight: float = Field(1.0, gt=0, le=1e6, description="relative share of the demonstrations")
+
+
 class ReasoningGymOptions(Section):
     """Options of `reasoning_gym`: either `dataset` with its `config`, or a `mixture`."""
 
@@ -49,6 +59,9 @@ class ReasoningGymOptions(Section):
     system_prompt: str | None = Field(None, description="system message before every question")
     prompt: str = Field(
         "{question}", description="user message; {question} and the item's metadata by name"
+    )
+    demonstrations: tuple[Demonstration, ...] = Field(
+        (Demonstration(),), min_length=1, description="ways to write the answer in a warm start"
     )
     answer_tag: str | None = Field(
         None,
@@ -107,6 +120,16 @@ class ReasoningGym:
             metadata={**metadata, "index": index},
         )
 
+    def demonstration(self, example: Example) -> str | None:
+        """One of the configured ways to write the answer, drawn by the example's seed."""
+        ways = self._options.demonstrations
+        if example.answer is None:
+            return None
+        draw = random.Random(f"demonstration {example.seed}")
+        (way,) = draw.choices(ways, [way.weight for way in ways])
+        known = {**example.metadata, "question": example.messages[-1].content}
+        return _filled(way.text, {**known, "answer": example.answer}, "demonstrations.text")
+
     def load_scorer(self) -> None:
         """Nothing is left to load."""
 
@@ -141,17 +164,8 @@ class ReasoningGym:
         return _create("composite", {"datasets": specs, "seed": seed, "size": _ENDLESS})
 
     def _prompt(self, entry: dict[str, Any]) -> str:
-        if self._options.prompt == "{question}":
-            return entry["question"]
-        try:
-            return self._options.prompt.format_map(
-                {**entry["metadata"], "question": entry["question"]}
-            )
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"environment.options.prompt: {error!r}; it may use question, "
-                f"{', '.join(entry['metadata'])}"
-            ) from error
+        known = {"question": entry["question"], **entry["metadata"]}
+        return _filled(self._options.prompt, known, "prompt")
 
     def _tagged(self, answer: str) -> str:
         tag = self._options.answer_tag
@@ -164,6 +178,16 @@ class ReasoningGym:
         _, opened, rest = completion.rpartition(f"<{tag}>")
         answer, closed, _ = rest.partition(f"</{tag}>")
         return answer.strip() if opened and closed else None
+
+
+def _filled(template: str, known: dict[str, Any], option: str) -> str:
+    """`template` with the names in `known` filled in. Raises ConfigError naming what it may use."""
+    try:
+        return template.format_map(known)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"environment.options.{option}: {error!r}; it may use {', '.join(known)}"
+        ) from error
 
 
 def _size_of(item: MixtureItem) -> int:

@@ -339,3 +339,30 @@ def test_missing_and_broken_files(tmp_path: Path, rewards: str) -> None:
     (tmp_path / "p.parquet").write_bytes(b"PAR1 but not really PAR1")
     with pytest.raises(InputError, match="as Parquet"):
         make_environment(configured("chat", path=str(tmp_path / "p.parquet"), reward=rewards))
+
+
+# ---- demonstrations for a warm start
+
+
+def test_demonstrations_are_drawn_by_weight_and_by_the_example_alone() -> None:
+    ways = [{"text": "{answer}", "weight": 3}, {"text": '"{answer}"', "weight": 1}]
+    environment = make_environment(spell(demonstrations=ways))
+    examples = [environment.example(0, index, "train") for index in range(400)]
+    shown = [environment.demonstration(example) for example in examples]
+    assert shown == [environment.demonstration(example) for example in examples]
+    quoted = [text for text in shown if text is not None and text.startswith('"')]
+    assert 0.18 < len(quoted) / len(shown) < 0.32
+    for example, text in zip(examples, shown, strict=True):
+        assert text in (example.answer, f'"{example.answer}"')
+
+
+def test_a_demonstration_may_only_name_what_the_item_has() -> None:
+    environment = make_environment(spell(demonstrations=[{"text": "{nothing}"}]))
+    with pytest.raises(ConfigError, match=r"demonstrations\.text.*may use .*word"):
+        environment.demonstration(environment.example(0, 0, "train"))
+
+
+def test_the_answer_itself_is_the_demonstration_elsewhere() -> None:
+    environment = make_environment(configured("echo"))
+    example = environment.example(0, 0, "train")
+    assert environment.demonstration(example) == example.answer

@@ -1,0 +1,296 @@
+"""Seconds per round of the standard work: ours against TRL's RLOOTrainer, in one invocation.
+
+Runs the sides one after the other, over and over (A B A B), each as a program of its own: TRL by
+peers/trl_round.py in its own environment, ours as `marin-rl run` with every file committed and
+Prefect in between. Prints a table and keeps every number in bench/results/. How to read it and what
+was measured stands in bench/README.md.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from round_report import OURS, RATIO_MAX, Measured, Round, print_summary, summarise, write_results
+from standard_work import Work, write_work
+from watch import Watch
+
+from marin_rl.storage.metrics import read_metrics
+from marin_rl.storage.runs import Run, metrics_key
+
+BENCH = Path(__file__).resolve().parent
+PEERS_VENV = BENCH / ".venv-trl"
+REQUIREMENTS = BENCH / "peers" / "requirements-trl.txt"
+RESULTS = BENCH / "results"
+
+# OpenMP threads of torch spin while they wait, which on a shared machine eats the cores they need.
+PEER_THREADS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What a side itself says of a round: when it ended and where the time went."""
+
+    at: float
+    phases_s: Mapping[str, float]
+    reward: float
+
+
+def main() -> None:
+    """Measure, print, write; exit code 1 if our ratio to TRL is above the bar."""
+    options = parse_arguments()
+    if options.install_peers:
+        install_peers()
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: options.cores]))
+    work = Work(prompt_tokens=options.prompt_tokens)
+    measured = Measured()
+    with tempfile.TemporaryDirectory(dir=work_root(options)) as scratch:
+        folder = Path(scratch)
+        write_work(folder, work, options.rounds)
+        for repeat in range(options.repeat):
+            for microbatches in options.trl_microbatches:
+                if options.only != "ours":
+                    run_trl(measured, folder, work, repeat, microbatches, options)
+                if options.only != "trl":
+                    run_ours(measured, folder, work, repeat, options)
+    summary = summarise(measured, options.skip)
+    path = write_results(RESULTS, measured, summary, work, vars(options))
+    Console().print(f"wrote {path}")
+    print_summary(summary, work)
+    sys.exit(summary.get("ratio_wall", 0.0) > RATIO_MAX)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each program")
+    parser.add_argument("--skip", type=int, default=2, help="first rounds that do not count")
+    parser.add_argument("--repeat", type=int, default=2, help="times that all sides are run")
+    parser.add_argument("--cores", type=int, default=2, help="cores that both sides may use")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--only", choices=("trl", "ours"), help="one side alone")
+    parser.add_argument(
+        "--trl-microbatches", type=int, nargs="+", default=[1, 4], help="of which the best counts"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of our configuration; repeatable",
+    )
+    parser.add_argument("--scratch", type=Path, help="folder for runs; default: bench/results")
+    parser.add_argument(
+        "--install-peers", action="store_true", help="first install TRL in bench/.venv-trl"
+    )
+    options = parser.parse_args()
+    if options.skip >= options.rounds:
+        parser.error(f"--rounds must exceed --skip: found {options.rounds} and {options.skip}")
+    return options
+
+
+def work_root(options: argparse.Namespace) -> Path:
+    """Where runs are written while they are measured: a real disk, as a user's."""
+    root = options.scratch or RESULTS
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+# ---------------------------------------------------------------- peers
+
+
+def install_peers() -> None:
+    """Create bench/.venv-trl from the pins, torch first; nothing to do where that is done."""
+    stamp = PEERS_VENV / ".installed"
+    pins = REQUIREMENTS.read_text()
+    if stamp.is_file() and stamp.read_text() == pins:
+        return
+    shutil.rmtree(PEERS_VENV, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", PEERS_VENV], check=True)
+    pip = [PEERS_VENV / "bin/python", "-m", "pip", "install", "--disable-pip-version-check", "-qq"]
+    torch = next(pin for pin in pins.splitlines() if pin.startswith("torch=="))
+    subprocess.run([*pip, torch], check=True)
+    subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
+    stamp.write_text(pins)
+
+
+def run_trl(
+    measured: Measured,
+    folder: Path,
+    work: Work,
+    repeat: int,
+    microbatches: int,
+    options: argparse.Namespace,
+) -> None:
+    """One run of TRL's trainer; its rounds are appended to `measured`."""
+    python = PEERS_VENV / "bin/python"
+    if not python.is_file():
+        raise SystemExit(f"no {python}: run bench/round.py with --install-peers")
+    command = [
+        str(python), str(BENCH / "peers/trl_round.py"), "--work", str(folder),
+        "--rounds", str(options.rounds), "--microbatches", str(microbatches),
+        "--threads", str(options.cores),
+    ]  # fmt: skip
+    threads = {"OMP_NUM_THREADS": str(options.cores), **PEER_THREADS}
+    started, watch, output = run_program(command, threads, folder / "trl.log")
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"event"')]
+    ended = [trl_round(line, work) for line in lines if line["event"] == "round"]
+    side = f"TRL {microbatches}x{work.rows // microbatches}"
+    record(measured, side, repeat, started, watch, ended)
+
+
+def trl_round(line: Mapping[str, Any], work: Work) -> Ended:
+    """A line of peers/trl_round.py, checked to be the standard work."""
+    check_tokens("TRL", line["tokens_min"], line["tokens_max"], work)
+    return Ended(at=line["ended_at"], phases_s=line["phases_s"], reward=line["reward"])
+
+
+def check_tokens(side: str, shortest: float, longest: float, work: Work) -> None:
+    """A side that samples fewer tokens than the work asks for is not measured."""
+    if not shortest == longest == work.new_tokens:
+        raise SystemExit(
+            f"{side}: expected completions of {work.new_tokens} tokens, "
+            f"found {shortest} to {longest}"
+        )
+
+
+# ---------------------------------------------------------------- ours
+
+
+def run_ours(
+    measured: Measured, folder: Path, work: Work, repeat: int, options: argparse.Namespace
+) -> None:
+    """One run of our main job, from nothing; its rounds are appended to `measured`."""
+    run_id = f"bench-{len(list((folder / 'runs').glob('*')))}"
+    config = folder / "round.yaml"
+    config.write_text(yaml.safe_dump(our_config(folder, work, options.rounds), sort_keys=False))
+    overrides = [part for item in options.overrides for part in ("--set", item)]
+    command = [sys.executable, "-m", "marin_rl", "run", str(config), "--run-id", run_id, *overrides]
+    # An orchestrator of its own: its CPU time counts as ours, and no other server is disturbed.
+    orchestrator = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": ""}
+    started, watch, _ = run_program(command, orchestrator, folder / f"{run_id}.log")
+    ended = our_rounds(Run.open(str(folder / "runs"), run_id), work, options.rounds)
+    record(measured, OURS, repeat, started, watch, ended)
+
+
+def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
+    """The standard work as a configuration of the main job; nothing is filtered or evaluated."""
+    length = work.prompt_tokens + work.new_tokens
+    return {
+        "root": str(folder / "runs"),
+        "rounds": rounds,
+        "seed": work.seed,
+        "policy": {"init": "hf", "hf_path": str(folder / "model"), "context_length": length},
+        "environment": {
+            "name": "chat",
+            "options": {"path": str(folder / "prompts.jsonl"), "reward": "standard_work:reward"},
+        },
+        "sampling": {"max_tokens": work.new_tokens, "temperature": 1.0},
+        "rollouts": {"groups_per_round": work.prompts, "group_size": work.completions},
+        "inference": {
+            "engine": {
+                "slots": work.rows,
+                "chunk_steps": work.new_tokens,
+                "prefill_rows": work.prompts,
+            }
+        },
+        "filters": {"zero_signal": False},
+        "batching": {"length_buckets": [length]},
+        "objective": {
+            "advantage": "rloo",
+            "surrogate": "ppo_clip",
+            "ratio_level": "sequence",
+            "aggregation": "sequence_mean_token_sum",
+        },
+        "training": {
+            "learning_rate": work.learning_rate,
+            "warmup_steps": 0,
+            "microbatch_sequences": 32,
+        },
+        "evaluation": {"every_rounds": 1_000_000, "examples": 1},
+    }
+
+
+def our_rounds(run: Run, work: Work, rounds: int) -> list[Ended]:
+    """When each round's last file was committed, and what the committed metrics say of it."""
+    rows = sorted(read_metrics(run).to_pylist(), key=lambda row: row["round"])
+    if [row["round"] for row in rows] != list(range(rounds)):
+        raise SystemExit(f"{OURS}: expected metrics of {rounds} rounds, found {len(rows)}")
+    ended = []
+    for row in rows:
+        check_tokens(OURS, row["completions/min_length"], row["completions/max_length"], work)
+        if row["rollouts/consumed"] != work.rows:
+            raise SystemExit(
+                f"{OURS}: expected {work.rows} trained rollouts, found {row['rollouts/consumed']}"
+            )
+        phases = {
+            name.removeprefix("timing_s/"): value
+            for name, value in row.items()
+            if name.startswith("timing_s/") and value is not None
+        }
+        path = run.store.local_path(metrics_key(row["round"]))
+        assert path is not None, "runs of the benchmark lie on a local disk"
+        ended.append(Ended(at=path.stat().st_mtime, phases_s=phases, reward=row["reward"]))
+    return ended
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def run_program(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> tuple[float, Watch, str]:
+    """Run a program to its end under a watch: when it started, the watch, what it printed.
+
+    Raises SystemExit with the end of its output when it fails.
+    """
+    paths = [str(BENCH), os.environ.get("PYTHONPATH", "")]
+    full = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    output = log.with_suffix(".out")
+    with output.open("w") as stdout, log.open("w") as stderr:
+        started = time.time()
+        process = subprocess.Popen(command, env=full, stdout=stdout, stderr=stderr)
+        watch = Watch(process.pid).start()
+        code = process.wait()
+        watch.stop()
+    if code:
+        tail = (output.read_text() + log.read_text())[-3000:]
+        raise SystemExit(f"{' '.join(command)}\nended with code {code}:\n{tail}")
+    return started, watch, output.read_text()
+
+
+def record(
+    measured: Measured, side: str, repeat: int, started: float, watch: Watch, ended: Sequence[Ended]
+) -> None:
+    """Turn the ends of rounds into rounds: each lasts from the end of the one before."""
+    begin = started
+    for index, end in enumerate(ended):
+        measured.rounds.append(
+            Round(
+                side=side,
+                repeat=repeat,
+                round=index,
+                wall_s=end.at - begin,
+                cpu_s=watch.cpu_s(begin, end.at),
+                other_cores=watch.other_cores(begin, end.at),
+                phases_s=end.phases_s,
+                reward=end.reward,
+            )
+        )
+        begin = end.at
+    measured.add_peaks(side, watch.peak_bytes, watch.peak_tree_bytes)
+
+
+if __name__ == "__main__":
+    main()
