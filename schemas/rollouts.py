@@ -115,4 +115,3 @@ ROLLOUTS = pa.schema(
 )
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
-LIGHT_COLUMNS = tuple(name for name in ROLLOUTS.names if name not in (*TOKEN_COLUMNS, "turns"))

@@ -5,6 +5,9 @@ the batches where its disposition says, and nothing else does; no rollout is con
 run; every digest holds. Nothing is changed here.
 """
 
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -132,9 +135,11 @@ def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
 def _states(dispositions: pa.Table) -> Offences:
     """Rows that contradict themselves: a place without being consumed, a drop without a reason."""
     consumed = pc.equal(dispositions["disposition"], "consumed")
-    placed = [pc.is_valid(dispositions[name]) for name in ("step", "row", "segment")]
+    step, row, segment = (pc.is_valid(dispositions[name]) for name in ("step", "row", "segment"))
+    everywhere = pc.and_(pc.and_(step, row), segment)
+    anywhere = pc.or_(pc.or_(step, row), segment)
     unknown = pc.invert(pc.is_in(dispositions["disposition"], pa.array(DISPOSITION_KINDS)))
-    misplaced = pc.xor(consumed, pc.and_(pc.and_(placed[0], placed[1]), placed[2]))
+    misplaced = pc.if_else(consumed, pc.invert(everywhere), anywhere)
     unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
     names = dispositions["rollout_id"]
     return {

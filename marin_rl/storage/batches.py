@@ -66,7 +66,7 @@ class BatchWriter:
 
     def write(self, rows: StepRows) -> None:
         """Append the next step as one row group."""
-        if self._writer.bytes_written > self._part_bytes_max:
+        if self._writer.rows and self._writer.bytes_written > self._part_bytes_max:
             self._close_part()
         count = len(rows.rollout_ids)
         columns = [

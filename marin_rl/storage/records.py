@@ -25,7 +25,7 @@ from marin_rl.types import (
     Timing,
     Turn,
 )
-from schemas.rollouts import ROLLOUTS, STATUSES
+from schemas.rollouts import ROLLOUTS, STATUSES, TOKEN_COLUMNS
 
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     values["reward_components"] = [[asdict(c) for c in r.reward_components] for r in rollouts]
     values["turns"] = [[_turn_row(turn) for turn in rollout.turns] for rollout in rollouts]
     columns = {name: pa.array(value, ROLLOUTS.field(name).type) for name, value in values.items()}
-    for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
+    for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]
         columns[name] = _list_column(arrays, ROLLOUTS.field(name).type)
     return pa.table([columns[name] for name in ROLLOUTS.names], schema=ROLLOUTS)
@@ -70,14 +70,13 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
 
 def groups_of(table: pa.Table) -> list[RolloutGroup]:
     """The groups of a shard's table (all columns); rows of a group are adjacent."""
-    arrays = {name: _arrays(table[name]) for name in _TOKEN_COLUMNS}
-    rows = table.drop_columns(list(_TOKEN_COLUMNS)).to_pylist()
+    arrays = {name: _arrays(table[name]) for name in TOKEN_COLUMNS}
+    rows = table.drop_columns(list(TOKEN_COLUMNS)).to_pylist()
     for index, row in enumerate(rows):
         row.update({name: values[index] for name, values in arrays.items()})
     return [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group_id"])]
 
 
-_TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 _PLAIN_COLUMNS = (
     "rollout_id", "index_in_group", "policy_version_min", "policy_version_max", "reward", "status",
     "finish_reason", "error", "n_prompt_tokens", "n_completion_tokens",
@@ -213,7 +212,7 @@ def _group(rows: list[Row]) -> RolloutGroup:
 def _rollout(row: Row) -> Rollout:
     timing = ("started_at", "finished_at", "queue_s", "prefill_s", "decode_s", "worker")
     return Rollout(
-        **{name: row[name] for name in (*_PLAIN_COLUMNS, *_TOKEN_COLUMNS)},
+        **{name: row[name] for name in (*_PLAIN_COLUMNS, *TOKEN_COLUMNS)},
         reward_components=tuple(RewardComponent(**c) for c in row["reward_components"]),
         sampling=_sampling(row["sampling"]),
         turns=tuple(_turn(turn, row["logprobs"]) for turn in row["turns"]),

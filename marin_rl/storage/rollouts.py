@@ -5,6 +5,9 @@ round is sealed once all its shards are there, by a manifest with their digests 
 of rounds go through that manifest and verify what it says.
 """
 
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
 import os
 import socket
 from collections.abc import Iterator, Sequence

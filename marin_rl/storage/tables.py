@@ -9,6 +9,7 @@ naming the file.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -186,7 +187,7 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
     return stamp
 
 
-def _options(schema: pa.Schema) -> dict[str, object]:
+def _options(schema: pa.Schema) -> dict[str, Any]:
     leaves = [path for field in schema for path in _leaves(field.name, field.type)]
     encodings = {path: ENCODINGS[top] for top, path in _tops(leaves) if top in ENCODINGS}
     return {

@@ -67,6 +67,7 @@ class Attempt:
     """One process trying to commit the slot, stopped at its next operation."""
 
     manifest: Manifest
+    deadline_s: float
     thread: threading.Thread | None = None
     operation: tuple[str, str, bytes] | None = None
     result: Manifest | StorageError | Killed | None = None
@@ -132,9 +133,9 @@ class CommitProtocol(RuleBasedStateMachine):
     )
     def start(self, *, fingerprint: str, patient: bool) -> Attempt:
         name = f"attempt-{len(self.all)}"
-        attempt = Attempt(new_manifest(SLOT, attempt=name, fingerprint=fingerprint))
-        deadline_s = 3600.0 if patient else 0.0
-        attempt.thread = threading.Thread(target=self._work, args=(attempt, deadline_s))
+        manifest = new_manifest(SLOT, attempt=name, fingerprint=fingerprint)
+        attempt = Attempt(manifest, deadline_s=3600.0 if patient else 0.0)
+        attempt.thread = threading.Thread(target=self._work, args=(attempt,))
         self.all.append(attempt)
         attempt.thread.start()
         attempt.stopped.get(timeout=WAIT_S)
@@ -203,8 +204,9 @@ class CommitProtocol(RuleBasedStateMachine):
         elif isinstance(result, CommitConflict):
             assert committed is not None
             assert committed.fingerprint != attempt.manifest.fingerprint
-        else:
-            assert isinstance(result, CommitUnknown | StoreUnavailable | Killed)
+        elif not isinstance(result, Killed):
+            assert isinstance(result, CommitUnknown | StoreUnavailable)
+            assert attempt.deadline_s == 0, "whoever has time left tries again"
 
     def _decide(self, attempt: Attempt, fate: str) -> None:
         """Let the attempt run to its next operation, or to its end."""
@@ -212,11 +214,11 @@ class CommitProtocol(RuleBasedStateMachine):
         attempt.fates.put(fate)
         attempt.stopped.get(timeout=WAIT_S)
 
-    def _work(self, attempt: Attempt, deadline_s: float) -> None:
+    def _work(self, attempt: Attempt) -> None:
         store = StoppingStore(self.objects, attempt)
         try:
             attempt.result = self.commit(
-                store, attempt.manifest, deadline_s=deadline_s, sleep=lambda _: None
+                store, attempt.manifest, deadline_s=attempt.deadline_s, sleep=lambda _: None
             )
         except (StorageError, Killed) as error:
             attempt.result = error
@@ -224,7 +226,7 @@ class CommitProtocol(RuleBasedStateMachine):
 
 
 CommitProtocol.TestCase.settings = settings(
-    settings.get_profile("marin-rl"), max_examples=100, stateful_step_count=30
+    settings.get_profile("marin-rl"), max_examples=60, stateful_step_count=30
 )
 TestCommitProtocol = CommitProtocol.TestCase
 

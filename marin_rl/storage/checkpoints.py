@@ -1,0 +1,249 @@
+"""The one door to Orbax: trees of arrays as slots, committed by our manifest like every other slot.
+
+Orbax writes its files under a name unique to the attempt, straight into the run where that is a
+folder of this machine, else into a temporary folder whose files are then uploaded. Their digests go
+into the manifest, whose creation is the commit; reading verifies them first. Arrays are written
+whole and uncompressed, so a checkpoint does not depend on the devices it came from, and float32
+weights, which hardly shrink, cost no time to pack.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.storage.commits import (
+    commit_manifest,
+    fingerprint,
+    new_attempt,
+    new_manifest,
+    parent_of,
+    read_manifest,
+    ref_of,
+)
+from marin_rl.storage.local import explained
+from marin_rl.storage.runs import Run
+from marin_rl.types import SlotRef
+from schemas.manifests import Manifest, Part
+
+SCHEMA_VERSION = 1
+FILES_IN_FLIGHT_MAX = 8
+
+Tree = Mapping[str, Any]
+
+
+def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef]) -> str:
+    """The fingerprint of a checkpoint that `content` and `parents` decide."""
+    return fingerprint(
+        "checkpoint", content, [parent_of(parent) for parent in parents], SCHEMA_VERSION
+    )
+
+
+def commit_checkpoint(
+    run: Run,
+    slot: str,
+    tree: Tree,
+    *,
+    content: Mapping[str, Any],
+    parents: Sequence[SlotRef],
+    totals: Mapping[str, float],
+    extra: Mapping[str, Any],
+) -> SlotRef:
+    """Write nested dicts of arrays (NumPy or JAX, any sharding) and commit them as `slot`.
+
+    `content` and `parents` decide the fingerprint; `totals` become the summary of the reference and
+    `extra` is kept as it is. Another attempt with the same fingerprint that was first wins. Raises
+    CommitConflict and whatever the store raises.
+    """
+    attempt = new_attempt()
+    arrays = jax.tree.map(np.asarray, dict(tree))
+    parts = _write(run, f"{slot}/{attempt}", attempt, arrays)
+    manifest = new_manifest(
+        slot,
+        attempt=attempt,
+        fingerprint=checkpoint_fingerprint(content, parents),
+        parents=[parent_of(parent) for parent in parents],
+        parts=parts,
+        totals=totals,
+        extra=extra,
+    )
+    winner = commit_manifest(run.store, manifest)
+    return ref_of(winner, reused=winner.attempt != attempt)
+
+
+def restore_checkpoint(run: Run, ref: SlotRef, like: Tree) -> dict[str, Any]:
+    """Read a committed tree back as NumPy arrays, every file verified before it is used.
+
+    `like` is a tree of anything with `shape` and `dtype`; raises CorruptObject, naming the file or
+    the array, when bytes, names, shapes or dtypes are others; ObjectMissing when it is not there.
+    """
+    manifest = checkpoint_manifest(run, ref)
+    with _local_folder(run, manifest) as folder, explained(folder):
+        tree = _handler().restore(epath.Path(folder))
+    _check_like(tree, like, run.store.url_of(ref.slot))
+    return tree
+
+
+def checkpoint_manifest(run: Run, ref: SlotRef) -> Manifest:
+    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
+    found = read_manifest(run.store, ref.slot)
+    if found is None:
+        raise ObjectMissing(f"{run.store.url_of(ref.slot)}: this checkpoint is not committed")
+    manifest, sha256 = found
+    if sha256 != ref.sha256:
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
+            "reference is of another run, or the manifest was altered"
+        )
+    return manifest
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Few files and no compression: the fastest of Orbax's layouts once every file is synced."""
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+
+
+def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
+    """Write the arrays below the key `prefix`, durably; the record of every file."""
+    target = run.store.local_path(prefix)
+    if target is not None:
+        with explained(target, _bytes_of(arrays)):
+            _make_folder(target)
+            _save(target, arrays)
+            parts = _each(_files(target), lambda file: _sealed(file, target, attempt))
+            _sync_folders(target)
+        return parts
+    with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
+        staged = Path(name)
+        with explained(staged, _bytes_of(arrays)):
+            _save(staged, arrays)
+
+        def upload(file: Path) -> Part:
+            relative, data = file.relative_to(staged).as_posix(), file.read_bytes()
+            run.store.put_part(f"{prefix}/{relative}", data)
+            return _part(f"{attempt}/{relative}", data)
+
+        return _each(_files(staged), upload)
+
+
+def _save(folder: Path, arrays: Tree) -> None:
+    handler = _handler()
+    handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
+    handler.finalize(epath.Path(folder))
+    handler.close()
+
+
+def _sealed(file: Path, folder: Path, attempt: str) -> Part:
+    """Sync one file to disk and describe it."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        data = opened.read()
+    return _part(f"{attempt}/{file.relative_to(folder).as_posix()}", data)
+
+
+def _part(name: str, data: bytes) -> Part:
+    return Part(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=None)
+
+
+def _each(files: list[Path], work: Any) -> list[Part]:
+    """Hashing, syncing and uploading all let go of the interpreter, so files go side by side."""
+    with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
+        return list(pool.map(work, files))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _bytes_of(arrays: Tree) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
+
+
+@contextmanager
+def _local_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
+    """A folder of this machine that holds the verified files of the checkpoint."""
+    local = run.store.local_path(f"{manifest.slot}/{manifest.attempt}")
+    if local is not None:
+        _each_part(run, manifest, lambda name, data: None)
+        yield local
+        return
+    with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
+        staged = Path(name)
+
+        def keep(part: str, data: bytes) -> None:
+            file = staged / part
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+
+        _each_part(run, manifest, keep)
+        yield staged / manifest.attempt
+
+
+def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
+    """Read every part, verify it, and hand it on."""
+
+    def verified(part: Part) -> None:
+        key = f"{manifest.slot}/{part.name}"
+        data = run.store.read(key)
+        found = hashlib.sha256(data).hexdigest()
+        if found != part.sha256:
+            raise CorruptObject(
+                f"{run.store.url_of(key)}: expected {part.bytes} bytes with SHA-256 {part.sha256}, "
+                f"found {len(data)} bytes with {found}: the file was damaged after it was "
+                "committed; restore it from a copy, or go back to an earlier round in a new run"
+            )
+        use(part.name, data)
+
+    with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
+        list(pool.map(verified, manifest.parts))
+
+
+def _check_like(tree: Tree, like: Tree, source: str) -> None:
+    found, expected = _shapes(tree), _shapes(like)
+    if found != expected:
+        name = sorted(set(found.items()) ^ set(expected.items()))[0][0]
+        raise CorruptObject(
+            f"{source}: array {name} expected {expected.get(name, 'absent')}, found "
+            f"{found.get(name, 'absent')}: the checkpoint is of another model than the "
+            "configuration describes"
+        )
+
+
+def _shapes(tree: Tree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_flatten_with_path(dict(tree))[0]
+    return {
+        "/".join(str(part.key) for part in path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
+
+
+def _make_folder(folder: Path) -> None:
+    """Create `folder` and what is missing above it, each entry durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync_folders(folder: Path) -> None:
+    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        _sync(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,169 @@
+"""The audit: silent on good runs, and names what does not add up on bad ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from builders import commit_round, configuration, group
+
+from marin_rl.batching.build import build_round
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
+from marin_rl.storage.batches import (
+    BATCHES_PREFIX,
+    commit_batches,
+    read_dispositions,
+    write_dispositions,
+)
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, batches_slot
+
+Change = Callable[[pa.Table], pa.Table]
+
+
+def _run(tmp_path: Path) -> Run:
+    run = Run.create_or_open(configuration(str(tmp_path), batching={"staleness_rounds_max": 9}))
+    groups = [group("g", [0.0, 1.0, 1.0]), group("h", [1.0, 1.0]), group("i", [None, 1.0, 0.0])]
+    build_round(run, 0, commit_round(run, 0, [groups]))
+    return run
+
+
+def _tampered(tmp_path: Path, change: Change) -> RoundAudit:
+    """The audit of a round whose dispositions were changed behind its back, digests and all."""
+    run = _run(tmp_path)
+    slot = batches_slot(0)
+    found = read_manifest(run.store, slot)
+    assert found is not None
+    manifest = found[0]
+    part = write_dispositions(run.store, slot, "evil", change(read_dispositions(run, 0)))
+    run.store.delete(f"{slot}/manifest.json")
+    commit_batches(
+        run,
+        0,
+        attempt="evil",
+        fingerprint=manifest.fingerprint,
+        parents=manifest.parents,
+        parts=[*(p for p in manifest.parts if p.name.startswith(BATCHES_PREFIX)), part],
+        totals=manifest.totals,
+        extra=manifest.extra,
+    )
+    return audit_round(run, 0)
+
+
+def _set(table: pa.Table, name: str, column: str, value: object) -> pa.Table:
+    here = pc.equal(table["rollout_id"], name)
+    field = table.schema.field(column)
+    changed = pc.if_else(here, pa.scalar(value, field.type), table[column])
+    return table.set_column(table.schema.get_field_index(column), field, changed)
+
+
+def test_a_good_round_balances(tmp_path: Path) -> None:
+    report = audit_round(_run(tmp_path), 0)
+    assert report == RoundAudit(round=0, generated=8, consumed=5, filtered=2, failed=1)
+    assert report.balanced
+    assert report.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "offences"),
+    [
+        (
+            lambda t: t.slice(1),
+            {"without a disposition": ("g/0",), "in the batches but not told": ("g/0",)},
+        ),
+        (
+            lambda t: pa.concat_tables([t, t.slice(3, 1)]),
+            {"disposed of more than once": ("h/0",)},
+        ),
+        (
+            lambda t: _set(t, "h/1", "rollout_id", "ghost"),
+            {
+                "without a disposition": ("h/1",),
+                "disposed of but never generated": ("ghost",),
+            },
+        ),
+        (
+            lambda t: _set(t, "g/1", "row", 3),
+            {
+                "not in the batches where told": ("g/1",),
+                "in the batches but not told": ("g/1",),
+            },
+        ),
+        (
+            lambda t: _set(t, "h/0", "step", 0),
+            {"consumed without a place, or the reverse": ("h/0",)},
+        ),
+        (
+            lambda t: _set(t, "h/0", "reason", None),
+            {"dropped without a reason, or the reverse": ("h/0",)},
+        ),
+        (
+            lambda t: _set(t, "h/0", "disposition", "lost"),
+            {"of unknown disposition": ("h/0",)},
+        ),
+    ],
+)
+def test_what_does_not_add_up_is_named(
+    tmp_path: Path, change: Change, offences: dict[str, tuple[str, ...]]
+) -> None:
+    report = _tampered(tmp_path, change)
+    found = dict(report.offences)
+    found.pop("manifest totals", None)
+    assert found == offences
+
+
+def test_totals_are_compared(tmp_path: Path) -> None:
+    report = _tampered(tmp_path, lambda t: _set(t, "i/0", "disposition", "stale"))
+    assert report.stale == 1
+    assert not report.balanced
+    assert report.problems == (
+        "manifest totals: batches/round-00000 rollouts/stale: says 0.0, counted 1, "
+        "batches/round-00000 rollouts/failed: says 1.0, counted 0",
+    )
+
+
+def test_a_rollout_that_two_rounds_consume_is_named(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    build_round(run, 1, commit_round(run, 1, [[group("g", [0.0, 1.0]), group("new", [0.0, 1.0])]]))
+    first, second = audit_run(run)
+    assert first.balanced
+    assert second.offences == {"consumed in an earlier round": ("g/0 (round 0)", "g/1 (round 0)")}
+    assert audit_round(run, 1).balanced
+
+
+def test_damage_is_reported_not_raised(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    (path,) = (tmp_path / "run" / "batches" / "round-00000").glob("dispositions-*")
+    path.write_bytes(path.read_bytes()[:-1])
+    (report,) = audit_run(run)
+    assert not report.balanced
+    assert path.name in report.problems[0]
+
+
+def test_shards_that_no_manifest_names_are_reported(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    run.store.put_part("rollouts/round-00000/shard-0007.parquet", b"what is this")
+    report = audit_round(run, 0)
+    assert report.offences == {"shards outside the manifest": ("shard-0007.parquet",)}
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    run = Run.create_or_open(configuration(str(tmp_path)))
+    build_round(run, 0, commit_round(run, 0, [[group("g", [0.0, 1.0] * 20, completion=[1])]]))
+    assert audit_round(run, 0).balanced
+    build_round(
+        run,
+        1,
+        commit_round(run, 1, [[group("g", [0.0, 1.0] * 20, completion=[1], version=1)]]),
+    )
+    _, second = audit_run(run)
+    (names,) = second.offences.values()
+    assert len(names) == NAMES_MAX + 1
+    assert names[-1] == "and 20 more"
+
+
+def test_a_round_without_batches_cannot_be_audited(tmp_path: Path) -> None:
+    with pytest.raises(ObjectMissing, match="not committed"):
+        audit_round(_run(tmp_path), 5)

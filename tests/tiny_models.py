@@ -1,0 +1,95 @@
+"""Two-layer Levanter models with sharp, uneven weights, and their full forward as the truth."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
+from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+from levanter.models.lm_model import LmHeadModel
+from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel
+
+VOCABULARY = 103
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class and what is particular about its configuration."""
+
+    model: type
+    config: type
+    options: dict[str, Any]
+
+
+FAMILIES = {
+    "llama": Family(LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 4}),
+    "llama-tied": Family(
+        LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 4, "tie_word_embeddings": True}
+    ),
+    "llama-gqa": Family(LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 2}),
+    "llama3-rope": Family(
+        LlamaLMHeadModel,
+        LlamaConfig,
+        {
+            "num_kv_heads": 1,
+            "rope": Llama3RotaryEmbeddingsConfig(original_max_position_embeddings=32),
+        },
+    ),
+    "qwen3": Family(Qwen3LMHeadModel, Qwen3Config, {"num_kv_heads": 2, "head_dim": 24}),
+}
+
+
+def tiny_model(family: str = "llama-gqa", seed: int = 0, **options: Any) -> LmHeadModel:
+    """A model of two layers and width 32 whose distributions are far from uniform."""
+    kind = FAMILIES[family]
+    config = kind.config(
+        **{
+            "max_seq_len": 256,
+            "hidden_dim": 32,
+            "intermediate_dim": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "gradient_checkpointing": False,
+            "attn_backend": AttentionBackend.VANILLA,
+            **kind.options,
+            **options,
+        }
+    )
+    vocab = hax.Axis("vocab", VOCABULARY)
+    model = kind.model.init(vocab, config, key=jax.random.key(seed))
+    return uneven(model, seed)
+
+
+def uneven(model: LmHeadModel, seed: int) -> LmHeadModel:
+    """Matrices half as large again, and norms that are not all ones."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    leaves, tree = jax.tree.flatten(arrays)
+    rng = np.random.default_rng(seed)
+    changed = [
+        leaf * 1.5 if np.std(leaf) > 0 else leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32)
+        for leaf in leaves
+    ]
+    return eqx.combine(jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in changed]), rest)
+
+
+def full_logits(model: LmHeadModel, token_ids: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of one sequence by the model's own forward pass."""
+    named = hax.named(jnp.asarray(token_ids, jnp.int32)[None], ("batch", "position"))
+    logits = model(named, attn_mask=AttentionMask.causal())
+    return np.asarray(logits.rearrange(("batch", "position", "vocab")).array[0])
+
+
+def full_logprobs(
+    model: LmHeadModel, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Logprob of each completion token by the model's own forward pass."""
+    logits = full_logits(model, np.concatenate([prompt, completion]))
+    scaled = logits[len(prompt) - 1 : -1].astype(np.float64) / temperature
+    scaled -= scaled.max(axis=-1, keepdims=True)
+    every = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    return every[np.arange(len(completion)), completion]
