@@ -56,7 +56,9 @@ def slot(run: Run, name: str, parents: Sequence[SlotRef], files: int) -> SlotRef
         part = f"part-{number}-{attempt}"
         run.store.put_part(f"{name}/{part}", part.encode())
         parts.append(part_of(part, part.encode()))
-    manifest = new_manifest(name, attempt=attempt, fingerprint=fingerprint("bench", {}), parts=parts)
+    manifest = new_manifest(
+        name, attempt=attempt, fingerprint=fingerprint("bench", {}), parts=parts
+    )
     return ref_of(commit_manifest(run.store, manifest))
 
 

@@ -54,7 +54,7 @@ class Work:
         return self.hidden // self.heads
 
 
-def reward(completion: str) -> float:
+def reward(_example: object, completion: str) -> float:
     """Share of even words in a completion: cheap, and rarely equal within a group."""
     words = completion.split()
     return sum(word[-1:] in "02468" for word in words) / max(len(words), 1)

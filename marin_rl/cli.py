@@ -144,10 +144,10 @@ def sql(run_name: RunName, query: str, *, root: Root = "runs") -> None:
 @app.command()
 def audit(run_name: RunName, *, root: Root = "runs") -> None:
     """Check from the files alone that every rollout is accounted for. Exit code 1 if not."""
-    from marin_rl.analysis.status import audit_run
+    from marin_rl.analysis.status import audit_summary
     from marin_rl.display import frame_table
 
-    report = audit_run(root, run_name)
+    report = audit_summary(root, run_name)
     out.print(frame_table(report.columns, report.rows))
     for line in report.problems:
         err.print(f"[red]{line}[/red]")
@@ -186,15 +186,15 @@ def serve(
     root: Root = "runs",
 ) -> None:
     """Serve a model through the OpenAI protocol until interrupted."""
-    from marin_rl.inference.serving import serve_checkpoint, serve_folder
-
     if (run_name is None) == (model is None):
         raise ConfigError("serve needs exactly one of --run RUN_ID and --model FOLDER")
+    from marin_rl.inference.standalone import serve_checkpoint, serve_folder
+
     if run_name is not None:
-        serve_checkpoint(root, run_name, round_number, host=host, port=port)
-    elif model is not None:
+        raise typer.Exit(serve_checkpoint(root, run_name, round_number, host, port))
+    if model is not None:
         config = load_config(config_file) if config_file else Config()
-        serve_folder(model, config.inference, host=host, port=port)
+        raise typer.Exit(serve_folder(model, config, host, port))
 
 
 @app.command()

@@ -30,9 +30,8 @@ def enable_compilation_cache() -> Path | None:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen == "":
         return None
-    folder = Path(
-        chosen or jax.config.jax_compilation_cache_dir or Path.home() / ".cache/marin-rl/xla"
-    )
+    folder = Path(chosen or os.environ.get("JAX_COMPILATION_CACHE_DIR") or "~/.cache/marin-rl/xla")
+    folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -58,4 +57,5 @@ def keep_freed_memory() -> bool:
         _M_TRIM_THRESHOLD: _NEVER,
         _M_TOP_PAD: 64 << 20,
     }
-    return all([library.mallopt(name, value) for name, value in settings.items()])
+    accepted = [library.mallopt(name, value) for name, value in settings.items()]
+    return all(accepted)

@@ -381,8 +381,12 @@ class Config(Section):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"policy.context_length ({self.policy.context_length})"
             )
-        if self.policy.init == "sft" and self.policy.hf_path is None and self.policy.checkpoint:
-            raise ValueError("policy.checkpoint is read only when policy.init is 'checkpoint'")
+        buckets = self.batching.length_buckets
+        if buckets and buckets[-1] < self.policy.context_length:
+            raise ValueError(
+                f"batching.length_buckets end at {buckets[-1]}: the largest must reach "
+                f"policy.context_length ({self.policy.context_length})"
+            )
         return self
 
 

@@ -11,15 +11,17 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from marin_rl.config import Config
+from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, MarinRLError, StalePolicy
 
 Check = Callable[[Config], str]
 
 PROMPTS_CHECKED_MAX = 64
 HEALTH_TIMEOUT_S = 3.0
+ENDPOINT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +121,34 @@ def endpoints(config: Config) -> str:
     """Every endpoint answers and serves the model by name."""
     if not config.inference.endpoints:
         return "embedded server (none configured)"
-    from marin_rl.inference.client import PolicyClient
-
     wanted = config.inference.model
     for endpoint in config.inference.endpoints:
-        served = asyncio.run(PolicyClient.of(config.inference, wanted, (endpoint,)).models())
+        served = _models_of(config.inference, endpoint)
         if not any(name == wanted or name.startswith(f"{wanted}@") for name in served):
             raise StalePolicy(
                 f"{endpoint} serves {', '.join(served) or 'nothing'}, not {wanted!r}: set "
                 "inference.model to a served name, or serve this one"
             )
     return f"{len(config.inference.endpoints)} endpoints serve {wanted}"
+
+
+def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
+    """Ask one endpoint, on a loop of its own: a flow that calls this may be running one."""
+    from marin_rl.inference.client import PolicyClient
+
+    async def ask() -> list[str]:
+        async with PolicyClient(
+            endpoints=(endpoint,),
+            model=inference.model,
+            api_key=os.environ.get(inference.api_key_variable),
+            timeout_s=ENDPOINT_TIMEOUT_S,
+            attempts_max=1,
+            in_flight_max=1,
+        ) as client:
+            return await client.models()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(lambda: asyncio.run(ask())).result()
 
 
 def orchestrator(config: Config) -> str:

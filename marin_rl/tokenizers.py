@@ -6,6 +6,7 @@ outside the policy's vocabulary. Everything else takes the tokenizer as an objec
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -116,6 +117,22 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             f"{vocab_size} rows: expected ids below {vocab_size}; use the tokenizer the model was "
             "trained with, or set policy.model.vocab_size to at least "
             f"{largest + 1} for a model built here"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerIdentity:
+    """What makes two tokenizers the same to a policy."""
+
+    tokenizer_digest: str
+    chat_template_digest: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerIdentity":
+        """Both digests; a large vocabulary takes a second, so ask once."""
+        return cls(
+            tokenizer_digest=tokenizer_digest(tokenizer),
+            chat_template_digest=chat_template_digest(tokenizer),
         )
 
 

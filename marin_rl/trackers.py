@@ -1,13 +1,13 @@
 """Where metrics go besides the run's own files: TensorBoard and Weights & Biases, by one method.
 
-The truth is the committed metrics; trackers repeat it for people who have their own boards. One that
-cannot be opened, or fails later, is named once in the log and left out: it never stops a run.
+The truth is the committed metrics; trackers repeat it for people who have their own boards. One
+that cannot be opened, or fails later, is named once in the log and left out: it never stops a run.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from marin_rl.config import Config, content
 from marin_rl.progress import ProgressEvent
@@ -15,6 +15,7 @@ from marin_rl.progress import ProgressEvent
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """What a board must be able to do. Either method may raise; `Trackers` copes."""
 
@@ -71,7 +72,7 @@ class WandB:
 
     def close(self) -> None:
         """Finish; in offline mode `wandb sync` uploads the folder later."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Trackers:

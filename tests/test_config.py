@@ -47,6 +47,7 @@ def test_there_are_the_shipped_files_a_user_is_told_of():
         ({"rollouts": {"shards_per_round": 17}}, "at least one group"),
         ({"training": {"schedule": "cosine"}}, "schedule_steps"),
         ({"batching": {"length_buckets": [64, 32]}}, "ascend"),
+        ({"batching": {"length_buckets": [32, 64]}}, "must reach policy.context_length (128)"),
         ({"mesh": {"data": -1, "fsdp": -1}}, "only one of them may be -1"),
         ({"policy": {"model": {"heads": 4, "kv_heads": 3}}}, "kv_heads must divide heads"),
         ({"sft": {"environment": {"nam": "echo"}}}, "did you mean sft.environment.name?"),

@@ -1,6 +1,7 @@
 """Trackers repeat what events measured, and a broken one never stops a run."""
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,7 +94,6 @@ def test_tensorboard_gets_scalars_by_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # wandb's own threads stop at their own warnings
 def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
@@ -102,4 +102,7 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     trackers.log({"reward": 0.5}, 3)
     trackers.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 20  # wandb's own process writes the file when it gets to it
+    while b"reward" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"reward" in file.read_bytes()

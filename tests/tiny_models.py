@@ -15,6 +15,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel
 
 VOCABULARY = 103
+LENGTH = 128
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,20 @@ def uneven(model: LmHeadModel, seed: int) -> LmHeadModel:
 
 
 def full_logits(model: LmHeadModel, token_ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence by the model's own forward pass."""
-    named = hax.named(jnp.asarray(token_ids, jnp.int32)[None], ("batch", "position"))
+    """Logits [T, V] of one sequence by the model's own forward pass.
+
+    Padded to one length, so that it compiles once; what follows changes nothing before it.
+    """
+    padded = np.zeros((1, LENGTH), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    return np.asarray(_forward(model, jnp.asarray(padded)))[: len(token_ids)]
+
+
+@eqx.filter_jit
+def _forward(model: LmHeadModel, token_ids: jax.Array) -> jax.Array:
+    named = hax.named(token_ids, ("batch", "position"))
     logits = model(named, attn_mask=AttentionMask.causal())
-    return np.asarray(logits.rearrange(("batch", "position", "vocab")).array[0])
+    return logits.rearrange(("batch", "position", "vocab")).array[0]
 
 
 def full_logprobs(

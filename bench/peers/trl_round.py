@@ -112,7 +112,7 @@ def emit(**record) -> None:
 
 def rewards(completions, **_) -> list[float]:
     """The work's reward in TRL's form."""
-    return [reward(messages[0]["content"]) for messages in completions]
+    return [reward(None, messages[0]["content"]) for messages in completions]
 
 
 def trainer_config(work: Work, rounds: int, microbatches: int, output: str) -> RLOOConfig:

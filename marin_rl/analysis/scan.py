@@ -26,6 +26,7 @@ from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.rollouts import ROLLOUTS
 
 Options = Mapping[str, Any]
+Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
 
 ROUND = pa.field("round", pa.int32(), nullable=False)
 
@@ -160,7 +161,7 @@ def _lazy(parts: list[_Part], schema: pa.Schema) -> pl.LazyFrame:
     )
 
 
-def _scan(source: Any, columns: pl.Schema) -> pl.LazyFrame:
+def _scan(source: Any, columns: Columns) -> pl.LazyFrame:
     return pl.scan_parquet(
         source,
         schema=columns,
@@ -172,7 +173,7 @@ def _scan(source: Any, columns: pl.Schema) -> pl.LazyFrame:
 
 def _fetch(
     parts: list[_Part],
-    columns: pl.Schema,
+    columns: Columns,
     with_columns: list[str] | None,
     predicate: pl.Expr | None,
     n_rows: int | None,

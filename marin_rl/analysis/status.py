@@ -11,7 +11,7 @@ import polars as pl
 
 from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.audit import audit_round
+from marin_rl.storage.audit import audit_run
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, progress, runs_under
 
@@ -115,29 +115,16 @@ def sample_rollouts(
     return [_sample(row) for row in rows]
 
 
-def audit_run(root: str, run_id: str, options: Options = None) -> AuditSummary:
-    """Audit every round whose batches are committed."""
-    run = Run.open(root, run_id, options)
+def audit_summary(root: str, run_id: str, options: Options = None) -> AuditSummary:
+    """Audit every round whose batches are committed, and no rollout twice across them."""
+    counted = ("generated", "consumed", "filtered", "stale", "failed")
     rows: list[Sequence[Any]] = []
     problems: list[str] = []
-    for number, item in progress(run).items():
-        if not item.batches:
-            continue
-        report = audit_round(run, number)
-        rows.append(
-            (
-                number,
-                report.generated,
-                report.consumed,
-                report.filtered,
-                report.stale,
-                report.failed,
-                "yes" if report.balanced else "NO",
-            )
-        )
-        problems += [f"round {number}: {line}" for line in report.problems]
-    columns = ("round", "generated", "consumed", "filtered", "stale", "failed", "balanced")
-    return AuditSummary(columns=columns, rows=rows, problems=problems)
+    for report in audit_run(Run.open(root, run_id, options)):
+        counts = (getattr(report, name) for name in counted)
+        rows.append((report.round, *counts, "yes" if report.balanced else "NO"))
+        problems += [f"round {report.round}: {line}" for line in report.problems]
+    return AuditSummary(columns=("round", *counted, "balanced"), rows=rows, problems=problems)
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:

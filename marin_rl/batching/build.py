@@ -10,6 +10,9 @@ consumed or dropped for a reason, so it can be trained on at most once. What sta
 age of the policy that sampled it, which is above 0 when generation runs ahead of training.
 """
 
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +38,7 @@ from marin_rl.storage.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.types import SlotRef
 from schemas.batches import ARRAYS, DISPOSITION_KINDS, DISPOSITIONS, INTEGER_ARRAYS, SCHEMA_VERSION
+from schemas.manifests import Manifest
 
 SHORTEST_BUCKET = 32
 PROGRAM_VERSION = 1  # counts up when the same rollouts would give other batches
@@ -59,7 +63,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     if found is not None:
         return found
     manifest = rollouts_manifest(run, round, rollouts)
-    light = _light(run, round, rollouts)
+    light = _light(run, manifest)
     plan = plan_round(light, run.config, round)
     attempt, slot = new_attempt(), batches_slot(round)
     writer = BatchWriter(run.store, slot, attempt, plan.length)
@@ -275,15 +279,14 @@ def _decisive(config: Config) -> dict[str, object]:
     }
 
 
-def _light(run: Run, round: int, rollouts: SlotRef) -> pa.Table:
-    manifest = rollouts_manifest(run, round, rollouts)
+def _light(run: Run, manifest: Manifest) -> pa.Table:
     table = pa.concat_tables(iter_row_groups(run, manifest, LIGHT)).combine_chunks()
     ids = table["rollout_id"]
     if pc.count_distinct(ids).as_py() != len(ids):
         counts = ids.value_counts()
         twice = [item["values"].as_py() for item in counts if item["counts"].as_py() > 1]
         raise CorruptObject(
-            f"{run.store.url_of(rollouts.slot)}: rollouts occur more than once: {twice[:5]}"
+            f"{run.store.url_of(manifest.slot)}: rollouts occur more than once: {twice[:5]}"
         )
     return table
 
@@ -370,11 +373,15 @@ def _totals(plan: RoundPlan, light: pa.Table, round: int, steps: int) -> dict[st
     for kind in DISPOSITION_KINDS:
         totals[f"rollouts/{kind}"] = float((plan.disposition_N == kind).sum())
     if kept.any():
-        age = round - _numbers(light, "policy_version_min")[kept]
+        oldest = _numbers(light, "policy_version_min")[kept]
+        newest = _numbers(light, "policy_version_max")[kept]
+        age = round - oldest
         totals |= {"staleness/mean": float(age.mean()), "staleness/max": float(age.max())}
         totals |= {
             "reward_min": float(plan.reward_N[kept].min()),
             "reward_max": float(plan.reward_N[kept].max()),
+            "policy_version_min": float(oldest.min()),
+            "policy_version_max": float(newest.max()),
         }
     return totals
 

@@ -7,7 +7,7 @@ tokenizer library is imported. Masks come from positions, never from token value
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -20,6 +20,7 @@ from marin_rl.types import Message
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """What is needed of a tokenizer."""
 

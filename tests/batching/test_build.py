@@ -202,7 +202,6 @@ def test_a_reference_to_other_rollouts_is_refused(tmp_path: Path) -> None:
         build_round(run, 0, SlotRef(slot=sealed.slot, sha256="0" * 64))
 
 
-NOSHRINK = [p for p in __import__("hypothesis").Phase if p.name != "shrink"]
 ROLLOUT = st.fixed_dictionaries(
     {
         "reward": st.sampled_from([None, float("nan"), 0.0, 0.0, 1.0, 1.0, 0.25]),
@@ -212,6 +211,7 @@ ROLLOUT = st.fixed_dictionaries(
         "completion": st.lists(st.integers(1, 99), max_size=7),
     }
 )
+FILTERS = st.fixed_dictionaries({"zero_signal": st.booleans(), "truncated": st.booleans()})
 ROUND = st.lists(st.lists(ROLLOUT, min_size=1, max_size=4), min_size=2, max_size=5)
 
 
@@ -241,13 +241,13 @@ def _contents(batches: list[TrainingBatch]) -> dict[str, list[list[float]]]:
     return found
 
 
-@settings(phases=NOSHRINK, max_examples=25)
-@given(ROUND, st.integers(0, 2), st.booleans(), st.booleans())
+@settings(max_examples=25)
+@given(ROUND, st.integers(0, 2), FILTERS)
 def test_generated_is_consumed_filtered_stale_and_failed(
-    drawn: list[list[dict[str, Any]]], staleness: int, zero_signal: bool, truncated: bool
+    drawn: list[list[dict[str, Any]]], staleness: int, filters: dict[str, bool]
 ) -> None:
     run = _memory_run(
-        filters={"zero_signal": zero_signal, "truncated": truncated},
+        filters=filters,
         batching={"staleness_rounds_max": staleness, "sequences_per_step": 3},
     )
     ref = _built(run, _groups(drawn), round=3)
@@ -270,7 +270,7 @@ def test_generated_is_consumed_filtered_stale_and_failed(
     assert_allclose(list(sums.values()), 0.0, atol=1e-12)
 
 
-@settings(phases=NOSHRINK, max_examples=15)
+@settings(max_examples=15)
 @given(ROUND, st.sampled_from([(), (16,), (11, 64), (128,)]), st.integers(1, 9))
 def test_padding_and_step_size_change_nothing_that_is_trained_on(
     drawn: list[list[dict[str, Any]]], buckets: tuple[int, ...], rows: int
@@ -290,7 +290,7 @@ def test_padding_and_step_size_change_nothing_that_is_trained_on(
     assert found[0] == found[1]
 
 
-@settings(phases=NOSHRINK, max_examples=15)
+@settings(max_examples=15)
 @given(ROUND, st.integers(1, 4))
 def test_how_a_round_is_cut_into_shards_changes_nothing(
     drawn: list[list[dict[str, Any]]], cut: int

@@ -1,0 +1,149 @@
+"""What this process keeps of a run between tasks: tokenizer, trainer, warm start, server.
+
+Tasks ask for what they need by run; it is made on first use and kept, so a round compiles nothing,
+reads no checkpoint it just wrote, and hands weights to the engine as references. Nothing here is
+needed for correctness: a process that starts anew finds all of it in the committed slots.
+"""
+
+import threading
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from marin_rl.storage.runs import Run, round_of
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.types import ServedPolicy, SlotRef
+
+# JAX and Levanter take seconds to import, and whoever only looks at a run needs neither.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from marin_rl.inference.server import PolicyServer
+    from marin_rl.training.loop import Trainer
+    from marin_rl.training.sft import WarmStart
+
+
+class Resident:
+    """The heavy things of one run, each made when it is first asked for.
+
+    Methods may be called from any thread; they run one at a time.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.RLock()
+        self._server: PolicyServer | None = None
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The run's tokenizer. Raises InputError."""
+        return tokenizer_for(self._run.config.policy)
+
+    @cached_property
+    def trainer(self) -> "Trainer":
+        """The run's trainer, before any checkpoint is loaded. Raises InputError, ConfigError."""
+        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.training.loop import Trainer
+
+        enable_compilation_cache()
+        keep_freed_memory()
+        return Trainer(self._run, self.tokenizer)
+
+    @cached_property
+    def _warm_start(self) -> "WarmStart":
+        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.training.sft import WarmStart
+
+        enable_compilation_cache()
+        keep_freed_memory()
+        return WarmStart(self._run, self.tokenizer)
+
+    def run_sft_segment(self, step_from: int) -> SlotRef:
+        """Play the segment of the warm start that begins at `step_from`: see `WarmStart`."""
+        with self._lock:
+            return self._warm_start.run_segment(step_from)
+
+    def init_policy(self) -> SlotRef:
+        """Commit checkpoint 0 of the run: see `Trainer.init_policy`."""
+        with self._lock:
+            self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
+            return self.trainer.init_policy()
+
+    def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
+        """Train one round and commit its checkpoint: see `Trainer.train_round`."""
+        with self._lock:
+            return self.trainer.train_round(round, batches, checkpoint)
+
+    def serve(self, checkpoint: SlotRef) -> ServedPolicy:
+        """Serve a committed checkpoint from this process, and say what is served.
+
+        The engine takes the trainer's own arrays, whose digest the checkpoint's manifest carries.
+        The server starts on first use and goes on with new weights afterwards. Raises InputError
+        for a model the engine cannot decode, CorruptObject for a damaged checkpoint.
+        """
+        with self._lock:
+            self.trainer.load(checkpoint)
+            identity = self.trainer.identity
+            assert identity is not None
+            version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
+            server = self._serving(version, identity.parameters_digest)
+            return ServedPolicy(
+                endpoints=(server.base_url,),
+                model=server.model_id,
+                weight_version=version,
+                parameters_digest=identity.parameters_digest,
+                tokenizer_digest=identity.tokenizer_digest,
+                chat_template_digest=identity.chat_template_digest,
+                checkpoint=checkpoint,
+            )
+
+    def _serving(self, version: int, digest: str) -> "PolicyServer":
+        """The running server, with the trainer's current model in it."""
+        import jax.numpy as jnp
+
+        from marin_rl.inference.server import PolicyServer
+
+        model = self.trainer.model
+        if self._server is not None:
+            self._server.swap(model, version, digest)
+            return self._server
+        policy = self._run.config.policy
+        server = PolicyServer(
+            model,
+            self.tokenizer,
+            self._run.config.inference,
+            context_length=policy.context_length,
+            weight_version=version,
+            parameters_digest=digest,
+            dtype=jnp.dtype(policy.compute_dtype),
+        )
+        server.start()
+        self._server = server
+        return server
+
+    def close(self) -> None:
+        """Stop the server, if there is one. The rest is garbage."""
+        with self._lock:
+            if self._server is not None:
+                self._server.stop()
+                self._server = None
+
+
+_residents: dict[tuple[str, str], Resident] = {}
+_residents_lock = threading.Lock()
+
+
+def resident(run: Run) -> Resident:
+    """What this process keeps of `run`; the same object for the same root and run id."""
+    key = (run.store.url, run.run_id)
+    with _residents_lock:
+        if key not in _residents:
+            _residents[key] = Resident(run)
+        return _residents[key]
+
+
+def release(run: Run) -> None:
+    """Stop and forget what is kept of `run`."""
+    with _residents_lock:
+        kept = _residents.pop((run.store.url, run.run_id), None)
+    if kept is not None:
+        kept.close()

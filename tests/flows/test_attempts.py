@@ -1,0 +1,198 @@
+"""Retries, deadlines and concurrency of stages, on a real Prefect engine with trivial bodies."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow, get_client, task
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import TaskRun
+from prefect.context import FlowRunContext
+
+from marin_rl.config import FlowConfig
+from marin_rl.errors import ConfigError, EndpointUnavailable, NonFiniteUpdate, StoreUnavailable
+from marin_rl.types import SlotRef
+from tasks.options import GROUP, STAGE, Attempts, in_thread, told
+
+FAST = FlowConfig(retries=2, retry_delay_s=0.01, shards_in_flight_max=2)
+
+
+def ref(name: str, *, reused: bool = False) -> SlotRef:
+    """A reference to nothing."""
+    return SlotRef(slot=name, sha256=f"{name:0>64}", reused=reused)
+
+
+def run(body: Callable[[], Any]) -> tuple[Any, UUID]:
+    """Run an async body as a flow; its result and the flow run's id."""
+
+    @flow(name="test", persist_result=False)
+    async def around() -> tuple[Any, UUID]:
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        return await body(), context.flow_run.id
+
+    return asyncio.run(around())
+
+
+def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
+    """The task runs of a flow run, once the server has written down all of them."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+    deadline = time.monotonic() + 30
+    with get_client(sync_client=True) as client:
+        while True:
+            found = client.read_task_runs(flow_run_filter=only)
+            ended = [item for item in found if item.state and item.state.is_final()]
+            if len(ended) >= expected or time.monotonic() > deadline:
+                return sorted(found, key=lambda item: item.name)
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("error", [EndpointUnavailable("down"), StoreUnavailable("503")])
+def test_a_fault_that_can_pass_is_tried_again(api: str, error: Exception) -> None:
+    tries = count(1)
+
+    @task(**STAGE)
+    async def flaky() -> SlotRef:
+        if next(tries) < 3:
+            raise error
+        return ref("done")
+
+    result, _ = run(lambda: Attempts(FAST)(flaky))
+    assert result == ref("done")
+    assert next(tries) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("wrong"), NonFiniteUpdate("NaN"), ValueError("bug"), OSError("disk")]
+)
+def test_a_fault_that_stays_is_not_tried_again(api: str, error: Exception) -> None:
+    tries = count(1)
+
+    @task(**STAGE)
+    async def broken() -> SlotRef:
+        next(tries)
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run(lambda: Attempts(FAST)(broken))
+    assert next(tries) == 2
+
+
+def test_tries_are_bounded(api: str) -> None:
+    tries = count(1)
+
+    @task(**STAGE)
+    async def down() -> SlotRef:
+        next(tries)
+        raise EndpointUnavailable("still down")
+
+    with pytest.raises(EndpointUnavailable, match="still down"):
+        run(lambda: Attempts(FAST)(down))
+    assert next(tries) == 2 + FAST.retries
+
+
+def test_delays_double_up_to_a_limit() -> None:
+    @task(**STAGE)
+    async def stage() -> SlotRef:
+        return ref("x")
+
+    seen: list[Any] = []
+
+    class Seen(Attempts):
+        async def __call__(self, stage: Any, *arguments: Any) -> Any:
+            seen.append(self._delays_s)
+
+    asyncio.run(Seen(FlowConfig(retries=10, retry_delay_s=5))(stage))
+    assert seen == [[5, 10, 20, 40, 80, 160, 320, 600, 600, 600]]
+
+
+def test_a_deadline_ends_blocking_work(api: str) -> None:
+    released = threading.Event()
+
+    @task(**STAGE)
+    async def stuck() -> SlotRef:
+        await in_thread(released.wait)
+        return ref("never")
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        run(lambda: Attempts(FlowConfig(stage_timeout_s=0.5))(stuck))
+    assert time.monotonic() - began < 5
+    released.set()
+
+
+def test_what_blocking_work_raises_arrives() -> None:
+    def fail(text: str) -> None:
+        raise ConfigError(text)
+
+    with pytest.raises(ConfigError, match="the very text"):
+        asyncio.run(in_thread(fail, "the very text"))
+    assert asyncio.run(in_thread(divmod, 7, 4)) == (1, 3)
+
+
+def test_results_stay_in_order_and_few_run_at_once(api: str) -> None:
+    running = [0, 0]
+
+    @task(**STAGE)
+    async def stage(number: int) -> SlotRef:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0.02 * (5 - number))
+        running[0] -= 1
+        return ref(str(number))
+
+    results, _ = run(lambda: Attempts(FAST).each(stage, [(n,) for n in range(5)]))
+    assert [item.slot for item in results] == ["0", "1", "2", "3", "4"]
+    assert running[1] == FAST.shards_in_flight_max
+
+
+def test_when_one_of_many_fails_the_others_finish(api: str) -> None:
+    finished: list[int] = []
+
+    @task(**STAGE)
+    async def stage(number: int) -> SlotRef:
+        if number == 0:
+            raise ConfigError("number 0")
+        await asyncio.sleep(0.05)
+        finished.append(number)
+        return ref(str(number))
+
+    with pytest.raises(ConfigError, match="number 0"):
+        run(lambda: Attempts(FAST).each(stage, [(n,) for n in range(4)]))
+    assert sorted(finished) == [1, 2, 3]
+
+
+def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
+    @task(task_run_name="make[{name}]", **STAGE)
+    async def make(name: str, age: str) -> SlotRef:
+        return told(ref(name, reused=age == "old"))
+
+    @task(task_run_name="use", **STAGE)
+    async def use(parts: list[SlotRef]) -> SlotRef:
+        return ref("used")
+
+    @task(task_run_name="group", **GROUP)
+    async def group() -> SlotRef:
+        attempt = Attempts(FAST)
+        parts = await attempt.each(make, [("a", "old"), ("b", "new")])
+        assert parts == [ref("a"), ref("b")]
+        return await attempt(use, parts)
+
+    _, flow_run_id = run(group)
+    found = {item.name: item for item in task_runs(flow_run_id, 4)}
+    states = {name: item.state_name for name, item in found.items()}
+    assert states == {
+        "make[a]": "Reused", "make[b]": "Completed", "use": "Completed", "group": "Completed",
+    }  # fmt: skip
+    inputs = {
+        item.id for item in found["use"].task_inputs["parts"] if item.input_type == "task_run"
+    }
+    assert inputs == {found["make[a]"].id, found["make[b]"].id}
+    parents = found["make[a]"].task_inputs["__parents__"]
+    assert {item.id for item in parents} == {found["group"].id}

@@ -1,0 +1,101 @@
+"""How a flow finds its configuration, and where it goes on: from committed slots alone."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.evaluate import round_after
+from flows.session import resume_point, settled
+from flows.sft import steps_of
+from marin_rl.config import Config, load_config, parse_config
+from marin_rl.errors import ConfigError
+from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
+from marin_rl.storage.metrics import write_round_metrics
+from marin_rl.storage.runs import Run, checkpoint_slot, sft_slot
+from marin_rl.types import SlotRef
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A new run on a folder."""
+    return Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "session"}))
+
+
+def commit(run: Run, slot: str) -> None:
+    attempt = new_attempt()
+    commit_manifest(
+        run.store, new_manifest(slot, attempt=attempt, fingerprint=fingerprint("test", {}))
+    )
+
+
+def close(run: Run, round: int) -> None:
+    write_round_metrics(run, round, {"reward": 0.0})
+
+
+def point(run: Run) -> int | None:
+    found = resume_point(run)
+    return None if found is None else round_after(found)
+
+
+def test_a_new_run_has_nowhere_to_go_on_from(run: Run) -> None:
+    assert point(run) is None
+
+
+def test_a_run_goes_on_from_its_latest_checkpoint(run: Run) -> None:
+    commit(run, checkpoint_slot(0))
+    assert point(run) == 0
+    commit(run, checkpoint_slot(1))
+    close(run, 0)
+    commit(run, checkpoint_slot(2))
+    close(run, 1)
+    assert point(run) == 2
+
+
+def test_a_round_that_was_trained_but_not_closed_is_played_again(run: Run) -> None:
+    for round in range(3):
+        commit(run, checkpoint_slot(round))
+    close(run, 0)
+    assert point(run) == 1
+
+
+def test_an_unclosed_round_whose_checkpoint_is_gone_is_left(run: Run) -> None:
+    commit(run, checkpoint_slot(5))
+    assert point(run) == 5
+
+
+def test_parameters_of_a_flow_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("run_id: written\nrounds: 3\nseed: 7\n")
+    config = settled(str(file), "given", ["seed=9", "training.learning_rate=1e-4"], 5)
+    assert (config.run_id, config.rounds, config.seed) == ("given", 5, 9)
+    assert config.training.learning_rate == 1e-4
+    assert settled(str(file)) == load_config(file)
+
+
+def test_a_tree_is_as_good_as_a_file() -> None:
+    config = parse_config({"run_id": "a", "rounds": 3})
+    assert settled(config.model_dump(mode="json")) == config
+    assert settled(config.model_dump(mode="json"), rounds=4).rounds == 4
+
+
+def test_a_run_id_that_looks_like_a_number_stays_text() -> None:
+    assert settled({}, "0123").run_id == "0123"
+    assert settled({}, "1e5").run_id == "1e5"
+
+
+def test_wrong_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean rounds"):
+        settled({"round": 3})
+
+
+def test_steps_and_rounds_are_read_off_slots() -> None:
+    def ref(slot: str) -> SlotRef:
+        return SlotRef(slot=slot, sha256="0" * 64)
+
+    assert steps_of(None) == 0
+    assert steps_of(ref(sft_slot(250))) == 250
+    assert round_after(ref(checkpoint_slot(12))) == 12
+
+
+def test_the_default_configuration_survives_the_trip_through_flow_parameters() -> None:
+    assert settled(Config().model_dump(mode="json")) == Config()

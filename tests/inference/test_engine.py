@@ -1,0 +1,337 @@
+"""The engine against the model's own forward pass, under load, across swaps and faults."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from levanter.models.lm_model import LmHeadModel
+from tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
+
+from marin_rl.config import EngineConfig
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.programs import decode_chunk, prefill_slots
+from marin_rl.inference.slots import GenerationRequest, GenerationResult
+from marin_rl.types import Sampling
+
+CONTEXT = 96
+END = 1
+
+
+def engine_of(model: LmHeadModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
+    return Engine(
+        model,
+        EngineConfig(**{"slots": 8, "chunk_steps": 4, "prefill_rows": 4, **config}),
+        context_length=CONTEXT,
+        weight_version=1,
+        parameters_digest="one",
+        stop_token_ids=stop_token_ids,
+        decode=lambda ids: "".join(chr(32 + i) for i in ids),
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> LmHeadModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model: LmHeadModel) -> Iterator[Engine]:
+    engine = engine_of(model)
+    yield engine
+    engine.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32)
+
+
+def request_of(
+    length: int = 10, *, prompt_seed: int = 0, n: int = 1, stop_token_ids=(), **sampling
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_ids=prompt_of(length, prompt_seed),
+        n=n,
+        sampling=Sampling(**{"max_tokens": 12, "seed": 7, **sampling}),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
+    return engine.submit(request).result(timeout=120)
+
+
+def bits(result: GenerationResult) -> list[tuple[bytes, bytes]]:
+    return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for s in result.samples]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_models_own_forward(family):
+    model = tiny_model(family)
+    engine = engine_of(model)
+    try:
+        for temperature in (1.0, 0.7):
+            request = request_of(45, n=3, max_tokens=50, temperature=temperature)
+            for sample in result_of(engine, request).samples:
+                truth = full_logprobs(model, request.prompt_ids, sample.token_ids, temperature)
+                assert len(sample.token_ids) == 50
+                assert np.abs(sample.logprobs - truth).max() < 1e-4
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 64])
+def test_greedy_tokens_are_the_argmax_of_the_full_forward(engine, model, length):
+    request = request_of(length, max_tokens=20, temperature=0.0)
+    (sample,) = result_of(engine, request).samples
+    logits = full_logits(model, np.concatenate([request.prompt_ids, sample.token_ids]))
+    np.testing.assert_array_equal(sample.token_ids, logits[length - 1 : -1].argmax(-1))
+    truth = full_logprobs(model, request.prompt_ids, sample.token_ids)
+    assert np.abs(sample.logprobs - truth).max() < 1e-4
+
+
+def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
+    return [
+        request_of(
+            rng.randint(1, 60),
+            prompt_seed=index,
+            n=rng.choice((1, 1, 3, 11)),
+            max_tokens=rng.randint(1, 30),
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            top_p=rng.choice((1.0, 1.0, 0.8)),
+            top_k=rng.choice((0, 0, 5)),
+            seed=rng.getrandbits(48),
+        )
+        for index in range(count)
+    ]
+
+
+def test_bitwise_the_same_alone_and_under_any_load(engine, model):
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    requests = random_requests(rng, 16)
+    alone = [bits(result_of(engine, request)) for request in requests]
+    for _ in range(3):
+        order = rng.sample(range(len(requests)), len(requests))
+        futures = {}
+        for index in order:
+            futures[index] = engine.submit(requests[index])
+            time.sleep(rng.choice((0, 0, 0.02)))
+        for index in order:
+            assert bits(futures[index].result(timeout=120)) == alone[index], index
+
+
+def test_bitwise_the_same_in_another_engine(engine, model):
+    requests = random_requests(random.Random(3), 6)
+    here = [bits(result_of(engine, request)) for request in requests]
+    other = engine_of(model)
+    try:
+        for request, expected in zip(reversed(requests), reversed(here), strict=True):
+            assert bits(result_of(other, request)) == expected
+    finally:
+        other.close()
+
+
+def test_samples_of_a_request_draw_with_consecutive_seeds(engine):
+    together = result_of(engine, request_of(n=3, seed=40))
+    apart = [result_of(engine, request_of(n=1, seed=40 + index)) for index in range(3)]
+    assert bits(together) == [pair for result in apart for pair in bits(result)]
+    assert len({pair[0] for pair in bits(together)}) == 3
+
+
+def test_without_a_seed_every_request_differs(engine):
+    drawn = {bits(result_of(engine, request_of(seed=None)))[0][0] for _ in range(3)}
+    assert len(drawn) == 3
+
+
+def test_nothing_is_compiled_once_warm(model):
+    engine = engine_of(model, slots=6)
+    try:
+        engine.warm_up()
+        before = decode_chunk._cache_size(), prefill_slots._cache_size()
+        requests = random_requests(random.Random(5), 12)
+        wait([engine.submit(request) for request in requests], timeout=120)
+        engine.swap(tiny_model(seed=1), 2, "two")
+        result_of(engine, requests[0])
+        assert (decode_chunk._cache_size(), prefill_slots._cache_size()) == before
+    finally:
+        engine.close()
+
+
+def test_a_groups_prompt_is_prefilled_once(engine):
+    before = engine.stats.prefilled_prompts
+    result_of(engine, request_of(20, n=8))
+    assert engine.stats.prefilled_prompts == before + 1
+
+
+def test_requests_that_come_together_start_together(engine):
+    chunks = engine.stats.chunks
+    futures = [engine.submit(request_of(prompt_seed=i, max_tokens=4)) for i in range(8)]
+    wait(futures, timeout=120)
+    assert engine.stats.chunks == chunks + 1
+
+
+def test_more_samples_than_slots_are_all_served(engine):
+    result = result_of(engine, request_of(n=21, max_tokens=5))
+    assert [len(sample.token_ids) for sample in result.samples] == [5] * 21
+
+
+def test_stop_tokens_end_a_completion_and_belong_to_it(engine):
+    (free,) = result_of(engine, request_of()).samples
+    end = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(end)
+    (sample,) = result_of(engine, request_of(stop_token_ids=(end,))).samples
+    assert sample.finish_reason == "stop"
+    np.testing.assert_array_equal(sample.token_ids, free.token_ids[: first + 1])
+    np.testing.assert_array_equal(sample.logprobs, free.logprobs[: first + 1])
+    assert free.finish_reason == "length"
+
+
+def test_stop_strings_cut_text_and_tokens(engine):
+    (free,) = result_of(engine, request_of()).samples
+    text = "".join(chr(32 + i) for i in free.token_ids)
+    stop = text[5:7]
+    (sample,) = result_of(engine, request_of(stop=(stop, "never there"))).samples
+    at = text.index(stop)
+    assert sample.text == text[:at]
+    assert sample.finish_reason == "stop"
+    np.testing.assert_array_equal(sample.token_ids, free.token_ids[: at + 2])
+    np.testing.assert_array_equal(sample.logprobs, free.logprobs[: at + 2])
+
+
+def test_a_stop_string_that_never_comes_leaves_the_completion_whole(engine):
+    (free,) = result_of(engine, request_of()).samples
+    (sample,) = result_of(engine, request_of(stop=("never there",))).samples
+    np.testing.assert_array_equal(sample.token_ids, free.token_ids)
+    assert sample.finish_reason == "length"
+    assert sample.text == "".join(chr(32 + i) for i in free.token_ids)
+
+
+def test_top_k_logprobs_are_those_of_the_filtered_distribution(engine, model):
+    request = request_of(top_k=3, max_tokens=30)
+    (sample,) = result_of(engine, request).samples
+    logits = full_logits(model, np.concatenate([request.prompt_ids, sample.token_ids]))[9:-1]
+    kept = np.sort(logits, axis=-1)[:, -3:].astype(np.float64)
+    truth = logits[np.arange(30), sample.token_ids] - np.log(np.exp(kept).sum(-1))
+    assert np.abs(sample.logprobs - truth).max() < 1e-4
+
+
+def test_swapped_weights_are_the_ones_that_sample(model):
+    engine, other = engine_of(model), tiny_model(seed=9)
+    try:
+        request = request_of()
+        before = result_of(engine, request)
+        engine.swap(other, 2, "two")
+        after = result_of(engine, request)
+        assert (before.weight_version, before.parameters_digest) == (1, "one")
+        assert (after.weight_version, after.parameters_digest) == (2, "two")
+        assert after.samples[0].policy_versions is None
+        truth = full_logprobs(other, request.prompt_ids, after.samples[0].token_ids)
+        assert np.abs(after.samples[0].logprobs - truth).max() < 1e-4
+    finally:
+        engine.close()
+
+
+def test_a_swap_in_the_middle_is_told_per_token_and_takes_no_copy(model):
+    engine, other = engine_of(model, chunk_steps=1), tiny_model(seed=9)
+    try:
+        engine.warm_up()
+        future = engine.submit(request_of(max_tokens=80))
+        chunks = engine.stats.chunks
+        while engine.stats.chunks < chunks + 5:
+            time.sleep(0.001)
+        started = time.perf_counter()
+        engine.swap(other, 2, "two")
+        assert time.perf_counter() - started < 0.1
+        arrays = {id(leaf) for leaf in jax.tree.leaves(eqx.filter(other, eqx.is_array))}
+        assert all(id(leaf) in arrays for leaf in jax.tree.leaves(engine.policy.weights))
+        result = future.result(timeout=120)
+    finally:
+        engine.close()
+    versions = result.samples[0].policy_versions
+    assert result.weight_version == 2
+    assert versions is not None
+    assert len(versions) == 80
+    assert set(versions.tolist()) == {1, 2}
+    assert (np.diff(versions) >= 0).all()
+
+
+def test_a_cancelled_request_frees_its_slots(model):
+    engine = engine_of(model, chunk_steps=1)
+    try:
+        futures = [engine.submit(request_of(n=8, max_tokens=80)) for _ in range(2)]
+        while engine.stats.chunks < 2:
+            time.sleep(0.001)
+        assert futures[0].cancel()
+        assert futures[1].cancel()
+        assert len(result_of(engine, request_of(n=8, max_tokens=2)).samples) == 8
+        assert engine.queued == 0
+        assert engine.stats.tokens < 8 * 80
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (request_of(90, max_tokens=7), "90 \\+ 7"),
+        (request_of(0), "at least one token"),
+        (request_of(n=0), "n and max_tokens of at least 1"),
+        (request_of(max_tokens=0), "n and max_tokens of at least 1"),
+        (request_of(stop_token_ids=tuple(range(17))), "at most 16 stop tokens"),
+        (
+            GenerationRequest(
+                prompt_ids=np.array([5, VOCABULARY], np.int32), sampling=Sampling(max_tokens=1)
+            ),
+            "from 0 to 102",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(engine, request_, message):
+    with pytest.raises(InputError, match=message):
+        engine.submit(request_)
+
+
+def test_logits_that_are_not_finite_fail_their_requests_and_spoil_nothing_else(model):
+    broken = eqx.tree_at(
+        lambda m: m.transformer.norm.weight, model, model.transformer.norm.weight * jnp.nan
+    )
+    engine = engine_of(model)
+    try:
+        healthy = bits(result_of(engine, request_of(n=8)))
+        engine.swap(broken, 2, "broken")
+        with pytest.raises(InferenceError, match="not finite"):
+            result_of(engine, request_of(n=8))
+        engine.swap(model, 3, "three")
+        assert bits(result_of(engine, request_of(n=8))) == healthy
+    finally:
+        engine.close()
+
+
+def test_a_model_of_another_shape_is_refused_and_the_old_one_goes_on(engine):
+    with pytest.raises(InputError, match="expected a model like the one loaded"):
+        engine.swap(tiny_model("llama"), 5, "five")
+    assert engine.policy.weight_version == 1
+
+
+def test_a_model_that_cannot_be_decoded_faithfully_is_refused():
+    with pytest.raises(InputError, match="sliding window"):
+        engine_of(tiny_model("qwen3", use_sliding_window=True))
+
+
+def test_closing_fails_what_has_not_ended(model):
+    engine = engine_of(model)
+    futures: list[Future] = [engine.submit(request_of(n=8, max_tokens=80)) for _ in range(3)]
+    engine.close()
+    for future in futures:
+        with pytest.raises(InferenceError, match="closed"):
+            future.result(timeout=10)
+    with pytest.raises(InferenceError, match="closed"):
+        engine.submit(request_of())
