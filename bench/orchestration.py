@@ -2,8 +2,8 @@
 
 A trivial round has every task and commits every slot of a real one (two shards, sealed rollouts,
 batches with dispositions, a checkpoint of three files, metrics), each a few bytes; no model, no
-sampling. It is measured with Prefect and, in the same invocation, as plain calls. Prints a table and
-writes bench/results/orchestration.json.
+sampling. It is measured with Prefect and, in the same invocation, as plain calls. Prints a table
+and writes bench/results/orchestration.json.
 
     python bench/orchestration.py --rounds 1000
 """

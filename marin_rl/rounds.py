@@ -17,6 +17,7 @@ from marin_rl.storage.runs import (
     checkpoint_slot,
     evals_slot,
     rollouts_slot,
+    round_of,
 )
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
@@ -55,18 +56,26 @@ def close_round(run: Run, round: int, seconds: Mapping[str, float]) -> SlotRef:
         answered = generated * (1 - metrics.get("rollouts/errors", 0.0))
         tokens = answered * metrics["completions/mean_length"]
         metrics["perf/tokens_per_second"] = tokens / sampling
-    return _committed(run, round, metrics)
+    ref = write_round_metrics(run, round, metrics)
+    publish(
+        ProgressEvent(
+            run_id=run.run_id, stage="round", round=round, metrics=ref.summary, done=1, total=1
+        )
+    )
+    return ref
 
 
-def close_run(run: Run, rounds: int) -> SlotRef | None:
-    """Commit the evaluation of the last checkpoint as a row of its own, if it was evaluated.
+def evaluations(run: Run) -> dict[int, dict[str, float]]:
+    """The `eval/*` metrics of every committed evaluation, by the checkpoint's round.
 
-    Row r holds the evaluation of checkpoint r, which samples round r; the last one samples none.
+    Row r of the metrics repeats the evaluation of checkpoint r. The last checkpoint has no row yet:
+    it gets one when the run is continued, so writing one here would keep that row from being.
     """
-    found = read_manifest(run.store, evals_slot(rounds))
-    if found is None:
-        return None
-    return _committed(run, rounds, _defined(found[0]))
+    rounds = (round_of(name) for name in run.store.children("evals"))
+    found = {
+        round: read_manifest(run.store, evals_slot(round)) for round in rounds if round is not None
+    }
+    return {round: _defined(item[0]) for round, item in sorted(found.items()) if item}
 
 
 def round_metrics(run: Run, round: int) -> dict[str, float]:
@@ -92,13 +101,3 @@ def round_metrics(run: Run, round: int) -> dict[str, float]:
 
 def _defined(manifest: Manifest) -> dict[str, float]:
     return {name: float(value) for name, value in manifest.totals.items() if is_defined(name)}
-
-
-def _committed(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
-    ref = write_round_metrics(run, round, metrics)
-    publish(
-        ProgressEvent(
-            run_id=run.run_id, stage="round", round=round, metrics=ref.summary, done=1, total=1
-        )
-    )
-    return ref

@@ -11,6 +11,7 @@ import polars as pl
 
 from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.errors import ObjectMissing
+from marin_rl.rounds import evaluations
 from marin_rl.storage.audit import audit_run
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, progress, runs_under
@@ -65,8 +66,14 @@ def all_statuses(root: str, options: Options = None) -> list[RunStatus]:
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
-    """The committed metrics of a run, one row per round, ascending."""
-    return sorted(read_metrics(run).to_pylist(), key=lambda row: row["round"])
+    """The committed metrics of a run, one row per round, ascending.
+
+    Row r has the evaluation of checkpoint r; a last row may hold nothing else.
+    """
+    rows = {row["round"]: row for row in read_metrics(run).to_pylist()}
+    for round, metrics in evaluations(run).items():
+        rows.setdefault(round, {"round": round}).update(metrics)
+    return [rows[round] for round in sorted(rows)]
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:

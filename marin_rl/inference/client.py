@@ -24,7 +24,12 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
-from marin_rl.inference.protocol import ChatAnswer, ChatRequest, decode_answer
+from marin_rl.inference.protocol import (
+    UPDATE_WEIGHTS_ROUTE,
+    ChatAnswer,
+    ChatRequest,
+    decode_answer,
+)
 from marin_rl.types import Message, Sampling
 
 if TYPE_CHECKING:
@@ -105,6 +110,15 @@ class PolicyClient:
             for index in range(len(self._clients))
         ]
         return sorted(set.intersection(*served))
+
+    async def update_weights(self, model_path: str, weight_version: int) -> None:
+        """Have every endpoint load a Hugging Face folder, by SGLang's route. Raises as `chat`."""
+        body = {"model_path": model_path, "weight_version": str(weight_version)}
+        updates = (
+            self._attempt(index, "POST", url.removesuffix("/v1") + UPDATE_WEIGHTS_ROUTE, body)
+            for index, url in enumerate(self._endpoints)
+        )
+        await asyncio.gather(*updates)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         first = next(self._turn)

@@ -1,0 +1,76 @@
+"""The flow "rl-loop": rounds of generate, process and train over one policy.
+
+    checkpoint r ─► serve ─► generate, task by shard ─► seal ─► process ─► train ─► checkpoint r+1
+
+A round is a task that calls the tasks of its stages, not a subflow. Either is one node of the graph
+that opens to its stages; but a subflow asks the server eight times whether it may go on, for 0.1 to
+0.2 s, and 2 s more whenever SQLite is busy. Tasks only tell, in the background: 0.03 to 0.06 s a
+round, and no trouble of the server's can hold up the training.
+"""
+
+import asyncio
+
+from prefect import flow, task
+
+from flows.evaluate import measure, round_after
+from flows.server import prefect_api
+from flows.session import HEAVY, Source, named, resume_point, settled, working_on
+from flows.sft import warm_start
+from marin_rl.config import Config
+from marin_rl.storage.runs import Run, RunRef
+from marin_rl.types import SlotRef
+from tasks.evaluate import evaluate
+from tasks.generate import generate, seal
+from tasks.options import GROUP, Attempts, opened
+from tasks.process import process
+from tasks.publish import publish
+from tasks.serve import serve
+from tasks.train import begin, train
+
+
+@flow(name="rl-loop", flow_run_name=named, persist_result=False)
+async def rl_loop(
+    config: Source,
+    run_id: str | None = None,
+    overrides: list[str] | None = None,
+    rounds: int | None = None,
+) -> SlotRef:
+    """Start the run that `config` describes, or go on where its committed files say it stopped.
+
+    `config` is a YAML file or the tree itself; returns the checkpoint after the last round.
+    """
+    with working_on(settled(config, run_id, overrides, rounds)) as run:
+        checkpoint = resume_point(run) or await first_checkpoint(run)
+        for round in range(round_after(checkpoint), run.config.rounds):
+            checkpoint = await play(run.reference, round, checkpoint)
+        await measure(run, checkpoint)
+    return checkpoint
+
+
+async def first_checkpoint(run: Run) -> SlotRef:
+    """Checkpoint 0: from given or random weights, or from a warm start that is played first."""
+    warm = await warm_start(run) if run.config.policy.init == "sft" else None
+    return await Attempts(run.config.flow)(begin, run.reference, warm)
+
+
+@task(name="round", task_run_name="round-{round:05d}", **GROUP)
+async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
+    """One round: sample with checkpoint `round`, train, and return checkpoint `round + 1`."""
+    config = opened(run).config
+    attempt = Attempts(config.flow)
+    policy = await attempt(serve, run, round, checkpoint)
+    if round % config.evaluation.every_rounds == 0:
+        await attempt(evaluate, run, round, policy)
+    shards = range(config.rollouts.shards_per_round)
+    parts = await attempt.each(generate, [(run, round, shard, policy) for shard in shards])
+    rollouts = await attempt(seal, run, round, parts, policy)
+    batches = await attempt(process, run, round, rollouts)
+    trained = await attempt(train, run, round, batches, checkpoint)
+    await attempt(publish, run, round, trained, attempt.seconds)
+    return trained
+
+
+def start(config: Config) -> SlotRef:
+    """Run the flow in this process; `flows.server` says with which Prefect API."""
+    with prefect_api(warm=HEAVY):
+        return asyncio.run(rl_loop(config.model_dump(mode="json")))

@@ -1,0 +1,182 @@
+"""Which Prefect API a flow that is started by hand reports to, and how loudly.
+
+A configured API that answers is used. Otherwise a temporary server is started beside the flow. It
+ends with the flow however that ends, even by `kill -9`: it reads a pipe that only this process
+holds open. Its database is a temporary folder, so that no two runs contend for one file; a history
+and a UI are what `make up` is for.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect.logging import get_logger
+from prefect.settings import get_current_settings, temporary_settings
+
+HEALTH_TIMEOUT_S = 3.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.1
+LOG = "server.log"
+LOG_SHOWN = 2000  # characters
+BATCH = 200  # events the server writes in one transaction; one by one costs 2.5 times the CPU
+
+_log = get_logger("marin_rl")
+
+# What prefect.toml says too, for processes that are started where it does not lie.
+QUIET: dict[str, Any] = {
+    "client.server_version_check_enabled": False,
+    "cloud.enable_orchestration_telemetry": False,
+    "server.analytics_enabled": False,
+    "server.services.event_persister.batch_size": BATCH,
+    "server.services.event_persister.read_batch_size": BATCH,
+    "server.services.task_run_recorder.batch_size": BATCH,
+    "server.services.task_run_recorder.read_batch_size": BATCH,
+    "server.services.triggers.read_batch_size": BATCH,
+    "telemetry.enable_resource_metrics": False,
+}
+
+
+@contextmanager
+def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
+    """Give flows inside the block an API, and yield its URL.
+
+    The modules named in `warm` are imported while a temporary server starts, which takes as long.
+    Raises RuntimeError when neither the configured API nor a temporary server answers.
+    """
+    with temporary_settings(set_defaults=QUIET):
+        quieten()
+        configured = get_current_settings().api.url
+        if configured and healthy(configured):
+            yield configured
+            return
+        reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
+        _log.info("%s: using a temporary one (`make up` starts one with a UI)", reason)
+        for name in ("prefect.engine", "prefect.flow_runs"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
+        with _temporary_server(warm) as url, temporary_settings(updates={"api.url": url}):
+            yield url
+
+
+def healthy(url: str) -> bool:
+    """Whether a Prefect API answers at `url` (which ends in /api)."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S) as reply:
+            return reply.read().strip() == b"true"
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def quieten() -> None:
+    """Leave out the line that Prefect logs for every task that ends well; all else is kept."""
+    logger = logging.getLogger("prefect.task_runs")
+    if not any(isinstance(item, _WithoutSuccess) for item in logger.filters):
+        logger.addFilter(_WithoutSuccess())
+
+
+class _WithoutSuccess(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or not str(record.msg).startswith("Finished in state")
+
+
+@contextmanager
+def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(
+        prefix="marin-rl-prefect-", ignore_cleanup_errors=True
+    ) as home:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}/api"
+        with _spawned(port, Path(home)) as process:
+            for module in warm:
+                importlib.import_module(module)
+            _wait_until_healthy(process, url, Path(home) / LOG)
+            yield url
+
+
+@contextmanager
+def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    settings = get_current_settings().to_environment_variables(exclude_unset=True)
+    environment = {
+        **os.environ,
+        **settings,
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
+        "PREFECT_UI_ENABLED": "false",
+    }
+    environment.pop("PREFECT_API_URL", None)
+    # -P keeps this folder off the child's path; a module name would need the package installed.
+    command = [sys.executable, "-P", __file__, str(port)]
+    with (home / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not healthy(url):
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"the temporary Prefect server ended with exit code {process.returncode}; start "
+                f"one with `make up`, or see what it said:\n{log.read_text()[-LOG_SHOWN:]}"
+            )
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the temporary Prefect server did not answer at {url} within "
+                f"{START_TIMEOUT_S:g} s: start one with `make up`"
+            )
+        time.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    """The pipe on stdin ends when the process that started us does."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(port: int) -> None:
+    """Serve Prefect's API on a loopback port until the parent process ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import uvicorn
+
+    uvicorn.run(
+        "prefect.server.api.server:create_app",
+        factory=True,
+        host="127.0.0.1",
+        port=port,
+        log_level="error",
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

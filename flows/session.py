@@ -1,0 +1,97 @@
+"""What every flow does first and last: settle the configuration, open and lock the run, watch it.
+
+The run's lock keeps a second process on this machine away. Trackers and reports listen to progress
+events; neither can stop the flow.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from flows.reports import reporting
+from marin_rl.config import Config, load_config, override, parse_config
+from marin_rl.doctor import preflight
+from marin_rl.progress import ProgressEvent, listening, publish
+from marin_rl.resident import release
+from marin_rl.storage.runs import (
+    Run,
+    committed_checkpoint,
+    latest_checkpoint,
+    metrics_key,
+    round_of,
+)
+from marin_rl.trackers import open_trackers
+from marin_rl.types import SlotRef
+
+Source = str | dict[str, Any]
+
+# What takes seconds to import, and every flow needs.
+HEAVY = ("marin_rl.training.loop", "marin_rl.inference.server")
+
+
+def named() -> str:
+    """The name of a flow run: that of the run it works on, or of the file that says which."""
+    parameters = flow_run.parameters
+    config = parameters["config"]
+    return parameters.get("run_id") or (
+        Path(config).stem if isinstance(config, str) else config["run_id"]
+    )
+
+
+def settled(
+    config: Source,
+    run_id: str | None = None,
+    overrides: list[str] | None = None,
+    rounds: int | None = None,
+) -> Config:
+    """The configuration that a flow's parameters stand for: a YAML file or the tree, overridden.
+
+    Raises ConfigError naming every wrong key.
+    """
+    named = {"run_id": run_id, "rounds": rounds}
+    changes = [*(overrides or []), *(f"{key}={value}" for key, value in named.items() if value)]
+    if isinstance(config, str):
+        return load_config(config, changes)
+    return parse_config(override(config, changes))
+
+
+@contextmanager
+def working_on(config: Config) -> Iterator[Run]:
+    """The run of `config`, created or continued, checked, locked and watched while the block runs.
+
+    Raises what `preflight` finds, ConfigError when the run exists with another content, RunLocked.
+    """
+    publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
+    preflight(config)
+    run = Run.create_or_open(config)
+    with ExitStack() as stack:
+        stack.enter_context(run.lock())
+        trackers = open_trackers(config)
+        stack.callback(trackers.close)
+        stack.enter_context(listening(trackers.listen))
+        stack.enter_context(reporting(run))
+        stack.callback(release, run)
+        yield run
+
+
+def resume_point(run: Run) -> SlotRef | None:
+    """The checkpoint to go on from, None in a new run.
+
+    It is the latest, but for a round that ended in it without its metrics: that round is played
+    again, which finds everything else committed.
+    """
+    latest = latest_checkpoint(run)
+    if latest is None:
+        return None
+    round = round_of(latest.slot.rpartition("/")[2])
+    if not round or is_closed(run, round - 1):
+        return latest
+    return committed_checkpoint(run, round - 1) or latest
+
+
+def is_closed(run: Run, round: int) -> bool:
+    """Whether the metrics of a round are committed."""
+    return metrics_key(round).rpartition("/")[2] in run.store.children("metrics")

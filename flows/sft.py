@@ -1,0 +1,46 @@
+"""The flow "sft": a run's supervised warm start, in segments that each end in a checkpoint.
+
+    given or random weights ──► fine_tune ──► sft/step-00250 ──► fine_tune ──► sft/step-00500
+
+`rl-loop` plays the same segments first where `policy.init` is "sft", and starts from the last one.
+"""
+
+import asyncio
+
+from prefect import flow
+
+from flows.server import prefect_api
+from flows.session import HEAVY, Source, named, settled, working_on
+from marin_rl.config import Config
+from marin_rl.storage.runs import Run, latest_sft
+from marin_rl.types import SlotRef
+from tasks.options import Attempts
+from tasks.train import fine_tune
+
+
+@flow(name="sft", flow_run_name=named, persist_result=False)
+async def sft(
+    config: Source, run_id: str | None = None, overrides: list[str] | None = None
+) -> SlotRef:
+    """Warm-start the run that `config` describes, or go on where its last segment ended."""
+    with working_on(settled(config, run_id, overrides)) as run:
+        return await warm_start(run)
+
+
+async def warm_start(run: Run) -> SlotRef:
+    """The checkpoint after `sft.steps` optimizer steps, from the last one that is committed."""
+    attempt, reached = Attempts(run.config.flow), latest_sft(run)
+    while reached is None or steps_of(reached) < run.config.sft.steps:
+        reached = await attempt(fine_tune, run.reference, steps_of(reached))
+    return reached
+
+
+def steps_of(checkpoint: SlotRef | None) -> int:
+    """Optimizer steps behind a warm start's checkpoint; 0 without one."""
+    return int(checkpoint.slot.rpartition("-")[2]) if checkpoint else 0
+
+
+def start(config: Config) -> SlotRef:
+    """Run the flow in this process; `flows.server` says with which Prefect API."""
+    with prefect_api(warm=HEAVY):
+        return asyncio.run(sft(config.model_dump(mode="json")))

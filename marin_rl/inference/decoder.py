@@ -1,0 +1,337 @@
+"""A transformer with a cache, as pure functions.
+
+Owns what the model computes: the empty cache, `prefill` of prompts into slots, and `decode_step` of
+one token in every slot. Leaves out where the arrays come from (`weights`), what is done with logits
+(`sampling`) and who sits in which slot (`slots`, `engine`).
+
+Axes: S slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a cache
+block, K key/value heads, G query heads per key/value head, H head size, D width, V vocabulary.
+
+The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, B], so that both of
+attention's products read contiguous memory; each block is an array of its own, so that a block past
+the longest sequence is skipped without a copy. Every slot is computed by the same instructions on
+the same shapes whatever the other slots do, and a masked position adds an exact zero: the numbers
+of a sequence depend on nothing but its own tokens and the weights.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+from levanter.utils.activation import ActivationFunctionEnum
+
+from marin_rl.inference.weights import Decoder, DecoderSpec, Layer, Norm, Rotary
+
+# A block is at least so many positions, and a cache at most so many blocks: every block is a
+# conditional of its own in the compiled step.
+BLOCK_MIN = 32
+BLOCKS_MAX = 8
+
+# Added to a masked score instead of -inf, so that exp() of a difference is never NaN.
+MASKED = -1e30
+
+# One tile of prefill holds about so many tokens, and one tile of its attention so many queries.
+PREFILL_TILE_TOKENS = 256
+PREFILL_TILE_ROWS = 4
+QUERY_TILE = 256
+
+
+class Block(NamedTuple):
+    """B positions of one layer's cache."""
+
+    keys: Float[Array, "S K H B"]
+    values: Float[Array, "S K B H"]
+
+
+Cache = tuple[tuple[Block, ...], ...]
+
+
+def block_size(context_length: int) -> int:
+    """Positions of a cache block: a power of two, so that at most BLOCKS_MAX blocks are needed."""
+    return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
+
+
+def empty_cache(spec: DecoderSpec, slots: int, context_length: int, dtype: jnp.dtype) -> Cache:
+    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
+    size = block_size(context_length)
+    blocks = -(-context_length // size)
+    keys = (slots, spec.kv_heads, spec.head_size, size)
+    values = (slots, spec.kv_heads, size, spec.head_size)
+    return tuple(
+        tuple(Block(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(blocks))
+        for _ in range(spec.layers)
+    )
+
+
+def cache_length(cache: Cache) -> int:
+    """Positions that each slot of the cache can hold."""
+    return len(cache[0]) * cache[0][0].keys.shape[-1]
+
+
+def decode_step(
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    cache: Cache,
+    tokens_S: Int32[Array, " S"],
+    positions_S: Int32[Array, " S"],
+) -> tuple[Float32[Array, "S V"], Cache]:
+    """Logits after `tokens_S`, which stand at `positions_S` (< the cache's length), and the cache.
+
+    A slot whose position is negative writes nothing; its logits mean nothing.
+    """
+    x_SD = _embed(spec, decoder, tokens_S)
+    cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
+    longest = jnp.max(positions_S)
+    written = []
+    for layer, blocks in zip(decoder.layers, cache, strict=True):
+        normed = _rms_norm(spec, layer.attention_norm, x_SD)
+        query, key, value = _project(spec, layer, normed, cos_SH, sin_SH)
+        blocks = _write(blocks, key, value, positions_S)
+        written.append(blocks)
+        attended = _attend(query, blocks, positions_S, longest)
+        x_SD = _after_attention(spec, layer, x_SD, attended)
+    return _logits(spec, decoder, x_SD), tuple(written)
+
+
+def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> Array:
+    x = decoder.embedding[tokens]
+    if decoder.embedding_norm is None:
+        return x
+    return _rms_norm(spec, decoder.embedding_norm, x)
+
+
+def _logits(spec: DecoderSpec, decoder: Decoder, x_SD: Array) -> Float32[Array, "S V"]:
+    return _times(_rms_norm(spec, decoder.final_norm, x_SD), decoder.head).astype(jnp.float32)
+
+
+def _rms_norm(spec: DecoderSpec, norm: Norm, x: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.norm_epsilon)
+    out = (wide * inverse).astype(x.dtype)
+    if norm.weight is not None:
+        out = norm.weight * out
+    return out if norm.bias is None else out + norm.bias
+
+
+def _times(x: Array, matrix: Array, bias: Array | None = None) -> Array:
+    """x [..., in] times matrix [out, in]; one kernel for every leading shape."""
+    out = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+    return out if bias is None else out + bias
+
+
+def _project(
+    spec: DecoderSpec, layer: Layer, x: Array, cos: Array, sin: Array
+) -> tuple[Array, Array, Array]:
+    """Query [..., K, G, H], scaled, and key and value [..., K, H], rotated to their positions."""
+    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
+    joined = _times(x, layer.qkv, layer.qkv_bias)
+    query, key, value = jnp.split(joined, [K * G * H, K * (G + 1) * H], axis=-1)
+    lead = x.shape[:-1]
+    query = query.reshape(*lead, K, G, H)
+    key, value = key.reshape(*lead, K, H), value.reshape(*lead, K, H)
+    if layer.query_norm is not None:
+        query = _rms_norm(spec, layer.query_norm, query)
+    if layer.key_norm is not None:
+        key = _rms_norm(spec, layer.key_norm, key)
+    query = _rotate(query, cos[..., None, None, :], sin[..., None, None, :])
+    key = _rotate(key, cos[..., None, :], sin[..., None, :])
+    return query * np.float32(H**-0.5).astype(query.dtype), key, value
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the two halves of the head."""
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def _write(
+    blocks: tuple[Block, ...], key_SKH: Array, value_SKH: Array, positions_S: Array
+) -> tuple[Block, ...]:
+    """Put each slot's key and value at its position; positions outside a block are dropped."""
+    slots = jnp.arange(key_SKH.shape[0])
+    size = blocks[0].keys.shape[-1]
+    written = []
+    for index, block in enumerate(blocks):
+        at = positions_S - index * size
+        # negative indices would count from the end, so they are sent past it instead
+        at = jnp.where(at < 0, size, at)
+        keys = block.keys.at[slots, :, :, at].set(key_SKH, mode="drop", unique_indices=True)
+        values = block.values.at[slots, :, at].set(value_SKH, mode="drop", unique_indices=True)
+        written.append(Block(keys, values))
+    return tuple(written)
+
+
+def _attend(
+    query_SKGH: Array, blocks: tuple[Block, ...], positions_S: Array, longest: Array
+) -> Float[Array, "S KGH"]:
+    """Softmax over each slot's own positions, block by block (online softmax, arXiv:1805.02867).
+
+    A block in which a slot has nothing leaves its maximum, sum and average bitwise as they were.
+    """
+    S, K, G, H = query_SKGH.shape
+    size = blocks[0].keys.shape[-1]
+    state = (
+        jnp.full((S, K, G), MASKED, jnp.float32),
+        jnp.zeros((S, K, G), jnp.float32),
+        jnp.zeros((S, K, G, H), jnp.float32),
+    )
+    for index, block in enumerate(blocks):
+        start = index * size
+
+        def extend(state, block=block, start=start):
+            visible = start + jnp.arange(size) <= positions_S[:, None]
+            return _extend_softmax(state, query_SKGH, block, visible)
+
+        if index == 0:
+            state = extend(state)
+        else:
+            state = jax.lax.cond(start <= longest, extend, lambda state: state, state)
+    _, total, weighted = state
+    return (weighted / total[..., None]).reshape(S, K * G * H).astype(query_SKGH.dtype)
+
+
+def _extend_softmax(
+    state: tuple[Array, Array, Array], query_SKGH: Array, block: Block, visible_SB: Array
+) -> tuple[Array, Array, Array]:
+    highest, total, weighted = state
+    scores = jnp.einsum("skgh,skhb->skgb", query_SKGH, block.keys).astype(jnp.float32)
+    scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
+    higher = jnp.maximum(highest, scores.max(-1))
+    kept = jnp.exp(highest - higher)
+    terms = jnp.exp(scores - higher[..., None])
+    product = jnp.einsum("skgb,skbh->skgh", terms.astype(block.values.dtype), block.values)
+    return (
+        higher,
+        total * kept + terms.sum(-1),
+        weighted * kept[..., None] + product.astype(jnp.float32),
+    )
+
+
+def _after_attention(spec: DecoderSpec, layer: Layer, x: Array, attended: Array) -> Array:
+    """Output projection, MLP, and their residuals."""
+    out = _times(attended, layer.output, layer.output_bias)
+    if layer.after_attention_norm is not None:
+        out = _rms_norm(spec, layer.after_attention_norm, out)
+    x = x + out
+    normed = _rms_norm(spec, layer.mlp_norm, x)
+    gate, up = jnp.split(_times(normed, layer.gate_up, layer.gate_up_bias), 2, axis=-1)
+    activate = ActivationFunctionEnum(spec.activation).to_jax_fn()
+    out = _times(activate(gate) * up, layer.down, layer.down_bias)
+    if layer.after_mlp_norm is not None:
+        out = _rms_norm(spec, layer.after_mlp_norm, out)
+    return x + out
+
+
+def prefill(
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    cache: Cache,
+    tokens_RP: Int32[Array, "R P"],
+    rows: Int32[Array, ""],
+    source_S: Int32[Array, " S"],
+) -> Cache:
+    """Run the first `rows` prompts and copy the cache of prompt `source_S[s]` into each slot s.
+
+    `source_S` is R for slots that are left as they are. Prompts are padded at the end to the
+    bucket P; what padding leaves in the cache is masked until a token overwrites it. Prompts go
+    through in tiles of a fixed shape that depends on P alone, so the cost follows the number of
+    prompts and the numbers do not.
+    """
+    R, P = tokens_RP.shape
+    tile = prefill_tile(R, P)
+    K, H = spec.kv_heads, spec.head_size
+    dtype = decoder.embedding.dtype
+    buffer = tuple(
+        (jnp.zeros((R, K, H, P), dtype), jnp.zeros((R, K, P, H), dtype)) for _ in range(spec.layers)
+    )
+
+    def run(index, buffer):
+        start = index * tile
+        tokens = jax.lax.dynamic_slice_in_dim(tokens_RP, start, tile)
+        pairs = _prefill_tile(spec, decoder, rotary, tokens)
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            buffer,
+            pairs,
+        )
+
+    buffer = jax.lax.fori_loop(0, -(-rows // tile), run, buffer)
+    slots = jnp.where(source_S < R, jnp.arange(source_S.shape[0]), source_S.shape[0])
+    return tuple(
+        _copy_in(blocks, keys, values, slots, source_S)
+        for blocks, (keys, values) in zip(cache, buffer, strict=True)
+    )
+
+
+def prefill_tile(rows: int, bucket: int) -> int:
+    """Prompts that go through together: a divisor of `rows`, about PREFILL_TILE_TOKENS in all."""
+    wanted = max(1, min(PREFILL_TILE_ROWS, PREFILL_TILE_TOKENS // bucket))
+    return max(size for size in range(1, wanted + 1) if rows % size == 0)
+
+
+def _prefill_tile(
+    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Array
+) -> tuple[tuple[Array, Array], ...]:
+    """Keys [R, K, H, P] and values [R, K, P, H] of every layer."""
+    P = tokens_RP.shape[1]
+    cos, sin = rotary.cos[:P], rotary.sin[:P]
+    x = _embed(spec, decoder, tokens_RP)
+    pairs = []
+    for index, layer in enumerate(decoder.layers):
+        normed = _rms_norm(spec, layer.attention_norm, x)
+        query, key, value = _project(spec, layer, normed, cos, sin)
+        keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
+        pairs.append((keys, values))
+        if index < spec.layers - 1:
+            x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
+    return tuple(pairs)
+
+
+def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
+    """Each query attends to positions up to its own: [R, P, K*G*H], by tiles of queries."""
+    R, P, K, G, H = query_RPKGH.shape
+    size = P if P <= QUERY_TILE else math.gcd(P, QUERY_TILE)
+
+    def attend(start):
+        query = jax.lax.dynamic_slice_in_dim(query_RPKGH, start, size, 1)
+        scores = jnp.einsum("rpkgh,rkht->rkgpt", query, keys_RKHP).astype(jnp.float32)
+        visible = jnp.arange(P)[None, :] <= (start + jnp.arange(size))[:, None]
+        shares = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
+        return jnp.einsum("rkgpt,rkth->rpkgh", shares.astype(query.dtype), values_RKPH)
+
+    if size == P:
+        return attend(0).reshape(R, P, K * G * H)
+    tiles = jax.lax.map(attend, jnp.arange(0, P, size))
+    return jnp.moveaxis(tiles, 0, 1).reshape(R, P, K * G * H)
+
+
+def _copy_in(
+    blocks: tuple[Block, ...], keys: Array, values: Array, slots_S: Array, source_S: Array
+) -> tuple[Block, ...]:
+    """Write prompt rows into slots; slots past the end are dropped, blocks past P untouched."""
+    size, length = blocks[0].keys.shape[-1], keys.shape[-1]
+    copied = []
+    for index, block in enumerate(blocks):
+        start = index * size
+        stop = min(start + size, length)
+        if start >= length:
+            copied.append(block)
+            continue
+        part = stop - start
+        copied.append(
+            Block(
+                block.keys.at[slots_S, :, :, :part].set(
+                    keys[source_S, :, :, start:stop], mode="drop"
+                ),
+                block.values.at[slots_S, :, :part].set(
+                    values[source_S, :, start:stop], mode="drop"
+                ),
+            )
+        )
+    return tuple(copied)

@@ -1,0 +1,1 @@
+"""Everything that changes parameters: the model, its losses, the optimizer step and the loop."""

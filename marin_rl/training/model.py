@@ -1,0 +1,394 @@
+"""The door to Levanter: building, loading, saving and naming the parameters of a policy's model.
+
+A policy is one of Levanter's own modules, layers stacked, master weights in float32. This module
+refuses Hugging Face configurations that would load to a different function than they describe.
+Running a model over tokens is in scoring.py.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax._src.state_dict import flatten_modules_for_export
+from haliax.nn.scan import ScanCheckpointPolicy
+from haliax.state_dict import to_state_dict
+from jax.sharding import Mesh
+from levanter.compat.hf_checkpoints import HFCheckpointConverter
+from levanter.layers.attention import AttentionBackend
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmHeadModel
+from levanter.models.qwen import Qwen3Config
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
+from transformers.models.llama import LlamaConfig as HfLlamaConfig
+from transformers.models.qwen3 import Qwen3Config as HfQwen3Config
+
+from marin_rl.config import ModelConfig, PolicyConfig
+from marin_rl.errors import InputError
+from marin_rl.tokenizers import check_vocabulary, load_tokenizer
+
+FAMILIES = {"llama": (LlamaConfig, HfLlamaConfig), "qwen3": (Qwen3Config, HfQwen3Config)}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ROPE_KEYS = {
+    "default": set[str](),
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"},
+}
+
+
+# ---------------------------------------------------------------- building
+
+
+def levanter_config(model: ModelConfig, context_length: int) -> LlamaConfig:
+    """The Levanter configuration of an architecture that is described by our own."""
+    cls, _ = FAMILIES[model.family]
+    return cls(
+        max_seq_len=context_length,
+        hidden_dim=model.hidden_size,
+        intermediate_dim=model.intermediate_size,
+        num_layers=model.layers,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_size,
+        initializer_range=model.initializer_range,
+        layer_norm_epsilon=model.norm_epsilon,
+        tie_word_embeddings=model.tie_embeddings,
+        rope=DefaultRotaryEmbeddingsConfig(theta=model.rope_theta),
+        **_execution(),
+    )
+
+
+def build_model(config: PolicyConfig, vocab_size: int, seed: int) -> LmHeadModel:
+    """A model with random weights: normal of std `initializer_range`, norms at 1.
+
+    The weights are a function of (config, vocab_size, seed) alone, whatever the platform.
+    """
+    levanter = levanter_config(config.model, config.context_length)
+    template = _template(levanter, vocab_size)
+    weights = {
+        path: _initial(array, levanter.initializer_range, np.random.default_rng([seed, index]))
+        for index, (path, array) in enumerate(_named_arrays(template).items())
+    }
+    return with_parameters(template, weights)
+
+
+def _initial(template: NamedArray, std: float, rng: np.random.Generator) -> np.ndarray:
+    shape = tuple(axis.size for axis in template.axes)
+    if not is_matrix(template):
+        return np.ones(shape, np.float32)
+    return rng.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def is_matrix(array: NamedArray) -> bool:
+    """Whether a parameter is a matrix (embeddings included), not a norm's scale or a bias."""
+    return sum(axis.name != "layer" for axis in array.axes) >= 2
+
+
+def _execution() -> dict[str, Any]:
+    """Choices that change speed and memory, never the function."""
+    # Levanter's default on a CPU is a blocked attention written for accelerators; at the lengths a
+    # CPU can train, the plain softmax is several times faster.
+    plain = jax.default_backend() == "cpu"
+    return {
+        "attn_backend": AttentionBackend.VANILLA if plain else None,
+        "gradient_checkpointing": False,
+        "scan_layers": True,
+    }
+
+
+def model_template(config: PolicyConfig, vocab_size: int) -> LmHeadModel:
+    """The module of `build_model` with shapes in place of arrays: its architecture."""
+    return _template(levanter_config(config.model, config.context_length), vocab_size)
+
+
+def hf_template(folder: str | Path) -> LmHeadModel:
+    """The module of `load_hf` with shapes in place of arrays; raises InputError as it does."""
+    path = Path(folder).resolve()
+    return _template(*_hf_architecture(path))
+
+
+def _hf_architecture(path: Path) -> tuple[LlamaConfig, int]:
+    hf_config = _checked_hf_config(_read_hf_config(path), path)
+    cls, _ = FAMILIES[hf_config.model_type]
+    config = dataclasses.replace(cls.from_hf_config(hf_config), **_execution())
+    return config, hf_config.vocab_size
+
+
+def _template(config: LlamaConfig, vocab_size: int) -> LmHeadModel:
+    """The module with shapes in place of arrays."""
+    vocab = Axis("vocab", vocab_size)
+    return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
+
+
+# ---------------------------------------------------------------- parameters by name
+
+
+def _named_arrays(model: Any) -> dict[str, NamedArray]:
+    leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_named)[0]
+    return {"/".join(part.name for part in path): leaf for path, leaf in leaves if _is_named(leaf)}
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+def named_parameters(model: LmHeadModel) -> dict[str, jax.Array]:
+    """Every parameter by its path in the module, in a fixed order."""
+    return {path: array.array for path, array in _named_arrays(model).items()}
+
+
+def with_parameters(model: LmHeadModel, parameters: Mapping[str, Any]) -> LmHeadModel:
+    """The module with its parameters replaced; `parameters` is keyed as `named_parameters`."""
+    axes = {path: array.axes for path, array in _named_arrays(model).items()}
+    assert set(axes) == set(parameters), sorted(set(axes) ^ set(parameters))
+
+    def replace(path: Any, leaf: Any) -> Any:
+        if not _is_named(leaf):
+            return leaf
+        name = "/".join(part.name for part in path)
+        return NamedArray(jnp.asarray(parameters[name]), axes[name])
+
+    return jax.tree_util.tree_map_with_path(replace, model, is_leaf=_is_named)
+
+
+def parameter_axes(model: LmHeadModel) -> dict[str, tuple[Axis, ...]]:
+    """The named axes of every parameter."""
+    return {path: array.axes for path, array in _named_arrays(model).items()}
+
+
+def with_gradient_checkpointing(model: LmHeadModel) -> LmHeadModel:
+    """The same model, recomputing each layer's activations in the backward pass."""
+
+    def where(m: Any) -> Any:
+        return m.transformer.layers
+
+    layers = where(model)
+    policy = ScanCheckpointPolicy(save_carries=True)
+    return eqx.tree_at(where, model, dataclasses.replace(layers, gradient_checkpointing=policy))
+
+
+def matrix_mask(model: LmHeadModel) -> dict[str, bool]:
+    """For every parameter, whether weight decay applies to it."""
+    return {path: is_matrix(array) for path, array in _named_arrays(model).items()}
+
+
+def parameters_digest(model: LmHeadModel) -> str:
+    """SHA-256 over path, dtype, shape and bytes of every parameter, as hex."""
+    return digest_of(named_parameters(model))
+
+
+def digest_of(parameters: Mapping[str, Any]) -> str:
+    """`parameters_digest` of parameters that are already keyed by their paths."""
+    digest = hashlib.sha256()
+    for path in sorted(parameters):
+        array = np.ascontiguousarray(np.asarray(parameters[path]))
+        digest.update(f"{path} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- Hugging Face folders
+
+
+def load_hf(folder: str | Path) -> LmHeadModel:
+    """Load a local Hugging Face folder of family Llama or Qwen3, weights as float32.
+
+    Raises InputError, before reading any weight, when the folder is incomplete, when its
+    configuration describes something that is not supported, or when its tokenizer gives ids that
+    the model has no row for; and when the weights do not fit the configuration.
+    """
+    path = Path(folder).resolve()
+    config, vocab_size = _hf_architecture(path)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, vocab_size)
+    _check_tensors(_template(config, vocab_size), path)
+    converter = HFCheckpointConverter(
+        type(config),
+        reference_checkpoint=str(path),
+        HfConfigClass=FAMILIES["qwen3" if isinstance(config, Qwen3Config) else "llama"][1],
+        tokenizer=tokenizer,
+    )
+    # Levanter places what it reads on the mesh it is called under; one device here, and the plain
+    # placement afterwards, so that a loaded model compiles to the same programs as a built one.
+    with hax.partitioning.set_mesh(Mesh(np.array(jax.devices()[:1]), ("data",))):
+        model = cast(Any, converter).load_pretrained(
+            config.model_type, config=config, dtype=jnp.float32
+        )
+    weights = {name: np.asarray(array) for name, array in named_parameters(model).items()}
+    return with_parameters(model, weights)
+
+
+def _exported(model: LmHeadModel) -> dict[str, Any]:
+    """Parameters by their Hugging Face names, with their Hugging Face shapes."""
+    return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
+
+
+def _check_tensors(template: LmHeadModel, path: Path) -> None:
+    """Raise InputError unless the folder's tensors have the names and shapes of the template's."""
+    expected = {
+        name: tuple(array.shape)
+        for name, array in eqx.filter_eval_shape(_exported, template).items()
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="numpy") as tensors:
+                names = tensors.keys()
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot read {file}: {error}; copy it again") from error
+    wrong = sorted(name for name in expected if found.get(name) != expected[name])
+    # A checkpoint of tied embeddings may hold the head a second time; a norm or bias that the
+    # configuration does not speak of would be dropped silently.
+    surplus = sorted(name for name in set(found) - set(expected) if "lm_head" not in name)
+    for name in (*wrong, *surplus):
+        raise InputError(
+            f"{path} does not fit its config.json: tensor {name} expected "
+            f"{expected.get(name, 'absent')}, found {found.get(name, 'absent')} "
+            f"({len(wrong) + len(surplus)} such tensors)"
+        )
+
+
+def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write model.safetensors, config.json and the tokenizer; loads back to equal logits.
+
+    The configuration carries `rope_theta` and `rope_parameters`, so that transformers 4 and 5 and
+    the servers built on either read the same rotary base.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(array)) for name, array in _exported(model).items()
+    }
+    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+    tokenizer.save_pretrained(str(path))
+    tree = _hf_config_of(model, tokenizer)
+    (path / "config.json").write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    config = model.config
+    tree = config.to_hf_config(model.Vocab.size).to_dict()
+    theta, scaling = config.rope.to_hf_config()
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    return tree | {
+        "architectures": [ARCHITECTURES[tree["model_type"]]],
+        "hidden_act": str(config.activation_function.name),
+        "head_dim": config.actual_head_size,
+        "rope_theta": theta,
+        "rope_parameters": rope,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def check_hf_support(folder: str | Path) -> None:
+    """Raise InputError, reading no weight, if `load_hf` would refuse the folder's configuration."""
+    path = Path(folder).resolve()
+    _checked_hf_config(_read_hf_config(path), path)
+
+
+def _read_hf_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise InputError(
+            f"no model folder at {path}: expected a local Hugging Face folder with config.json and "
+            "safetensors; download it first"
+        )
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if not any((path / name).is_file() for name in weights):
+        raise InputError(
+            f"{path} holds no safetensors: expected model.safetensors or "
+            "model.safetensors.index.json; convert other formats with transformers' "
+            "save_pretrained(safe_serialization=True)"
+        )
+    try:
+        tree = json.loads((path / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path / 'config.json'}: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{path / 'config.json'}: expected an object, found {tree!r:.80}")
+    return tree
+
+
+def _checked_hf_config(tree: dict[str, Any], path: Path) -> Any:
+    """The configuration as transformers reads it, once nothing in it is unsupported."""
+    family = tree.get("model_type")
+    if family not in FAMILIES:
+        raise InputError(
+            f"{path}: model_type is {family!r}; expected one of {', '.join(sorted(FAMILIES))}"
+        )
+    rope_theta, rope_scaling = _rope_of(tree, path)
+    hf_config = FAMILIES[family][1](
+        **(tree | {"rope_theta": rope_theta, "rope_scaling": rope_scaling})
+    )
+    for expected, found in _unsupported(family, tree, hf_config):
+        raise InputError(
+            f"{path}: a {family} model with {found} is not supported, expected {expected}: it "
+            "would load and silently compute something else; choose another model"
+        )
+    return hf_config
+
+
+def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
+    """What of a configuration Levanter would ignore or misread, as (expected, found)."""
+    layer_types = set(tree.get("layer_types") or ["full_attention"])
+    window = family == "qwen3" and hf.use_sliding_window and hf.sliding_window is not None
+    head_size = hf.hidden_size // hf.num_attention_heads
+    odd_head = family == "llama" and tree.get("head_dim") not in (None, head_size)
+    partial_rotary = tree.get("partial_rotary_factor")
+    rules: list[tuple[bool, str, str]] = [
+        (bool(tree.get("attention_bias")), "attention_bias false", "attention_bias true"),
+        (bool(tree.get("mlp_bias")), "mlp_bias false", "mlp_bias true"),
+        (bool(window), "use_sliding_window false", "an active sliding window"),
+        (layer_types != {"full_attention"}, "full attention", f"layer types {layer_types}"),
+        (odd_head, f"head_dim {head_size} (hidden/heads)", f"head_dim {tree.get('head_dim')}"),
+        (partial_rotary not in (None, 1, 1.0), "full rotary", f"partial rotary {partial_rotary}"),
+        ("quantization_config" in tree, "plain weights", "quantized weights"),
+        (hf.hidden_act != "silu", "hidden_act silu", f"hidden_act {hf.hidden_act}"),
+    ]
+    return [(expected, found) for wrong, expected, found in rules if wrong]
+
+
+def _rope_of(tree: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and scaling, from `rope_theta`/`rope_scaling` or from `rope_parameters`."""
+    parameters = dict(tree.get("rope_parameters") or {})
+    bases = {float(b) for b in (tree.get("rope_theta"), parameters.pop("rope_theta", None)) if b}
+    if len(bases) > 1:
+        raise InputError(
+            f"{path}: rope_theta and rope_parameters.rope_theta differ ({sorted(bases)}); expected "
+            "one rotary base; remove the wrong one from config.json"
+        )
+    scaling = dict(tree.get("rope_scaling") or parameters)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    scaling.pop("rope_theta", None)
+    base = next(iter(bases), 10_000.0)
+    if kind == "default" and not scaling:
+        return base, None
+    if kind not in ROPE_KEYS or set(scaling) - ROPE_KEYS[kind]:
+        raise InputError(
+            f"{path}: rotary scaling {kind!r} with {sorted(scaling)} is not supported; expected "
+            f"one of { {name: sorted(keys) for name, keys in ROPE_KEYS.items()} }"
+        )
+    if missing := {"factor", "original_max_position_embeddings"} - set(scaling):
+        raise InputError(f"{path}: rotary scaling {kind!r} lacks {sorted(missing)}; add them")
+    return base, {"rope_type": kind, **scaling}

@@ -1,0 +1,101 @@
+"""AdamW with warm-up and decay of the learning rate, built from the configuration.
+
+Weight decay is decoupled and applies to matrices only. The gradient is clipped by its global norm
+before it enters the moments.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from marin_rl.config import SFTConfig, TrainingConfig
+
+Schedule = Callable[[ArrayLike], Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Everything that decides an update besides the gradient. `decay_steps` counts from step 0."""
+
+    learning_rate: float
+    warmup_steps: int
+    schedule: str
+    decay_steps: int | None
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    clip_norm: float
+
+
+def policy_adamw(training: TrainingConfig) -> AdamW:
+    """The optimizer of the reinforcement learning stage."""
+    return AdamW(
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        schedule=training.schedule,
+        decay_steps=training.schedule_steps,
+        beta1=training.beta1,
+        beta2=training.beta2,
+        epsilon=training.epsilon,
+        weight_decay=training.weight_decay,
+        clip_norm=training.gradient_clip_norm,
+    )
+
+
+def sft_adamw(sft: SFTConfig, training: TrainingConfig) -> AdamW:
+    """The optimizer of the warm start; moments decay as in training."""
+    return AdamW(
+        learning_rate=sft.learning_rate,
+        warmup_steps=sft.warmup_steps,
+        schedule=sft.schedule,
+        decay_steps=sft.steps,
+        beta1=training.beta1,
+        beta2=training.beta2,
+        epsilon=training.epsilon,
+        weight_decay=sft.weight_decay,
+        clip_norm=sft.gradient_clip_norm,
+    )
+
+
+def learning_rate_schedule(settings: AdamW) -> Schedule:
+    """The learning rate at step 0, 1, …
+
+    Warm-up of W steps gives (t + 1) / W of the peak, so that no step is wasted at 0. Decay then
+    falls from the peak at step W to 0 at `decay_steps`, in a line or a half cosine.
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+
+    def at(step: ArrayLike) -> Array:
+        t = jnp.asarray(step, jnp.float32)
+        factor = jnp.minimum(1.0, (t + 1.0) / max(warmup, 1))
+        if settings.schedule != "constant":
+            assert settings.decay_steps is not None
+            span = max(settings.decay_steps - warmup, 1)
+            passed = jnp.clip((t - warmup) / span, 0.0, 1.0)
+            linear = settings.schedule == "linear"
+            factor *= 1.0 - passed if linear else 0.5 * (1.0 + jnp.cos(jnp.pi * passed))
+        return peak * factor
+
+    return at
+
+
+def make_optimizer(
+    settings: AdamW, decays: Mapping[str, bool]
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation for parameters keyed by path; `decays` says which are matrices."""
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(settings),
+            b1=settings.beta1,
+            b2=settings.beta2,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            mask=dict(decays),
+        ),
+    )

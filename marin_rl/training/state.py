@@ -1,0 +1,206 @@
+"""Between a training state in memory and the tree that a checkpoint holds.
+
+A checkpoint has `parameters` by path in the model, `optimizer` by path in optax's own state, and
+the counters. Also here: a run's architecture, and where its first parameters come from.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from levanter.models.lm_model import LmHeadModel
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import Config, PolicyConfig
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.storage.checkpoints import checkpoint_manifest, restore_checkpoint
+from marin_rl.storage.runs import Run, committed, sft_slot
+from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
+from marin_rl.training.model import (
+    build_model,
+    digest_of,
+    hf_template,
+    load_hf,
+    model_template,
+    named_parameters,
+)
+from marin_rl.training.step import Parameters, TrainState
+from marin_rl.types import SlotRef
+
+
+def vocabulary_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of the embedding of a model that is built here. Raises InputError if ids do not fit."""
+    size = policy.model.vocab_size or len(tokenizer)
+    check_vocabulary(tokenizer, size)
+    return size
+
+
+def template_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> LmHeadModel:
+    """The architecture of a run's model, with shapes in place of arrays; no weight is read.
+
+    Raises InputError when the model folder is unfit, or ends before the context does.
+    """
+    if policy.hf_path is None:
+        return model_template(policy, vocabulary_of(policy, tokenizer))
+    template = hf_template(policy.hf_path)
+    check_vocabulary(tokenizer, template.Vocab.size)
+    longest = template.config.max_seq_len
+    if longest < policy.context_length:
+        raise InputError(
+            f"{policy.hf_path} was made for {longest} positions, but policy.context_length is "
+            f"{policy.context_length}: expected at most {longest}; lower it"
+        )
+    return template
+
+
+def first_parameters(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parameters:
+    """The weights a model has before any training: from its folder, or random by the run's seed."""
+    policy = config.policy
+    if policy.hf_path is not None:
+        return named_parameters(load_hf(policy.hf_path))
+    return named_parameters(build_model(policy, vocabulary_of(policy, tokenizer), config.seed))
+
+
+def fresh_state(
+    parameters: Parameters, optimizer: optax.GradientTransformationExtraArgs, seed: int
+) -> TrainState:
+    """A state before its first step; the moments are zero."""
+    return TrainState(
+        parameters=parameters,
+        optimizer=optimizer.init(parameters),
+        step=jnp.zeros((), jnp.int32),
+        rng=jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32),
+        refused=jnp.zeros((), jnp.int32),
+    )
+
+
+def state_like(
+    template: LmHeadModel, optimizer: optax.GradientTransformationExtraArgs
+) -> TrainState:
+    """What a state looks like: shapes in place of arrays."""
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+        for name, leaf in named_parameters(template).items()
+    }
+    return jax.eval_shape(lambda parameters: fresh_state(parameters, optimizer, 0), shapes)
+
+
+def tree_of(state: TrainState) -> dict[str, Any]:
+    """The state as nested dicts of arrays: what a checkpoint holds."""
+    return {
+        "parameters": dict(state.parameters),
+        "optimizer": dict(_optimizer_leaves(state.optimizer)),
+        "step": state.step,
+        "rng": state.rng,
+        "refused": state.refused,
+    }
+
+
+def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
+    """The state that `tree_of` described, with the structure of `like`."""
+    names = [name for name, _ in _optimizer_leaves(like.optimizer)]
+    structure = jax.tree.structure(like.optimizer)
+    leaves = [jnp.asarray(tree["optimizer"][name]) for name in names]
+    return TrainState(
+        parameters={name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
+        optimizer=jax.tree.unflatten(structure, leaves),
+        step=jnp.asarray(tree["step"]),
+        rng=jnp.asarray(tree["rng"]),
+        refused=jnp.asarray(tree["refused"]),
+    )
+
+
+def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
+    """Leaves of optax's state by names such as `1.0.mu.transformer/norm/weight`."""
+    leaves = jax.tree_util.tree_flatten_with_path(optimizer)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a checkpoint says about itself in its manifest."""
+
+    parameters_digest: str
+    tokenizer_digest: str
+    chat_template_digest: str
+    step: int
+
+    @classmethod
+    def of(cls, state: TrainState, tokenizer: TokenizerIdentity) -> "Identity":
+        """The identity of a state that is trained and served with a tokenizer."""
+        return cls(
+            parameters_digest=digest_of(state.parameters),
+            tokenizer_digest=tokenizer.tokenizer_digest,
+            chat_template_digest=tokenizer.chat_template_digest,
+            step=int(state.step),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is kept in a manifest's `extra`."""
+        return dataclasses.asdict(self)
+
+
+def identity_of(run: Run, ref: SlotRef) -> Identity:
+    """The identity that a committed checkpoint carries."""
+    extra = checkpoint_manifest(run, ref).extra
+    return Identity(**{field.name: extra[field.name] for field in dataclasses.fields(Identity)})
+
+
+def restore_state(
+    run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
+) -> TrainState:
+    """The state of a checkpoint. Raises InputError if it belongs to another tokenizer.
+
+    Raises CorruptObject where files are damaged, or where the arrays are those of another model.
+    """
+    found, expected = identity_of(run, ref).tokenizer_digest, tokenizer.tokenizer_digest
+    if found != expected:
+        raise InputError(
+            f"{run.store.url_of(ref.slot)} was trained with another tokenizer: expected digest "
+            f"{expected[:12]}, found {found[:12]}; set policy.tokenizer to the one it was trained "
+            "with"
+        )
+    return state_of(restore_checkpoint(run, ref, tree_of(like)), like)
+
+
+def restore_parameters(
+    run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
+) -> Parameters:
+    """The parameters of a checkpoint alone. Raises as `restore_state` does."""
+    return restore_state(run, ref, like, tokenizer).parameters
+
+
+def sft_result(run: Run) -> SlotRef:
+    """The last checkpoint of the run's warm start. Raises ConfigError until it is committed."""
+    ref = committed(run, sft_slot(run.config.sft.steps))
+    if ref is None:
+        raise ConfigError(
+            f"policy.init is 'sft', but {run.store.url_of(sft_slot(run.config.sft.steps))} is not "
+            "committed: run the warm start first (flow 'sft')"
+        )
+    return ref
+
+
+def other_run(config: Config) -> tuple[Run, SlotRef]:
+    """The run and checkpoint that policy.checkpoint names: ROOT/RUN_ID/checkpoints/round-00012."""
+    text = (config.policy.checkpoint or "").rstrip("/")
+    head, _, name = text.removesuffix("/manifest.json").rpartition("/")
+    head, _, kind = head.rpartition("/")
+    root, _, run_id = head.rpartition("/")
+    if not (root and run_id and kind in ("checkpoints", "sft") and name):
+        raise ConfigError(
+            f"policy.checkpoint is {text!r}: expected ROOT/RUN_ID/checkpoints/round-00012 or "
+            "ROOT/RUN_ID/sft/step-00500"
+        )
+    run = Run.open(root, run_id, config.storage_options)
+    ref = committed(run, f"{kind}/{name}")
+    if ref is None:
+        raise ConfigError(
+            f"policy.checkpoint: {run.store.url_of(f'{kind}/{name}')} is not committed; `marin-rl "
+            f"status {run_id}` lists what is"
+        )
+    return run, ref

@@ -1,0 +1,22 @@
+"""Tasks `generate` (one shard of a round's rollouts) and `seal` (the round's manifest)."""
+
+from prefect import task
+
+from marin_rl.rollouts.generate import generate_shard
+from marin_rl.storage.rollouts import seal_round
+from marin_rl.storage.runs import RunRef
+from marin_rl.types import ServedPolicy, SlotRef
+from tasks.options import STAGE, in_thread, opened, told
+
+
+@task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
+async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
+    """Sample, score and commit one shard."""
+    return told(await generate_shard(opened(run), round, shard, policy))
+
+
+@task(task_run_name="seal[round-{round:05d}]", **STAGE)
+async def seal(run: RunRef, round: int, shards: list[SlotRef], policy: ServedPolicy) -> SlotRef:
+    """Commit the manifest that names every shard of the round, and the policy they came from."""
+    sealed = await in_thread(seal_round, opened(run), round, shards, (policy.checkpoint,))
+    return told(sealed)

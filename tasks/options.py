@@ -1,0 +1,146 @@
+"""What all tasks have in common: which faults are retried, how long a stage may take, what is said.
+
+Prefect's own caches know nothing of files, so they are off: every stage looks at its slot itself
+and a task that found it committed ends in a state called "Reused".
+"""
+
+import asyncio
+import contextvars
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, TypedDict, TypeVar
+
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed
+from prefect.tasks import Task
+
+from marin_rl.config import FlowConfig
+from marin_rl.errors import MarinRLError
+from marin_rl.rounds import Stopwatch
+from marin_rl.storage.runs import Run, RunRef
+from marin_rl.types import SlotRef
+
+RETRY_DELAY_S_MAX = 600.0
+JITTER = 0.5
+
+Value = TypeVar("Value")
+Stage = Task[..., Coroutine[Any, Any, Value]]
+
+
+def passes(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Whether the fault that failed a task may go away by itself; only such tasks are retried."""
+    error: Any = state.data
+    return isinstance(error, MarinRLError) and error.transient
+
+
+class GroupOptions(TypedDict):
+    """What a task that calls the tasks of stages gives to `@task`."""
+
+    cache_policy: Any
+    persist_result: bool
+
+
+class StageOptions(GroupOptions):
+    """What every stage gives to `@task`; the rest comes from the configuration: see `Attempts`."""
+
+    retry_condition_fn: Callable[[Task[Any, Any], TaskRun, State[Any]], bool]
+    retry_jitter_factor: float
+
+
+GROUP = GroupOptions(cache_policy=NO_CACHE, persist_result=False)
+STAGE = StageOptions(**GROUP, retry_condition_fn=passes, retry_jitter_factor=JITTER)
+
+
+class Attempts:
+    """Calls tasks as configured: retries with doubling delays, and a deadline for each try."""
+
+    def __init__(self, config: FlowConfig) -> None:
+        self._retries, self._timeout_s = config.retries, config.stage_timeout_s
+        self._delays_s = [
+            min(config.retry_delay_s * 2**number, RETRY_DELAY_S_MAX)
+            for number in range(max(config.retries, 1))
+        ]
+        self._at_once = config.shards_in_flight_max
+        self._watch = Stopwatch()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What the stages called so far took, one after the other, as `timing_s/*`."""
+        return self._watch.metrics()
+
+    async def __call__(self, stage: Stage[Value], *arguments: Any) -> Value:
+        """The result of one task. Raises what its last try raised."""
+        result = await self._tried(stage, arguments)
+        self._watch.lap(stage.name)
+        return result
+
+    async def _tried(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
+        tuned = stage.with_options(
+            retries=self._retries,
+            retry_delay_seconds=self._delays_s,
+            timeout_seconds=self._timeout_s,
+        )
+        outcome = await tuned(*arguments)
+        # What `told` named is handed back as a state; the reference in it carries the lineage.
+        return await outcome.aresult() if isinstance(outcome, State) else outcome
+
+    async def each(self, stage: Stage[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:
+        """The results of one task per element of `calls`, in order, a bounded number at once.
+
+        When some fail the others still finish, for what they commit is not lost; then the first
+        failure is raised.
+        """
+        gate = asyncio.Semaphore(self._at_once)
+
+        async def pass_gate(arguments: Sequence[Any]) -> Value:
+            async with gate:
+                return await self._tried(stage, arguments)
+
+        waiting = [pass_gate(arguments) for arguments in calls]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        self._watch.lap(stage.name)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise failures[0]
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+def opened(ref: RunRef) -> Run:
+    """The run that `ref` names, opened once per process: a remote store takes its time to greet."""
+    return _opened(json.dumps(asdict(ref), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _opened(reference: str) -> Run:
+    fields = json.loads(reference)
+    return Run.of(RunRef(**{**fields, "free": tuple(fields["free"])}))
+
+
+def told(ref: SlotRef) -> SlotRef:
+    """`ref` as a task's result: a state named "Reused" where the slot was committed already."""
+    return Completed(name="Reused", data=ref) if ref.reused else ref  # type: ignore[return-value]
+
+
+async def in_thread(work: Callable[..., Value], *arguments: Any) -> Value:
+    """Run blocking work beside the event loop, so that deadlines and cancelling take effect.
+
+    The thread is a daemon: Python cannot interrupt it, and a cancelled process must not wait for
+    it. Whatever it had not committed is then simply not there.
+    """
+    outcome: Future[Value] = Future()
+
+    def body() -> None:
+        outcome.set_running_or_notify_cancel()
+        try:
+            outcome.set_result(work(*arguments))
+        except BaseException as error:  # noqa: BLE001 - it is raised in the task that waits
+            outcome.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(body,), name=work.__name__, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

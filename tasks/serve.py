@@ -1,0 +1,14 @@
+"""Task `serve`: the policy of a round can be asked for completions, and is proven to be it."""
+
+from prefect import task
+
+from marin_rl.resident import resident
+from marin_rl.storage.runs import RunRef
+from marin_rl.types import ServedPolicy, SlotRef
+from tasks.options import STAGE, in_thread, opened
+
+
+@task(task_run_name="serve[round-{round:05d}]", **STAGE)
+async def serve(run: RunRef, round: int, checkpoint: SlotRef) -> ServedPolicy:
+    """Put checkpoint `round` behind the OpenAI protocol; new weights replace the last round's."""
+    return await in_thread(resident(opened(run)).serve, checkpoint)
