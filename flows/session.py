@@ -4,6 +4,7 @@ The run's lock keeps a second process on this machine away. Trackers and reports
 events; neither can stop the flow.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,7 +53,7 @@ def settled(
     Raises ConfigError naming every wrong key.
     """
     named = {"run_id": run_id, "rounds": rounds}
-    changes = [*(overrides or []), *(f"{key}={value}" for key, value in named.items() if value)]
+    changes = [*(overrides or []), *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     if isinstance(config, str):
         return load_config(config, changes)
     return parse_config(override(config, changes))

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.inference.sampling import (
-    SlotSampling,
-    draw,
-    filtered,
-    sample,
-    seed_words,
-    uniforms,
-)
+from marin_rl.inference import sampling
+from marin_rl.inference.sampling import SlotSampling, filtered, seed_words, uniforms
+
+
+sample = jax.jit(sampling.sample)
+draw = jax.jit(sampling.draw)
 
 
 def slot_sampling(
@@ -33,9 +31,7 @@ def test_draws_follow_the_weights(vocabulary):
     weights[rng.integers(vocabulary)] = 0
     count = 200_000
     uniform = (np.arange(count) + 0.5) / count
-    drawn = jax.jit(draw)(
-        jnp.broadcast_to(weights, (count, vocabulary)), jnp.asarray(uniform, jnp.float32)
-    )
+    drawn = draw(jnp.broadcast_to(weights, (count, vocabulary)), jnp.asarray(uniform, jnp.float32))
     shares = np.bincount(drawn, minlength=vocabulary) / count
     np.testing.assert_allclose(shares, weights / weights.sum(), atol=2 / count + 1e-5)
 

@@ -1,0 +1,242 @@
+"""The whole loop on configs/debug.yaml, in this process, on every real room."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    FlowRunFilter,
+    FlowRunFilterId,
+)
+from prefect.client.schemas.objects import FlowRun, TaskRun
+
+from flows.evaluate import start as start_evaluate
+from flows.rl_loop import rl_loop, start
+from marin_rl.config import Config, load_config
+from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
+from marin_rl.progress import ProgressEvent, listening
+from marin_rl.storage.metrics import read_metrics
+from marin_rl.storage.runs import Run, checkpoint_slot, committed, progress
+from marin_rl.types import SlotRef
+
+ROUNDS, SHARDS = 3, 2
+DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"
+
+
+def debug(root: Path, run_id: str, *overrides: str) -> Config:
+    """configs/debug.yaml below `root`."""
+    return load_config(DEBUG, [f"root={root}", f"run_id={run_id}", *overrides])
+
+
+@dataclass(slots=True)
+class Played:
+    """A run that was played once, and what was heard of it."""
+
+    config: Config
+    checkpoint: SlotRef
+    events: list[ProgressEvent] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    """A complete run."""
+    config = debug(tmp_path_factory.mktemp("runs"), "whole")
+    events: list[ProgressEvent] = []
+    with listening(events.append):
+        checkpoint = start(config)
+    yield Played(config, checkpoint, events)
+
+
+def files(config: Config) -> dict[str, int]:
+    """Every file of a run with the time of its last change, the lock aside."""
+    folder = Path(config.root, config.run_id)
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def latest_flow_run(name: str) -> FlowRun:
+    """The flow run of this name that was started last."""
+    with get_client(sync_client=True) as client:
+        found = [run for run in client.read_flow_runs() if run.name == name]
+    return max(found, key=lambda run: run.created or run.expected_start_time)
+
+
+def task_runs(flow_run: UUID, expected: int) -> dict[str, TaskRun]:
+    """Task runs by name, once the server has recorded that many."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    deadline = time.monotonic() + 30
+    with get_client(sync_client=True) as client:
+        while True:
+            found = client.read_task_runs(flow_run_filter=only, limit=200)
+            if len(found) >= expected or time.monotonic() > deadline:
+                return {item.name: item for item in found}
+            time.sleep(0.2)
+
+
+def test_a_run_ends_with_every_slot_committed(played: Played) -> None:
+    run = Run.create_or_open(played.config)
+    assert played.checkpoint == committed(run, checkpoint_slot(ROUNDS))
+    found = progress(run)
+    assert sorted(found) == [0, 1, 2, 3]
+    for round in range(ROUNDS):
+        item = found[round]
+        assert (item.shards, item.rollouts, item.batches, item.checkpoint, item.metrics) == (
+            SHARDS, True, True, True, True,
+        )  # fmt: skip
+    assert [found[round].evaluation for round in range(4)] == [True, False, True, True]
+    rows = read_metrics(run).to_pylist()
+    assert [row["round"] for row in rows] == [0, 1, 2]
+    assert all(row["rollouts/generated"] == row["rollouts/consumed"] == 16 for row in rows)
+    assert all(row["timing_s/generate"] > 0 for row in rows)
+
+
+def test_it_is_told_while_it_happens(played: Played) -> None:
+    stages = [event.stage for event in played.events]
+    assert stages[0] == "start"
+    rounds = [event.round for event in played.events if event.stage == "round"]
+    assert rounds == [0, 1, 2]
+    evaluated = [event for event in played.events if "eval/accuracy" in event.metrics]
+    assert {event.round for event in evaluated} >= {0, 2, 3}
+
+
+def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
+    flow_run = latest_flow_run("whole")
+    assert flow_run.state_name == "Completed"
+    per_round = ["serve", "seal", "process", "train", "publish"]
+    expected = {f"{stage}[round-{r:05d}]" for stage in per_round for r in range(ROUNDS)}
+    expected |= {
+        f"generate[round-{r:05d}/shard-{s:04d}]" for r in range(ROUNDS) for s in range(SHARDS)
+    }
+    expected |= {f"round-{r:05d}" for r in range(ROUNDS)} | {"begin", "serve[round-00003]"}
+    expected |= {f"evaluate[round-{r:05d}]" for r in (0, 2, 3)}
+    runs = task_runs(flow_run.id, len(expected))
+    assert set(runs) == expected
+    assert {run.state_name for run in runs.values()} == {"Completed"}
+    assert before(runs, "round-00002") == {"round-00001"}
+    assert before(runs, "round-00000") == {"begin"}
+    assert before(runs, "seal[round-00001]") >= {
+        "generate[round-00001/shard-0000]", "generate[round-00001/shard-0001]",
+    }  # fmt: skip
+    assert "process[round-00001]" in before(runs, "train[round-00001]")
+    assert parents(runs, "train[round-00001]") == {"round-00001"}
+
+
+def before(runs: dict[str, TaskRun], name: str) -> set[str]:
+    """Names of the tasks whose results a task was given."""
+    inputs = [v for key, v in runs[name].task_inputs.items() if key != "__parents__"]
+    return _names(runs, inputs)
+
+
+def parents(runs: dict[str, TaskRun], name: str) -> set[str]:
+    """Names of the tasks that a task was called in."""
+    return _names(runs, [runs[name].task_inputs["__parents__"]])
+
+
+def _names(runs: dict[str, TaskRun], inputs: list) -> set[str]:  # type: ignore[type-arg]
+    by_id = {run.id: name for name, run in runs.items()}
+    ids = {item.id for items in inputs for item in items if item.input_type == "task_run"}
+    return {by_id[one] for one in ids}
+
+
+def test_artifacts_show_the_run(played: Played) -> None:
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(),
+            flow_run_filter=FlowRunFilter(
+                id=FlowRunFilterId(any_=[latest_flow_run("whole").id])
+            ),
+        )
+    by_key = {str(item.key): item for item in found}
+    assert set(by_key) == {
+        "whole-rounds", "whole-table", "whole-learning-curve", "whole-progress",
+    }  # fmt: skip
+    pages = [str(item.data) for item in found if item.type == "markdown"]
+    assert len(pages) == ROUNDS
+    assert all("## Best rollout" in page and "| reward |" in page for page in pages)
+    assert by_key["whole-progress"].data == 100.0
+    assert str(by_key["whole-learning-curve"].data).startswith("data:image/png;base64,")
+    assert '"held-out accuracy"' in str(by_key["whole-table"].data)
+
+
+def test_playing_a_complete_run_again_changes_nothing(played: Played) -> None:
+    before_files = files(played.config)
+    assert start(played.config) == played.checkpoint
+    assert files(played.config) == before_files
+    assert task_runs(latest_flow_run("whole").id, 0) == {}
+
+
+def test_another_content_is_refused_by_key(played: Played) -> None:
+    with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.001 -> 0\.002"):
+        start(debug(Path(played.config.root), "whole", "training.learning_rate=2e-3"))
+
+
+def test_a_second_flow_on_the_same_run_is_refused(played: Played) -> None:
+    with Run.create_or_open(played.config).lock(), pytest.raises(RunLocked, match="process"):
+        start(played.config)
+
+
+def test_more_rounds_go_on_from_the_last(played: Played) -> None:
+    heard: list[ProgressEvent] = []
+    with listening(heard.append):
+        start(played.config.model_copy(update={"rounds": ROUNDS + 1}))
+    assert {event.round for event in heard if event.stage == "train"} == {ROUNDS}
+    rows = read_metrics(Run.create_or_open(played.config)).to_pylist()
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert rows[3]["eval/accuracy"] is not None
+    assert rows[3]["loss"] is not None
+
+
+def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
+    evaluated = start_evaluate(played.config, 1)
+    assert evaluated.slot == "evals/round-00001"
+    assert evaluated.summary["eval/examples"] == 4
+    with pytest.raises(ObjectMissing, match="no committed checkpoint 77"):
+        start_evaluate(played.config, 77)
+
+
+def test_a_cancelled_round_leaves_whole_slots_or_none(
+    api: str, played: Played, tmp_path: Path
+) -> None:
+    config = debug(tmp_path, "whole")  # the same name, so the same samples
+
+    async def cancel_while_generating() -> None:
+        generating = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def listen(event: ProgressEvent) -> None:
+            if event.stage == "generate" and event.round == 1:
+                loop.call_soon_threadsafe(generating.set)
+
+        with listening(listen):
+            flow = asyncio.create_task(rl_loop(config.model_dump(mode="json")))
+            await generating.wait()
+            flow.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await flow
+
+    asyncio.run(cancel_while_generating())
+    run = Run.create_or_open(config)
+    stopped = progress(run)
+    assert stopped[1].checkpoint
+    assert 2 not in stopped
+    assert start(config).summary == played.checkpoint.summary
+    assert parameters_digest(config) == parameters_digest(played.config)
+
+
+def parameters_digest(config: Config) -> str:
+    """Digest of the parameters after the last round of the debug run."""
+    run = Run.create_or_open(config)
+    ref = committed(run, checkpoint_slot(ROUNDS))
+    assert ref is not None
+    from marin_rl.storage.checkpoints import checkpoint_manifest
+
+    return checkpoint_manifest(run, ref).extra["parameters_digest"]
