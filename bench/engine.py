@@ -38,10 +38,12 @@ def main() -> None:
     import numpy as np
     from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
+    from marin_rl.compilation import keep_freed_memory
     from marin_rl.config import EngineConfig
     from marin_rl.inference.engine import Engine, GenerationRequest
     from marin_rl.types import Sampling
 
+    keep_freed_memory()  # as a run does
     context = options.prompt + options.new_tokens
     config = LlamaConfig(
         max_seq_len=context,

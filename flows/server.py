@@ -58,7 +58,6 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     Raises RuntimeError when neither the configured API nor a temporary server answers.
     """
     with temporary_settings(set_defaults=QUIET):
-        quieten()
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             yield configured

@@ -13,6 +13,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from flows.reports import reporting
+from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.doctor import preflight
 from marin_rl.progress import ProgressEvent, listening, publish
@@ -53,7 +54,10 @@ def settled(
     Raises ConfigError naming every wrong key.
     """
     named = {"run_id": run_id, "rounds": rounds}
-    changes = [*(overrides or []), *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
+    changes = [
+        *(overrides or []),
+        *(f"{key}={json.dumps(value)}" for key, value in named.items() if value),
+    ]
     if isinstance(config, str):
         return load_config(config, changes)
     return parse_config(override(config, changes))
@@ -65,6 +69,7 @@ def working_on(config: Config) -> Iterator[Run]:
 
     Raises what `preflight` finds, ConfigError when the run exists with another content, RunLocked.
     """
+    quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
     preflight(config)
     run = Run.create_or_open(config)

@@ -7,6 +7,7 @@ needed for correctness: a process that starts anew finds all of it in the commit
 
 import threading
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marin_rl.storage.runs import Run, round_of
@@ -74,27 +75,48 @@ class Resident:
             return self.trainer.train_round(round, batches, checkpoint)
 
     def serve(self, checkpoint: SlotRef) -> ServedPolicy:
-        """Serve a committed checkpoint from this process, and say what is served.
+        """Have a committed checkpoint served, prove that it is, and say where.
 
-        The engine takes the trainer's own arrays, whose digest the checkpoint's manifest carries.
-        The server starts on first use and goes on with new weights afterwards. Raises InputError
-        for a model the engine cannot decode, CorruptObject for a damaged checkpoint.
+        The embedded server starts on first use and then takes the trainer's own arrays, whose
+        digest the checkpoint's manifest carries; remote endpoints are given a copy, or must have it
+        already. Raises StalePolicy where a canary contradicts the trainer's model, InputError for a
+        model the engine cannot decode, CorruptObject for a damaged checkpoint, and what the client
+        raises.
         """
+        from marin_rl.inference.canary import prove
+
         with self._lock:
             self.trainer.load(checkpoint)
             identity = self.trainer.identity
             assert identity is not None
             version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
-            server = self._serving(version, identity.parameters_digest)
-            return ServedPolicy(
-                endpoints=(server.base_url,),
-                model=server.model_id,
+            endpoints, model_id = self._placed(version, identity.parameters_digest)
+            policy = ServedPolicy(
+                endpoints=endpoints,
+                model=model_id,
                 weight_version=version,
                 parameters_digest=identity.parameters_digest,
                 tokenizer_digest=identity.tokenizer_digest,
                 chat_template_digest=identity.chat_template_digest,
                 checkpoint=checkpoint,
             )
+            prove(policy, self.trainer.model, self._run.config.inference)
+            return policy
+
+    def _placed(self, version: int, digest: str) -> tuple[tuple[str, ...], str]:
+        """Endpoints that should now serve the trainer's model, and the id it is asked for by."""
+        from marin_rl.inference.fleet import publish
+        from marin_rl.training.model import save_hf
+
+        remote = self._run.config.inference.endpoints
+        if not remote:
+            server = self._serving(version, digest)
+            return (server.base_url,), server.model_id
+
+        def save(folder: Path) -> None:
+            save_hf(self.trainer.model, self.tokenizer, folder)
+
+        return remote, publish(self._run, version, digest, save)
 
     def _serving(self, version: int, digest: str) -> "PolicyServer":
         """The running server, with the trainer's current model in it."""

@@ -22,6 +22,8 @@ STOP_STRINGS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 SAMPLES_QUEUED_MAX = 65536
 
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
 
@@ -178,7 +180,7 @@ class UpdateWeightsBody(Body):
     """POST /update_weights_from_disk, as SGLang has it. `weight_version` null: the next one."""
 
     model_path: str = Field(min_length=1, max_length=4096)
-    weight_version: int | None = Field(None, ge=0, lt=2**31)
+    weight_version: Version | VersionText | None = None
 
 
 B = TypeVar("B", bound=Body)

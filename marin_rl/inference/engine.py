@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float32, Int32
 from levanter.models.lm_model import LmHeadModel
 
@@ -38,7 +39,7 @@ from marin_rl.inference.slots import (
     Job,
     SlotTable,
 )
-from marin_rl.inference.weights import Weights, read_model, rotary_table
+from marin_rl.inference.weights import Weights, on_device, read_model, rotary_table
 
 # An idle engine waits for a round's other requests until none came for QUIET_S, GATHER_S at most.
 QUIET_S = 0.005
@@ -98,10 +99,13 @@ class Engine:
         self._dtype = jnp.dtype(dtype)
         self._stop_token_ids = tuple(stop_token_ids)
         self._has_decode = decode is not None
+        self._place = SingleDeviceSharding(jax.devices()[0])
+        weights = on_device(weights, self._place)
         self._policy = Policy(weights, weight_version, parameters_digest)
         self._table = SlotTable(config.slots, decode)
         self._cache = self._empty_cache()
-        self._rotary = rotary_table(model, decoder.cache_length(self._cache))
+        rotary = rotary_table(model, decoder.cache_length(self._cache))
+        self._rotary = on_device(rotary, self._place)
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -179,7 +183,7 @@ class Engine:
         spec, weights = read_model(model)
         if spec != self.spec:
             raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
-        policy = Policy(weights, weight_version, parameters_digest)
+        policy = Policy(on_device(weights, self._place), weight_version, parameters_digest)
         with self._changed:
             self._policy = policy
             self.stats.swaps += 1
@@ -388,4 +392,6 @@ class Engine:
             job.future.set_result(result)
 
     def _empty_cache(self) -> Cache:
-        return decoder.empty_cache(self.spec, self._config.slots, self.context_length, self._dtype)
+        slots, length = self._config.slots, self.context_length
+        cache = decoder.empty_cache(self.spec, slots, length, self._dtype)
+        return on_device(cache, self._place)

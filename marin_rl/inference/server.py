@@ -158,9 +158,8 @@ class PolicyServer:
                 f"expected the tokenizer that is served, found another in {body.model_path}"
             )
         model = load_hf(body.model_path)
-        version = body.weight_version
-        if version is None:
-            version = self.engine.policy.weight_version + 1
+        given = body.weight_version
+        version = self.engine.policy.weight_version + 1 if given is None else int(given)
         return self.swap(model, version, parameters_digest(model))
 
 

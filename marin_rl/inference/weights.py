@@ -10,7 +10,7 @@ key/value head, H head size, T positions.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import haliax as hax
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.nn import Linear, RmsNorm
 from haliax.nn.scan import Stacked
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Float32
 from levanter.layers.attention import Attention
 from levanter.layers.rotary import RotaryEmbeddings
@@ -27,6 +28,8 @@ from levanter.models.qwen import QwenConfig, QwenDecoderLayer, QwenLMHeadModel
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
+
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,15 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
         head=head,
     )
     return _spec(model.config, layer.self_attn, embedding.shape[0]), weights
+
+
+def on_device(arrays: Tree, place: SingleDeviceSharding) -> Tree:
+    """The same arrays, committed to one device: references where they lie there already.
+
+    Arrays that are spread over a mesh are gathered, which copies them. One placement for all means
+    one compiled program, whoever made the arrays.
+    """
+    return jax.device_put(arrays, place)
 
 
 def _spec(config: LlamaConfig, attention: Attention, vocabulary: int) -> DecoderSpec:

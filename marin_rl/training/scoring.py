@@ -22,7 +22,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
-TOKENS_PER_CHUNK = 1024
+TOKENS_PER_CHUNK = 256
 UNROLLED_LAYERS_MAX = 8
 
 

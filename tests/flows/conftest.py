@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from debug_run import Played, debug
 
+from flows.rl_loop import start
 from flows.server import prefect_api
+from marin_rl.progress import ProgressEvent, listening
 
 EXEMPT = (
     # Prefect's clients leave sockets to the garbage collector, which reports them where it strikes.
@@ -22,6 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             for exemption in EXEMPT:
                 item.add_marker(pytest.mark.filterwarnings(exemption))
+
+
+@pytest.fixture(scope="session")
+def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """A complete run, in this process, that nothing disturbed."""
+    config = debug(tmp_path_factory.mktemp("runs"))
+    events: list[ProgressEvent] = []
+    with listening(events.append):
+        checkpoint = start(config)
+    return Played(config, checkpoint, events)
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
 import pytest
+from debug_run import ROUNDS, SHARDS, Played, debug
 from prefect import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -18,39 +17,11 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
-from marin_rl.config import Config, load_config
+from marin_rl.config import Config
 from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, progress
-from marin_rl.types import SlotRef
-
-ROUNDS, SHARDS = 3, 2
-DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"
-
-
-def debug(root: Path, run_id: str, *overrides: str) -> Config:
-    """configs/debug.yaml below `root`."""
-    return load_config(DEBUG, [f"root={root}", f"run_id={run_id}", *overrides])
-
-
-@dataclass(slots=True)
-class Played:
-    """A run that was played once, and what was heard of it."""
-
-    config: Config
-    checkpoint: SlotRef
-    events: list[ProgressEvent] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    """A complete run."""
-    config = debug(tmp_path_factory.mktemp("runs"), "whole")
-    events: list[ProgressEvent] = []
-    with listening(events.append):
-        checkpoint = start(config)
-    yield Played(config, checkpoint, events)
 
 
 def files(config: Config) -> dict[str, int]:
@@ -117,12 +88,14 @@ def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
         f"generate[round-{r:05d}/shard-{s:04d}]" for r in range(ROUNDS) for s in range(SHARDS)
     }
     expected |= {f"round-{r:05d}" for r in range(ROUNDS)} | {"begin", "serve[round-00003]"}
+    expected |= {f"fine_tune[step-{step:05d}]" for step in (0, 2)}
     expected |= {f"evaluate[round-{r:05d}]" for r in (0, 2, 3)}
     runs = task_runs(flow_run.id, len(expected))
     assert set(runs) == expected
     assert {run.state_name for run in runs.values()} == {"Completed"}
     assert before(runs, "round-00002") == {"round-00001"}
     assert before(runs, "round-00000") == {"begin"}
+    assert before(runs, "begin") == {"fine_tune[step-00002]"}
     assert before(runs, "seal[round-00001]") >= {
         "generate[round-00001/shard-0000]", "generate[round-00001/shard-0001]",
     }  # fmt: skip
@@ -151,9 +124,7 @@ def test_artifacts_show_the_run(played: Played) -> None:
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(
             artifact_filter=ArtifactFilter(),
-            flow_run_filter=FlowRunFilter(
-                id=FlowRunFilterId(any_=[latest_flow_run("whole").id])
-            ),
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[latest_flow_run("whole").id])),
         )
     by_key = {str(item.key): item for item in found}
     assert set(by_key) == {
@@ -176,7 +147,7 @@ def test_playing_a_complete_run_again_changes_nothing(played: Played) -> None:
 
 def test_another_content_is_refused_by_key(played: Played) -> None:
     with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.001 -> 0\.002"):
-        start(debug(Path(played.config.root), "whole", "training.learning_rate=2e-3"))
+        start(debug(Path(played.config.root), "training.learning_rate=2e-3"))
 
 
 def test_a_second_flow_on_the_same_run_is_refused(played: Played) -> None:
@@ -206,7 +177,7 @@ def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
 def test_a_cancelled_round_leaves_whole_slots_or_none(
     api: str, played: Played, tmp_path: Path
 ) -> None:
-    config = debug(tmp_path, "whole")  # the same name, so the same samples
+    config = debug(tmp_path)
 
     async def cancel_while_generating() -> None:
         generating = asyncio.Event()

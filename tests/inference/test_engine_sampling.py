@@ -8,7 +8,6 @@ import pytest
 from marin_rl.inference import sampling
 from marin_rl.inference.sampling import SlotSampling, filtered, seed_words, uniforms
 
-
 sample = jax.jit(sampling.sample)
 draw = jax.jit(sampling.draw)
 

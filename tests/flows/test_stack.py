@@ -1,0 +1,176 @@
+"""`make up`, deployments, `make down`: a real Prefect server and worker, on a free port."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+import yaml
+from debug_run import REPOSITORY, ROUNDS
+from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import temporary_settings
+from prefect.states import Cancelling, Suspended
+
+from flows.server import free_port, healthy
+from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
+
+CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
+TIMEOUT_S = 120.0
+PREFECT = (sys.executable, "-m", "prefect")
+
+
+class Stack:
+    """A running stack in a folder that looks like a checkout."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self.runs = folder / "runs"
+        port = url.rpartition(":")[2].partition("/")[0]
+        self.environment = {
+            **os.environ,
+            "PREFECT_API_URL": url,
+            "PREFECT_SERVER_API_PORT": port,
+            "PYTHONPATH": str(folder),
+        }
+
+    def call(self, *command: str, expect: int = 0) -> str:
+        """Run a command in the folder; what it said."""
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout
+
+    def parameters(self, run_id: str, rounds: int) -> list[str]:
+        """Parameters of rl-loop/demo for a debug run."""
+        return [
+            *("-p", "config=configs/debug.yaml", "-p", f"run_id={run_id}"),
+            *("-p", f'overrides=["root={self.runs}"]', "-p", f"rounds={rounds}"),
+        ]
+
+    def rounds(self, run_id: str) -> int:
+        """Rounds that are trained."""
+        if not (self.runs / run_id / "run.json").exists():
+            return 0
+        found = latest_checkpoint(Run.open(str(self.runs), run_id))
+        return int(found.slot[-5:]) if found else 0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Brought up by flows/stack.py, and down again."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in CHECKOUT:
+        (folder / name).symlink_to(REPOSITORY / name)
+    up = Stack(folder, f"http://127.0.0.1:{free_port()}/api")
+    try:
+        told = up.call(sys.executable, "-m", "flows.stack", "up")
+        assert f"Prefect API at {up.url}: starting" in told
+        yield up
+    finally:
+        told = up.call(sys.executable, "-m", "flows.stack", "down")
+    assert "worker: ended" in told
+    assert "server: ended" in told
+    assert not healthy(up.url)
+    assert not list((folder / ".run").glob("*.pid"))
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[SyncPrefectClient]:
+    """A client of the stack's server."""
+    with (
+        temporary_settings(updates={"api.url": stack.url}),
+        get_client(sync_client=True) as opened,
+    ):
+        yield opened
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.2)
+
+
+def ask_for_run(stack: Stack, client: SyncPrefectClient, run_id: str, rounds: int) -> UUID:
+    """Have rl-loop/demo started by the worker."""
+    deployment = client.read_deployment_by_name("rl-loop/demo")
+    parameters = {
+        "config": "configs/debug.yaml",
+        "run_id": run_id,
+        "overrides": [f"root={stack.runs}"],
+        "rounds": rounds,
+    }
+    return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+
+def state(client: SyncPrefectClient, flow_run: UUID) -> str:
+    found = client.read_flow_run(flow_run).state
+    assert found is not None
+    return str(found.name)
+
+
+def test_the_deployments_are_those_that_are_documented() -> None:
+    found = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    names = {(item["entrypoint"].partition(":")[2], item["name"]) for item in found}
+    assert names == {
+        ("rl_loop", "prod"), ("rl_loop", "demo"), ("sft", "prod"), ("evaluate_run", "prod"),
+    }  # fmt: skip
+    assert all((REPOSITORY / item["entrypoint"].partition(":")[0]).exists() for item in found)
+    assert all(item["concurrency_limit"]["collision_strategy"] == "CANCEL_NEW" for item in found)
+
+
+@pytest.mark.slow
+def test_up_again_leaves_what_runs_alone(stack: Stack) -> None:
+    pid = (stack.folder / ".run" / "worker.pid").read_text()
+    assert "answers already" in stack.call(sys.executable, "-m", "flows.stack", "up")
+    assert (stack.folder / ".run" / "worker.pid").read_text() == pid
+
+
+@pytest.mark.slow
+def test_a_deployment_runs_as_documented(stack: Stack) -> None:
+    told = stack.call(
+        *PREFECT, "deployment", "run", "rl-loop/demo", "--watch", *stack.parameters("whole", ROUNDS)
+    )
+    assert "Flow run finished successfully" in told
+    run = Run.open(str(stack.runs), "whole")
+    found = latest_checkpoint(run)
+    assert found is not None
+    assert found.slot == checkpoint_slot(ROUNDS)
+    wrong = [*stack.parameters("wrong", ROUNDS), "-p", 'overrides=["training.learning_rat=1"]']
+    stack.call(*PREFECT, "deployment", "run", "rl-loop/demo", "--watch", *wrong, expect=1)
+    assert not (stack.runs / "wrong").exists()
+
+
+@pytest.mark.slow
+def test_pausing_resuming_and_cancelling(stack: Stack, client: SyncPrefectClient) -> None:
+    flow_run = ask_for_run(stack, client, "paused", 1000)
+    wait(lambda: stack.rounds("paused") >= 2, "two rounds")
+    second = ask_for_run(stack, client, "second", 1)
+    wait(lambda: state(client, second) == "Cancelled", "the second run to be refused")
+
+    client.set_flow_run_state(flow_run, Suspended(timeout_seconds=600))
+    time.sleep(5)
+    stopped_at = stack.rounds("paused")
+    with Run.open(str(stack.runs), "paused").lock():  # its process has let go of the run
+        assert state(client, flow_run) == "Suspended"
+    client.resume_flow_run(flow_run)
+    wait(lambda: stack.rounds("paused") >= stopped_at + 2, "the rounds to go on")
+
+    client.set_flow_run_state(flow_run, Cancelling())
+    began = time.monotonic()
+    wait(lambda: state(client, flow_run) == "Cancelled", "the flow to end")
+    assert time.monotonic() - began < 25
+    with Run.open(str(stack.runs), "paused").lock():
+        pass

@@ -1,0 +1,62 @@
+"""What imports promise: no device, no socket, no accelerator library on the data side."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+DATA_SIDE = (
+    "marin_rl.storage.rollouts",
+    "marin_rl.storage.batches",
+    "marin_rl.storage.audit",
+    "marin_rl.rollouts.generate",
+    "marin_rl.batching.build",
+    "marin_rl.environments.base",
+    "marin_rl.inference.client",
+)
+EVERYTHING = (
+    "flows.rl_loop",
+    "flows.sft",
+    "flows.evaluate",
+    "marin_rl.cli",
+    "marin_rl.inference.server",
+    "marin_rl.inference.canary",
+    "marin_rl.training.loop",
+    "marin_rl.training.sft",
+)
+HEAVY = ("jax", "levanter", "haliax", "orbax", "torch")
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_data_side_imports_nothing_of_accelerators():
+    lines = [*(f"import {module}" for module in DATA_SIDE), "import sys"]
+    lines.append(f"print([name for name in {HEAVY!r} if name in sys.modules])")
+    assert python("\n".join(lines)) == "[]"
+
+
+def test_importing_touches_no_device():
+    """JAX would fail at the first array, for there is no such platform."""
+    code = "\n".join(f"import {module}" for module in EVERYTHING)
+    python(code, JAX_PLATFORMS="nowhere", XLA_FLAGS="")
+
+
+@pytest.mark.parametrize("module", ["marin_rl.cli", "marin_rl.display"])
+def test_commands_start_without_heavy_imports(module):
+    code = f"import {module}, sys; print([n for n in (*{HEAVY!r}, 'prefect') if n in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_prefect_still_starts_its_server_with_the_pinned_fastapi():
+    python("from prefect.server.api.server import create_app; create_app()")

@@ -1,0 +1,62 @@
+"""Documentation that is generated, or that lists files, is held to the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from marin_rl.analysis.reference import configuration_markdown, metrics_markdown
+
+TOP = Path(__file__).parent.parent
+ROOMS = ("marin_rl", "flows", "tasks", "schemas")
+README = (TOP / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [("configuration.md", configuration_markdown), ("metrics.md", metrics_markdown)],
+    ids=["configuration", "metrics"],
+)
+def test_a_generated_page_is_what_the_code_says(page, made):
+    assert (TOP / "docs" / page).read_text(encoding="utf-8") == made(), "run `make docs`"
+
+
+def test_the_tree_in_the_readme_names_every_module():
+    tree = README[README.index("## The tree") :]
+    named = set(re.findall(r"[a-z_]+\.py", tree))
+    modules = {
+        path.name
+        for room in ROOMS
+        for path in (TOP / room).rglob("*.py")
+        if not path.name.startswith("__")
+    }
+    assert modules - named == set()
+    assert named - modules == set()
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [TOP / "README.md", TOP / "CONTRIBUTING.md", *(TOP / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_make_target_is_documented_and_every_documented_one_exists():
+    makefile = (TOP / "Makefile").read_text(encoding="utf-8")
+    phony = set(re.findall(r"^\.PHONY: ([a-z-]+)", makefile, re.MULTILINE))
+    explained = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    assert phony == explained
+    texts = README + (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for target in re.findall(r"^make ([a-z-]+)", texts, re.MULTILINE):
+        assert target in phony
+
+
+def test_every_command_in_the_readme_exists():
+    from typer.main import get_command
+
+    from marin_rl.cli import app
+
+    known = set(get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
+    for command in re.findall(r"marin-rl ([a-z]+)", README):
+        assert command in known, command

@@ -1,0 +1,28 @@
+"""The debug configuration, smaller still, under a root of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import Config, load_config
+from marin_rl.tokenizers import character_tokenizer
+
+DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return character_tokenizer()
+
+
+@pytest.fixture
+def debug(tmp_path: Path) -> Callable[..., Config]:
+    """configs/debug.yaml under a root of its own, with overrides; smaller still."""
+
+    def load(*overrides: str) -> Config:
+        smaller = ("policy.model.hidden_size=16", "policy.model.intermediate_size=24")
+        return load_config(DEBUG, [f"root={tmp_path / 'runs'}", *smaller, *overrides])
+
+    return load

@@ -1,0 +1,189 @@
+"""Building models, naming their parameters, and what of Hugging Face folders is accepted."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hand_made import VOCAB, random_batch, tiny_policy
+from safetensors.numpy import load_file, save_file
+
+from marin_rl.errors import InputError
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.model import (
+    build_model,
+    check_hf_support,
+    hf_template,
+    load_hf,
+    matrix_mask,
+    model_template,
+    named_parameters,
+    parameters_digest,
+    save_hf,
+    with_parameters,
+)
+from marin_rl.training.scoring import token_logprobs
+
+FAMILIES = {
+    "llama": {},
+    "llama-untied": {"tie_embeddings": False},
+    "qwen3": {"family": "qwen3", "head_size": 12},
+}
+
+
+def scores(model):
+    batch = random_batch(3)
+    arrays = (jnp.asarray(a) for a in (batch.token_ids, batch.segment_ids, batch.positions))
+    return jax.jit(token_logprobs)(model, *arrays, jnp.asarray(batch.loss_mask != 0)).logprobs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A saved model of each family, with the model."""
+    root, tokenizer = tmp_path_factory.mktemp("hf"), character_tokenizer()
+    result = {}
+    for name, sizes in FAMILIES.items():
+        model = build_model(tiny_policy(**sizes), VOCAB, 0)
+        save_hf(model, tokenizer, root / name)
+        result[name] = (model, root / name)
+    return result
+
+
+@pytest.fixture
+def changed(folders, tmp_path):
+    """A copy of a saved folder with keys of its config.json replaced (None removes one)."""
+
+    def make(family, **keys):
+        folder = tmp_path / family
+        shutil.copytree(folders[family][1], folder)
+        tree = json.loads((folder / "config.json").read_text()) | keys
+        tree = {key: value for key, value in tree.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(tree))
+        return folder
+
+    return make
+
+
+def test_weights_are_a_function_of_config_and_seed():
+    policy = tiny_policy()
+    first, again = build_model(policy, VOCAB, 3), build_model(policy, VOCAB, 3)
+    assert parameters_digest(first) == parameters_digest(again)
+    assert parameters_digest(first) != parameters_digest(build_model(policy, VOCAB, 4))
+
+
+def test_initial_weights_have_the_configured_spread_and_norms_are_one():
+    model = build_model(tiny_policy(hidden_size=64, initializer_range=0.05), VOCAB, 0)
+    matrices = matrix_mask(model)
+    for name, array in named_parameters(model).items():
+        if matrices[name]:
+            assert 0.045 < np.std(array) < 0.055, name
+        else:
+            assert "norm" in name
+            np.testing.assert_array_equal(array, 1)
+
+
+def test_the_digest_covers_bytes_names_and_shapes():
+    model = build_model(tiny_policy(), VOCAB, 0)
+    parameters, digest = named_parameters(model), parameters_digest(model)
+    for name in ("transformer/norm/weight", "embeddings/token_embeddings/weight"):
+        touched = np.array(parameters[name])
+        touched.reshape(-1)[0] = np.nextafter(touched.reshape(-1)[0], np.float32(9))
+        assert parameters_digest(with_parameters(model, parameters | {name: touched})) != digest
+    assert parameters_digest(with_parameters(model, parameters)) == digest
+
+
+def test_the_template_is_the_architecture_of_the_model():
+    policy = tiny_policy()
+    model, template = build_model(policy, VOCAB, 0), model_template(policy, VOCAB)
+    shapes = {name: array.shape for name, array in named_parameters(template).items()}
+    assert shapes == {name: array.shape for name, array in named_parameters(model).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_and_loaded_models_are_equal(family, folders):
+    model, folder = folders[family]
+    loaded = load_hf(folder)
+    assert parameters_digest(loaded) == parameters_digest(model)
+    np.testing.assert_array_equal(scores(loaded), scores(model))
+    tree = json.loads((folder / "config.json").read_text())
+    assert tree["rope_theta"] == tree["rope_parameters"]["rope_theta"] == 10_000.0
+    assert hf_template(folder).config == loaded.config
+
+
+def test_a_rotary_base_is_read_in_either_form(changed):
+    theta = 50_000.0
+    new = changed(
+        "llama", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
+    assert hf_template(new).config.rope.theta == theta
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias true"),
+        ("llama", {"mlp_bias": True}, "mlp_bias true"),
+        ("llama", {"head_dim": 6}, "head_dim 6"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "lacks"),
+        ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "differ"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
+        ("llama", {"model_type": "mistral", "sliding_window": 64}, "'mistral'"),
+        ("llama", {"model_type": "gemma2"}, "'gemma2'"),
+        ("llama", {"model_type": "qwen2"}, "'qwen2'"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+            "sliding window",
+        ),
+        ("qwen3", {"attention_bias": True}, "attention_bias true"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer types"),
+    ],
+)
+def test_what_would_load_wrong_is_refused_by_name(changed, family, keys, named):
+    with pytest.raises(InputError) as caught:
+        check_hf_support(changed(family, **keys))
+    assert named in str(caught.value)
+    assert "expected" in str(caught.value) or "add" in str(caught.value)
+
+
+def test_missing_pieces_are_named(tmp_path, folders, changed):
+    with pytest.raises(InputError, match="no model folder at"):
+        load_hf(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="holds no safetensors"):
+        load_hf(tmp_path)
+    folder = changed("llama")
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match=r"cannot read .*config\.json"):
+        load_hf(folder)
+
+
+def test_a_missing_or_misshapen_tensor_is_named(changed):
+    folder = changed("llama")
+    tensors = load_file(str(folder / "model.safetensors"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({k: v for k, v in tensors.items() if k != name}, str(folder / "model.safetensors"))
+    with pytest.raises(InputError, match=rf"{name} expected \(24, 16\), found absent"):
+        load_hf(folder)
+    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(16, np.float32)}
+    save_file(tensors | extra, str(folder / "model.safetensors"))
+    with pytest.raises(InputError, match=r"q_proj.bias expected absent, found \(16,\)"):
+        load_hf(folder)
+
+
+def test_a_truncated_file_is_named(changed):
+    folder = changed("llama")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(InputError, match=r"cannot read .*model\.safetensors"):
+        load_hf(folder)
+
+
+def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused(tmp_path):
+    model = build_model(tiny_policy(), 64, 0)
+    save_hf(model, character_tokenizer(), tmp_path / "small")
+    with pytest.raises(InputError, match="ids up to 102"):
+        load_hf(tmp_path / "small")

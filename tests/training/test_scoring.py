@@ -1,0 +1,152 @@
+"""Log-probabilities against the whole forward pass, and the laws of packing and chunking."""
+
+import dataclasses
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hand_made import LENGTH, VOCAB, random_batch, tiny_policy
+from levanter.layers.attention import AttentionMask
+
+from marin_rl.training import scoring
+from marin_rl.training.model import (
+    build_model,
+    named_parameters,
+    with_gradient_checkpointing,
+    with_parameters,
+)
+from marin_rl.training.scoring import token_logprobs
+
+
+def model_of(**sizes):
+    return build_model(tiny_policy(**sizes), VOCAB, 0)
+
+
+MODELS = {
+    "llama": {},
+    "llama-untied": {"tie_embeddings": False},
+    "qwen3": {"family": "qwen3", "head_size": 12},
+    "one-layer": {"layers": 1},
+}
+
+
+def arrays_of(batch):
+    names = ("token_ids", "segment_ids", "positions")
+    mask = jnp.asarray((batch.loss_mask != 0) & (batch.positions > 0))
+    return (*(jnp.asarray(getattr(batch, name)) for name in names), mask)
+
+
+def whole(model, batch, temperature=1.0):
+    """Logprobs and entropies by Levanter's own logits of everything."""
+    ids = hax.named(jnp.asarray(batch.token_ids), ("batch", "position"))
+    segments = hax.named(jnp.asarray(batch.segment_ids), ("batch", "position"))
+    positions = hax.named(jnp.asarray(batch.positions), ("batch", "position"))
+    mask = AttentionMask.causal().with_segment_ids(segments)
+    logits = model(ids, mask, pos_ids=positions).rearrange(("batch", "position", "vocab")).array
+    logp = jax.nn.log_softmax(logits / temperature)
+    chosen = jnp.take_along_axis(logp[:, :-1], batch.token_ids[:, 1:, None], axis=2)[..., 0]
+    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)[:, :-1]
+    shifted = tuple(jnp.pad(scores, ((0, 0), (1, 0))) for scores in (chosen, entropy))
+    return tuple(jnp.where(batch.loss_mask != 0, scores, 0.0) for scores in shifted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_the_whole_forward_pass(name):
+    model, batch = model_of(**MODELS[name]), random_batch(5)
+    found = jax.jit(token_logprobs)(model, *arrays_of(batch))
+    for ours, theirs in zip(found, whole(model, batch), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_temperature_divides_the_logits():
+    model, batch = model_of(), random_batch(5)
+    found = token_logprobs(model, *arrays_of(batch), temperature=0.7)
+    for ours, theirs in zip(found, whole(model, batch, 0.7), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def gradients_of(score, model, batch):
+    """Gradients of a random combination of logprobs and entropies."""
+    rng = np.random.default_rng(1)
+    by_logp, by_entropy = rng.standard_normal((2, *batch.token_ids.shape)).astype(np.float32)
+
+    def loss(parameters):
+        logprobs, entropies = score(with_parameters(model, parameters), batch)
+        return jnp.sum(by_logp * logprobs + by_entropy * entropies)
+
+    return jax.jit(jax.grad(loss))(named_parameters(model))
+
+
+def ours(model, batch):
+    return token_logprobs(model, *arrays_of(batch))
+
+
+def assert_close(found, expected, tolerance=2e-4):
+    for name in expected:
+        scale = float(jnp.max(jnp.abs(expected[name]))) + 1e-6
+        np.testing.assert_allclose(found[name] / scale, expected[name] / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3"])
+def test_gradients_are_those_of_the_whole_forward_pass(name):
+    model, batch = model_of(**MODELS[name]), random_batch(5)
+    assert_close(gradients_of(ours, model, batch), gradients_of(whole, model, batch))
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 1000])
+def test_the_size_of_a_chunk_changes_nothing(chunk, monkeypatch):
+    model, batch = model_of(), random_batch(5)
+    everything = dataclasses.replace(
+        batch, loss_mask=(batch.positions > 0).astype(np.int32)
+    )  # a mask that fills the last chunk
+    expected = gradients_of(whole, model, everything)
+    monkeypatch.setattr(scoring, "TOKENS_PER_CHUNK", chunk)
+    assert_close(gradients_of(ours, model, everything), expected)
+
+
+def test_a_scan_and_recomputing_layers_change_nothing(monkeypatch):
+    model, batch = model_of(layers=3), random_batch(4)
+    expected = gradients_of(ours, model, batch)
+    recomputing = with_gradient_checkpointing(model)
+    assert_close(gradients_of(ours, recomputing, batch), expected, 2e-5)
+    monkeypatch.setattr(scoring, "UNROLLED_LAYERS_MAX", 0)
+    assert_close(gradients_of(ours, model, batch), expected, 2e-5)
+
+
+def test_packed_sequences_score_as_if_alone():
+    model, batch = model_of(), random_batch(2)
+    alone = token_logprobs(model, *arrays_of(batch))
+    packed = dataclasses.replace(
+        batch,
+        **{
+            name: np.concatenate(getattr(batch, name), axis=0)[None]
+            for name in ("token_ids", "loss_mask", "positions", "policy_logprobs", "advantages")
+        },
+        segment_ids=np.concatenate(batch.segment_ids * np.array([[1], [2]], np.int32))[None],
+        returns=np.zeros((1, 2 * LENGTH), np.float32),
+    )
+    together = token_logprobs(model, *arrays_of(packed))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(other[0], one.reshape(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_masked_scores_nothing():
+    model, batch = model_of(), random_batch(3)
+    ids, segments, positions, mask = arrays_of(batch)
+    found = token_logprobs(model, ids, segments, positions, jnp.zeros_like(mask))
+    assert all(not np.any(scores) for scores in found)
+
+
+def test_logits_of_all_tokens_never_exist():
+    model = build_model(tiny_policy(), 4099, 0)  # a number no other array has
+    batch = random_batch(32, 32)
+
+    def loss(parameters):
+        return jnp.sum(ours(with_parameters(model, parameters), batch).logprobs)
+
+    program = jax.jit(jax.grad(loss)).lower(named_parameters(model)).compile().as_text()
+    assert "f32[256,4099]" in program
+    assert "1024,4099]" not in program
+    assert "32,4099]" not in program
