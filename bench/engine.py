@@ -3,9 +3,9 @@
     python bench/engine.py [--rounds 5] [--cores 1]
 
 The standard work: a 3.2M-parameter Llama (hidden 256, 4 layers, 4 heads, 2 key/value heads,
-intermediate 704, vocabulary 512), float32; 16 requests of 8 samples of 64 new tokens, prompts of 64.
-Prints one line per round (the first one apart: it compiles) and a JSON summary. `--cores 1` pins the
-process to one core, for numbers per core.
+intermediate 704, vocabulary 512), float32; 16 requests of 8 samples of 64 new tokens, prompts of
+64. Prints one line per round (the first one apart: it compiles) and a JSON summary. `--cores 1`
+pins the process to one core, for numbers per core.
 """
 
 import argparse

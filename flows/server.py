@@ -37,7 +37,7 @@ BATCH = 200  # events the server writes in one transaction; one by one costs 2.5
 _log = get_logger("marin_rl")
 
 # What prefect.toml says too, for processes that are started where it does not lie.
-QUIET: dict[str, Any] = {
+QUIET: dict[Any, Any] = {
     "client.server_version_check_enabled": False,
     "cloud.enable_orchestration_telemetry": False,
     "server.analytics_enabled": False,

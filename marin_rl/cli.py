@@ -4,6 +4,7 @@ Flows are found through the entry-point group `marin_rl.flows`: the library know
 Errors of our tree end a command with one clear message; exit code 2 for configuration, else 1.
 """
 
+import shutil
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(
     start = _flow("rl-loop")
     with showing(RunDisplay(config.run_id, config.rounds), out):
         start(config)
-    _print_result(config)
+    _print_result(config, config_file)
 
 
 @app.command()
@@ -287,7 +288,7 @@ def _print_plan(config: Config) -> None:
     out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, plan(config))))
 
 
-def _print_result(config: Config) -> None:
+def _print_result(config: Config, file: Path) -> None:
     from marin_rl.analysis.report import write_learning_curve
     from marin_rl.analysis.status import run_status
     from marin_rl.display import rounds_table
@@ -298,13 +299,18 @@ def _print_result(config: Config) -> None:
     out.print(rounds_table(found.rounds, f"Run {config.run_id}"))
     if found.headline:
         out.print(f"[bold]{found.headline}[/bold]")
-    out.print(f"learning curve: {write_learning_curve(opened, found.rounds)}", highlight=False)
+    out.print(f"learning curve: {write_learning_curve(opened, found.rounds)}", soft_wrap=True)
     root = "" if config.root == "runs" else f" --root {config.root}"
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     out.print("\n[bold]Try next[/bold]")
-    out.print(f'  marin-rl sql {config.run_id} "{average}"{root}', highlight=False)
-    out.print(f"  marin-rl rollouts {config.run_id} --round 3{root}", highlight=False)
-    out.print(
-        f"  marin-rl run CONFIG --run-id {config.run_id} --rounds {config.rounds + 20}{root}",
-        highlight=False,
-    )
+    for command in (
+        f'sql {config.run_id} "{average}"{root}',
+        f"rollouts {config.run_id} --round 3{root}",
+        f"run {file} --run-id {config.run_id} --rounds {config.rounds + 20}{root}",
+    ):
+        out.print(f"  {_program()} {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """How this program was called, so that a printed command can be pasted."""
+    return "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"

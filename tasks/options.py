@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache
@@ -29,7 +29,7 @@ RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
 
 Value = TypeVar("Value")
-Stage = Task[..., Coroutine[Any, Any, Value]]
+Stage = Callable[..., Awaitable[Value]]  # what a task over an async function is to its caller
 
 
 def passes(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -76,11 +76,11 @@ class Attempts:
     async def __call__(self, stage: Stage[Value], *arguments: Any) -> Value:
         """The result of one task. Raises what its last try raised."""
         result = await self._tried(stage, arguments)
-        self._watch.lap(stage.name)
+        self._watch.lap(_task(stage).name)
         return result
 
     async def _tried(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
-        tuned = stage.with_options(
+        tuned = _task(stage).with_options(
             retries=self._retries,
             retry_delay_seconds=self._delays_s,
             timeout_seconds=self._timeout_s,
@@ -103,11 +103,16 @@ class Attempts:
 
         waiting = [pass_gate(arguments) for arguments in calls]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        self._watch.lap(stage.name)
+        self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise failures[0]
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+def _task(stage: Stage[Any]) -> Task[..., Any]:
+    assert isinstance(stage, Task), f"expected a task, found {stage!r}"
+    return stage
 
 
 def opened(ref: RunRef) -> Run:

@@ -167,6 +167,11 @@ def with_parameters(model: LmHeadModel, parameters: Mapping[str, Any]) -> LmHead
     return jax.tree_util.tree_map_with_path(replace, model, is_leaf=_is_named)
 
 
+def parameter_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, of a model or of a template."""
+    return {path: tuple(array.array.shape) for path, array in _named_arrays(model).items()}
+
+
 def parameter_axes(model: LmHeadModel) -> dict[str, tuple[Axis, ...]]:
     """The named axes of every parameter."""
     return {path: array.axes for path, array in _named_arrays(model).items()}

@@ -27,6 +27,7 @@ from marin_rl.training.model import (
     load_hf,
     model_template,
     named_parameters,
+    parameter_shapes,
 )
 from marin_rl.training.step import Parameters, TrainState
 from marin_rl.types import SlotRef
@@ -83,8 +84,8 @@ def state_like(
 ) -> TrainState:
     """What a state looks like: shapes in place of arrays."""
     shapes = {
-        name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-        for name, leaf in named_parameters(template).items()
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in parameter_shapes(template).items()
     }
     return jax.eval_shape(lambda parameters: fresh_state(parameters, optimizer, 0), shapes)
 

@@ -14,6 +14,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
 )
 from prefect.client.schemas.objects import FlowRun, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
@@ -37,8 +38,8 @@ def files(config: Config) -> dict[str, int]:
 def latest_flow_run(name: str) -> FlowRun:
     """The flow run of this name that was started last."""
     with get_client(sync_client=True) as client:
-        found = [run for run in client.read_flow_runs() if run.name == name]
-    return max(found, key=lambda run: run.created or run.expected_start_time)
+        newest_first = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
+    return next(run for run in newest_first if run.name == name)
 
 
 def task_runs(flow_run: UUID, expected: int) -> dict[str, TaskRun]:

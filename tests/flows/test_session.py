@@ -7,7 +7,7 @@ import pytest
 from flows.evaluate import round_after
 from flows.session import resume_point, settled
 from flows.sft import steps_of
-from marin_rl.config import Config, load_config, parse_config
+from marin_rl.config import load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
 from marin_rl.storage.metrics import write_round_metrics
@@ -98,4 +98,5 @@ def test_steps_and_rounds_are_read_off_slots() -> None:
 
 
 def test_the_default_configuration_survives_the_trip_through_flow_parameters() -> None:
-    assert settled(Config().model_dump(mode="json")) == Config()
+    config = parse_config({})
+    assert settled(config.model_dump(mode="json")) == config

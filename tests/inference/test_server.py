@@ -404,6 +404,7 @@ sys.exit(serve_forever(server, "127.0.0.1", 0, announce=lambda line: print(line,
 """
 
 
+@pytest.mark.slow  # a process of its own imports and compiles everything
 def test_sigterm_lets_running_requests_finish_and_ends_with_0():
     here = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}"}

@@ -20,6 +20,7 @@ from marin_rl.training.model import (
     matrix_mask,
     model_template,
     named_parameters,
+    parameter_shapes,
     parameters_digest,
     save_hf,
     with_parameters,
@@ -97,8 +98,7 @@ def test_the_digest_covers_bytes_names_and_shapes():
 def test_the_template_is_the_architecture_of_the_model():
     policy = tiny_policy()
     model, template = build_model(policy, VOCAB, 0), model_template(policy, VOCAB)
-    shapes = {name: array.shape for name, array in named_parameters(template).items()}
-    assert shapes == {name: array.shape for name, array in named_parameters(model).items()}
+    assert parameter_shapes(template) == parameter_shapes(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

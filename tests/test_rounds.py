@@ -1,0 +1,121 @@
+"""Rounds without an orchestrator: what compiles when, what is repeated, how a round closes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from marin_rl.batching.build import build_round
+from marin_rl.config import load_config
+from marin_rl.metrics import is_defined
+from marin_rl.resident import Resident
+from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rounds import Stopwatch, close_round
+from marin_rl.storage.metrics import read_metrics
+from marin_rl.storage.rollouts import iter_shards, seal_round
+from marin_rl.storage.runs import Run, shard_key
+from marin_rl.types import SlotRef
+
+DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by one with every program that XLA compiles."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == COMPILED:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
+    """One round as the flow plays it."""
+    watch = Stopwatch()
+    policy = resident.serve(checkpoint)
+    shards = range(run.config.rollouts.shards_per_round)
+
+    async def generate() -> list[SlotRef]:
+        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in shards))
+
+    parts = asyncio.run(generate())
+    watch.lap("generate")
+    batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
+    trained = resident.train_round(round, batches, checkpoint)
+    close_round(run, round, watch.metrics())
+    return trained
+
+
+def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: list[str]) -> None:
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        counts = []
+        for round in range(5):
+            checkpoint = play(resident, run, round, checkpoint)
+            counts.append(len(compilations))
+    finally:
+        resident.close()
+    assert counts[0] > 0, "the listener hears nothing"
+    assert counts[1:] == [counts[1]] * 4
+
+
+def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> None:
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    resident = Resident(run)
+    try:
+        play(resident, run, 0, resident.init_policy())
+    finally:
+        resident.close()
+    (row,) = read_metrics(run).to_pylist()
+    assert all(is_defined(name) for name in row if name not in ("run_id", "round"))
+    assert row["rollouts/generated"] == 16
+    assert row["episode"] == 16
+    assert row["mismatch_kl"] < 1e-6
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert row["storage/bytes"] > 0
+    again = close_round(run, 0, {"timing_s/round": 99.0})
+    assert again.reused
+    assert read_metrics(run).to_pylist() == [row]
+
+
+def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Path) -> None:
+    """What a killed run makes again must equal what it would have made."""
+    tables = []
+    for name, order in (("together", (0, 1)), ("apart", (1, 0))):
+        run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path / name}"]))
+        resident = Resident(run)
+        try:
+            policy = resident.serve(resident.init_policy())
+
+            async def both(run=run, policy=policy, apart=name == "apart", order=order):
+                if not apart:
+                    await asyncio.gather(*(generate_shard(run, 0, n, policy) for n in order))
+                    return
+                for number in order:
+                    await generate_shard(run, 0, number, policy)
+
+            asyncio.run(both())
+            parts = [asyncio.run(generate_shard(run, 0, n, policy)) for n in (0, 1)]
+            assert all(part.reused for part in parts)
+            assert run.store.local_path(shard_key(0, 1)) is not None
+            seal_round(run, 0, parts, (policy.checkpoint,))
+        finally:
+            resident.close()
+        columns = ("rollout_id", "token_ids", "logprobs", "reward")
+        tables.append([table.to_pydict() for table in iter_shards(run, 0, columns)])
+    for first, second in zip(*tables, strict=True):
+        assert first["rollout_id"] == second["rollout_id"]
+        assert first["token_ids"] == second["token_ids"]
+        assert first["reward"] == second["reward"]
+        for a, b in zip(first["logprobs"], second["logprobs"], strict=True):
+            assert np.array_equal(np.float32(a), np.float32(b))
