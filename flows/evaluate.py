@@ -14,7 +14,7 @@ from flows.session import HEAVY, Source, named, settled, working_on
 from marin_rl.config import Config
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.runs import (
-    Run,
+    RunRef,
     checkpoint_slot,
     committed,
     evals_slot,
@@ -23,7 +23,7 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
-from tasks.options import Attempts
+from tasks.options import Attempts, opened
 from tasks.serve import serve
 
 
@@ -35,7 +35,8 @@ async def evaluate_run(
     round: int | None = None,
 ) -> SlotRef:
     """Evaluate checkpoint `round` of a run, or its latest. Raises ObjectMissing without one."""
-    with working_on(settled(config, run_id, overrides)) as run:
+    with working_on(settled(config, run_id, overrides)) as reference:
+        run = opened(reference)
         found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
         if found is None:
             which = "any" if round is None else f"{round}"
@@ -43,17 +44,17 @@ async def evaluate_run(
                 f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
                 f"{run.run_id}` shows which there are"
             )
-        return await measure(run, found)
+        return await measure(reference, found)
 
 
-async def measure(run: Run, checkpoint: SlotRef) -> SlotRef:
+async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Serve and evaluate a checkpoint, unless its evaluation is committed."""
     round = round_after(checkpoint)
-    if (found := committed(run, evals_slot(round))) is not None:
+    if (found := committed(opened(run), evals_slot(round))) is not None:
         return found
-    attempt = Attempts(run.config.flow)
-    policy = await attempt(serve, run.reference, round, checkpoint)
-    return await attempt(evaluate, run.reference, round, policy)
+    attempt = Attempts(opened(run).config.flow)
+    policy = await attempt(serve, run, round, checkpoint)
+    return await attempt(evaluate, run, round, policy)
 
 
 def round_after(checkpoint: SlotRef) -> int:

@@ -17,7 +17,7 @@ from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, resume_point, settled, working_on
 from flows.sft import warm_start
 from marin_rl.config import Config
-from marin_rl.storage.runs import Run, RunRef
+from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
 from tasks.generate import generate, seal
@@ -40,17 +40,18 @@ async def rl_loop(
     `config` is a YAML file or the tree itself; returns the checkpoint after the last round.
     """
     with working_on(settled(config, run_id, overrides, rounds)) as run:
-        checkpoint = resume_point(run) or await first_checkpoint(run)
-        for round in range(round_after(checkpoint), run.config.rounds):
-            checkpoint = await play(run.reference, round, checkpoint)
+        checkpoint = resume_point(opened(run)) or await first_checkpoint(run)
+        for round in range(round_after(checkpoint), opened(run).config.rounds):
+            checkpoint = await play(run, round, checkpoint)
         await measure(run, checkpoint)
     return checkpoint
 
 
-async def first_checkpoint(run: Run) -> SlotRef:
+async def first_checkpoint(run: RunRef) -> SlotRef:
     """Checkpoint 0: from given or random weights, or from a warm start that is played first."""
-    warm = await warm_start(run) if run.config.policy.init == "sft" else None
-    return await Attempts(run.config.flow)(begin, run.reference, warm)
+    config = opened(run).config
+    warm = await warm_start(run) if config.policy.init == "sft" else None
+    return await Attempts(config.flow)(begin, run, warm)
 
 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)

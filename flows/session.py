@@ -20,6 +20,7 @@ from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.resident import release
 from marin_rl.storage.runs import (
     Run,
+    RunRef,
     committed_checkpoint,
     latest_checkpoint,
     metrics_key,
@@ -64,8 +65,11 @@ def settled(
 
 
 @contextmanager
-def working_on(config: Config) -> Iterator[Run]:
+def working_on(config: Config) -> Iterator[RunRef]:
     """The run of `config`, created or continued, checked, locked and watched while the block runs.
+
+    A flow hands this one reference to all of its tasks: Prefect knows objects by their address, and
+    would take a later one for whatever result lay there before.
 
     Raises what `preflight` finds, ConfigError when the run exists with another content, RunLocked.
     """
@@ -80,7 +84,7 @@ def working_on(config: Config) -> Iterator[Run]:
         stack.enter_context(listening(trackers.listen))
         stack.enter_context(reporting(run))
         stack.callback(release, run)
-        yield run
+        yield run.reference
 
 
 def resume_point(run: Run) -> SlotRef | None:

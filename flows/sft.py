@@ -12,9 +12,9 @@ from prefect import flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, settled, working_on
 from marin_rl.config import Config
-from marin_rl.storage.runs import Run, latest_sft
+from marin_rl.storage.runs import RunRef, latest_sft
 from marin_rl.types import SlotRef
-from tasks.options import Attempts
+from tasks.options import Attempts, opened
 from tasks.train import fine_tune
 
 
@@ -27,11 +27,12 @@ async def sft(
         return await warm_start(run)
 
 
-async def warm_start(run: Run) -> SlotRef:
+async def warm_start(run: RunRef) -> SlotRef:
     """The checkpoint after `sft.steps` optimizer steps, from the last one that is committed."""
-    attempt, reached = Attempts(run.config.flow), latest_sft(run)
-    while reached is None or steps_of(reached) < run.config.sft.steps:
-        reached = await attempt(fine_tune, run.reference, steps_of(reached))
+    config, reached = opened(run).config, latest_sft(opened(run))
+    attempt = Attempts(config.flow)
+    while reached is None or steps_of(reached) < config.sft.steps:
+        reached = await attempt(fine_tune, run, steps_of(reached))
     return reached
 
 

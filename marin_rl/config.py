@@ -35,19 +35,24 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Architecture of a policy that is built here; ignored where `policy.hf_path` is given."""
 
-    family: Literal["llama", "qwen3"] = Field("llama", description="Levanter model family")
-    hidden_size: Count = Field(128, le=65536, description="width of the residual stream")
-    layers: Count = Field(3, le=512, description="number of transformer blocks")
-    heads: Count = Field(4, le=512, description="attention heads")
-    kv_heads: Count = Field(4, le=512, description="key/value heads (divides heads)")
-    intermediate_size: Count = Field(352, le=1_000_000, description="width of the MLP")
-    head_size: int | None = Field(None, ge=2, le=1024, description="per head; null: hidden/heads")
-    rope_theta: float = Field(10_000.0, gt=1, description="base of the rotary embedding")
-    norm_epsilon: float = Field(1e-5, gt=0, lt=1, description="epsilon inside RMSNorm")
-    initializer_range: float = Field(0.02, gt=0, le=1, description="std of initial weights")
-    tie_embeddings: bool = Field(True, description="output head shares the input embedding")
+    family: Literal["llama", "qwen3"] = Field(default="llama", description="Levanter model family")
+    hidden_size: Count = Field(default=128, le=65536, description="width of the residual stream")
+    layers: Count = Field(default=3, le=512, description="number of transformer blocks")
+    heads: Count = Field(default=4, le=512, description="attention heads")
+    kv_heads: Count = Field(default=4, le=512, description="key/value heads (divides heads)")
+    intermediate_size: Count = Field(default=352, le=1_000_000, description="width of the MLP")
+    head_size: int | None = Field(
+        default=None, ge=2, le=1024, description="per head; null: hidden/heads"
+    )
+    rope_theta: float = Field(default=10_000.0, gt=1, description="base of the rotary embedding")
+    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="epsilon inside RMSNorm")
+    initializer_range: float = Field(default=0.02, gt=0, le=1, description="std of initial weights")
+    tie_embeddings: bool = Field(default=True, description="output head shares the input embedding")
     vocab_size: int | None = Field(
-        None, ge=2, le=10_000_000, description="rows of the embedding; null: the tokenizer's"
+        default=None,
+        ge=2,
+        le=10_000_000,
+        description="rows of the embedding; null: the tokenizer's",
     )
 
     @model_validator(mode="after")
@@ -65,23 +70,23 @@ class PolicyConfig(Section):
     """Which model is trained and where its first parameters come from."""
 
     init: Literal["random", "sft", "hf", "checkpoint"] = Field(
-        "random",
+        default="random",
         description="random; sft: warm start by the `sft` section; hf: folder `hf_path`; "
         "checkpoint: slot `checkpoint` of another run",
     )
-    hf_path: str | None = Field(None, description="local Hugging Face model folder")
+    hf_path: str | None = Field(default=None, description="local Hugging Face model folder")
     checkpoint: str | None = Field(
-        None, description="manifest to start from: ROOT/RUN_ID/checkpoints/round-00012"
+        default=None, description="manifest to start from: ROOT/RUN_ID/checkpoints/round-00012"
     )
     tokenizer: str = Field(
-        "characters", description="'characters' (built in) or a local tokenizer folder"
+        default="characters", description="'characters' (built in) or a local tokenizer folder"
     )
     model: ModelConfig = ModelConfig()
     context_length: Count = Field(
-        128, le=10_000_000, description="tokens of prompt and completion together"
+        default=128, le=10_000_000, description="tokens of prompt and completion together"
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="dtype of activations; master weights stay float32"
+        default="float32", description="dtype of activations; master weights stay float32"
     )
 
     @model_validator(mode="after")
@@ -96,36 +101,50 @@ class PolicyConfig(Section):
 class EnvironmentConfig(Section):
     """An environment by its registered name, with options of its own."""
 
-    name: str = Field("echo", description="registered name: reasoning_gym, echo, chat, …")
-    options: dict[str, Any] = Field({}, description="passed to the environment, checked by it")
-    train_seed: int = Field(0, ge=0, lt=2**31, description="base seed of training examples")
-    eval_seed: int = Field(
-        1_000_000_000, ge=0, lt=2**31, description="base seed of held-out examples"
+    name: str = Field(default="echo", description="registered name: reasoning_gym, echo, chat, …")
+    options: dict[str, Any] = Field(
+        default={}, description="passed to the environment, checked by it"
     )
-    reward_timeout_s: Seconds = Field(10.0, description="seconds for scoring one rollout")
+    train_seed: int = Field(default=0, ge=0, lt=2**31, description="base seed of training examples")
+    eval_seed: int = Field(
+        default=1_000_000_000, ge=0, lt=2**31, description="base seed of held-out examples"
+    )
+    reward_timeout_s: Seconds = Field(default=10.0, description="seconds for scoring one rollout")
 
 
 class SamplingConfig(Section):
     """How completions are sampled; the seed of each is derived, never configured."""
 
-    temperature: float = Field(1.0, ge=0, le=10, description="softmax temperature; 0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 is off")
-    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 is off")
-    max_tokens: Count = Field(32, le=1_000_000, description="new tokens per completion")
-    stop: tuple[str, ...] = Field((), max_length=16, description="strings that end a completion")
+    temperature: float = Field(
+        default=1.0, ge=0, le=10, description="softmax temperature; 0 is greedy"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 is off")
+    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0 is off")
+    max_tokens: Count = Field(default=32, le=1_000_000, description="new tokens per completion")
+    stop: tuple[str, ...] = Field(
+        default=(), max_length=16, description="strings that end a completion"
+    )
 
 
 class RolloutsConfig(Section):
     """How much is sampled in a round and how it is cut into shards."""
 
-    groups_per_round: Count = Field(16, le=1_000_000, description="prompts per round")
-    group_size: int = Field(8, ge=2, le=4096, description="completions per prompt (at least 2)")
-    group_size_min: int = Field(
-        2, ge=2, le=4096, description="valid completions below which a group is marked short"
+    groups_per_round: Count = Field(default=16, le=1_000_000, description="prompts per round")
+    group_size: int = Field(
+        default=8, ge=2, le=4096, description="completions per prompt (at least 2)"
     )
-    shards_per_round: Count = Field(1, le=100_000, description="Parquet objects per round")
+    group_size_min: int = Field(
+        default=2,
+        ge=2,
+        le=4096,
+        description="valid completions below which a group is marked short",
+    )
+    shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(
-        0.5, ge=0, le=1, description="share of failed rollouts above which a shard is not committed"
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share of failed rollouts above which a shard is not committed",
     )
 
     @model_validator(mode="after")
@@ -143,48 +162,48 @@ class RolloutsConfig(Section):
 class EngineConfig(Section):
     """The embedded engine: fixed slots, decoded in chunks."""
 
-    slots: Count = Field(128, le=65536, description="sequences decoded side by side")
+    slots: Count = Field(default=128, le=65536, description="sequences decoded side by side")
     chunk_steps: Count = Field(
-        16, le=4096, description="decode steps on the device between two looks at the queue"
+        default=16, le=4096, description="decode steps on the device between two looks at the queue"
     )
-    prefill_rows: Count = Field(16, le=65536, description="prompts prefilled in one call")
+    prefill_rows: Count = Field(default=16, le=65536, description="prompts prefilled in one call")
 
 
 class InferenceConfig(Section):
     """Where completions come from: the embedded server, or remote OpenAI-compatible endpoints."""
 
     endpoints: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="base URLs ending in /v1; empty: serve from this process",
         json_schema_extra=FREE,
     )
-    model: str = Field("policy", description="name the policy is served under")
+    model: str = Field(default="policy", description="name the policy is served under")
     api_key_variable: str = Field(
-        "MARIN_RL_API_KEY",
+        default="MARIN_RL_API_KEY",
         description="environment variable that holds the bearer token",
         json_schema_extra=FREE,
     )
     publish: Literal["none", "update_weights_from_disk"] = Field(
-        "none",
+        default="none",
         description="how remote endpoints take new weights: by SGLang's route, or not at all",
         json_schema_extra=FREE,
     )
     publish_root: str | None = Field(
-        None,
+        default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
         json_schema_extra=FREE,
     )
     requests_in_flight_max: Count = Field(
-        64, le=65536, description="concurrent requests of one shard", json_schema_extra=FREE
+        default=64, le=65536, description="concurrent requests of one shard", json_schema_extra=FREE
     )
     request_timeout_s: Seconds = Field(
-        600.0, description="seconds for one completion request", json_schema_extra=FREE
+        default=600.0, description="seconds for one completion request", json_schema_extra=FREE
     )
     request_attempts_max: Count = Field(
-        5, le=100, description="tries per request, with back-off", json_schema_extra=FREE
+        default=5, le=100, description="tries per request, with back-off", json_schema_extra=FREE
     )
     canary_tolerance: float = Field(
-        1e-3,
+        default=1e-3,
         gt=0,
         le=10,
         description="largest |engine - trainer| of a canary logprob, in nats",
@@ -196,21 +215,24 @@ class InferenceConfig(Section):
 class FiltersConfig(Section):
     """What is dropped before training; every drop is counted in the dispositions."""
 
-    zero_signal: bool = Field(True, description="drop groups whose rewards are all equal")
-    truncated: bool = Field(False, description="drop completions cut off at max_tokens")
+    zero_signal: bool = Field(default=True, description="drop groups whose rewards are all equal")
+    truncated: bool = Field(default=False, description="drop completions cut off at max_tokens")
 
 
 class BatchingConfig(Section):
     """How sequences become rows."""
 
     length_buckets: tuple[Count, ...] = Field(
-        (), description="padded lengths allowed, ascending; empty: powers of two from 32"
+        default=(), description="padded lengths allowed, ascending; empty: powers of two from 32"
     )
     sequences_per_step: int | None = Field(
-        None, ge=1, description="rows of one optimizer step; null: the whole round"
+        default=None, ge=1, description="rows of one optimizer step; null: the whole round"
     )
     staleness_rounds_max: int = Field(
-        0, ge=0, le=1000, description="rounds a rollout may be older than its training round"
+        default=0,
+        ge=0,
+        le=1000,
+        description="rounds a rollout may be older than its training round",
     )
 
     @model_validator(mode="after")
@@ -223,46 +245,62 @@ class BatchingConfig(Section):
 class ObjectiveConfig(Section):
     """What is maximised: orthogonal choices instead of named trainers."""
 
-    advantage: Literal["rloo", "grpo", "dr_grpo"] = Field("rloo", description="group baseline")
+    advantage: Literal["rloo", "grpo", "dr_grpo"] = Field(
+        default="rloo", description="group baseline"
+    )
     surrogate: Literal["reinforce", "ppo_clip"] = Field(
-        "ppo_clip", description="how the importance ratio enters"
+        default="ppo_clip", description="how the importance ratio enters"
     )
     ratio_level: Literal["token", "sequence"] = Field(
-        "sequence", description="ratio of each token, or of the whole completion"
+        default="sequence", description="ratio of each token, or of the whole completion"
     )
-    clip_low: float = Field(0.2, ge=0, lt=1, description="ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.2, ge=0, le=100, description="ratio is clipped above 1 + clip_high")
+    clip_low: float = Field(
+        default=0.2, ge=0, lt=1, description="ratio is clipped below 1 - clip_low"
+    )
+    clip_high: float = Field(
+        default=0.2, ge=0, le=100, description="ratio is clipped above 1 + clip_high"
+    )
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
-    ] = Field("sequence_mean_token_sum", description="how token losses become one number")
-    kl_coefficient: float = Field(0.0, ge=0, le=100, description="weight of KL to the reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators")
+    ] = Field(default="sequence_mean_token_sum", description="how token losses become one number")
+    kl_coefficient: float = Field(
+        default=0.0, ge=0, le=100, description="weight of KL to the reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Schulman's estimators"
+    )
 
 
 class TrainingConfig(Section):
     """The optimizer and its schedule."""
 
-    learning_rate: float = Field(3e-4, gt=0, le=1, description="peak AdamW step size")
-    warmup_steps: int = Field(5, ge=0, description="optimizer steps of linear warm-up")
+    learning_rate: float = Field(default=3e-4, gt=0, le=1, description="peak AdamW step size")
+    warmup_steps: int = Field(default=5, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="decay after warm-up"
+        default="constant", description="decay after warm-up"
     )
     schedule_steps: int | None = Field(
-        None, ge=1, description="optimizer steps until the decay ends; needed unless constant"
+        default=None,
+        ge=1,
+        description="optimizer steps until the decay ends; needed unless constant",
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, lt=1, description="AdamW epsilon")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled; matrices only")
-    gradient_clip_norm: float = Field(1.0, gt=0, description="global norm of the gradient")
-    epochs: Count = Field(1, le=100, description="passes over a round's batches")
-    microbatch_sequences: Count = Field(16, description="rows per forward and backward pass")
-    gradient_checkpointing: bool = Field(False, description="recompute activations, save memory")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    epsilon: float = Field(default=1e-8, gt=0, lt=1, description="AdamW epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="decoupled; matrices only")
+    gradient_clip_norm: float = Field(default=1.0, gt=0, description="global norm of the gradient")
+    epochs: Count = Field(default=1, le=100, description="passes over a round's batches")
+    microbatch_sequences: Count = Field(
+        default=16, description="rows per forward and backward pass"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations, save memory"
+    )
     nonfinite_updates_max: Count = Field(
-        3, description="refused updates in a row that end the run", json_schema_extra=FREE
+        default=3, description="refused updates in a row that end the run", json_schema_extra=FREE
     )
 
     @model_validator(mode="after")
@@ -275,19 +313,23 @@ class TrainingConfig(Section):
 class SFTConfig(Section):
     """Supervised warm start on (prompt, answer) pairs of an environment."""
 
-    environment: EnvironmentConfig | None = Field(None, description="null: the run's environment")
-    steps: Count = Field(500, description="optimizer steps")
-    sequences_per_step: Count = Field(64, description="examples per step")
-    microbatch_sequences: Count = Field(64, description="rows per forward and backward pass")
-    learning_rate: float = Field(1e-3, gt=0, le=1, description="peak AdamW step size")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "linear", description="decay over `steps`"
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="null: the run's environment"
     )
-    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled; matrices only")
-    gradient_clip_norm: float = Field(1.0, gt=0, description="global norm of the gradient")
+    steps: Count = Field(default=500, description="optimizer steps")
+    sequences_per_step: Count = Field(default=64, description="examples per step")
+    microbatch_sequences: Count = Field(
+        default=64, description="rows per forward and backward pass"
+    )
+    learning_rate: float = Field(default=1e-3, gt=0, le=1, description="peak AdamW step size")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="decay over `steps`"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="decoupled; matrices only")
+    gradient_clip_norm: float = Field(default=1.0, gt=0, description="global norm of the gradient")
     steps_per_checkpoint: Count = Field(
-        250, description="steps between committed checkpoints of the warm start"
+        default=250, description="steps between committed checkpoints of the warm start"
     )
 
 
@@ -295,22 +337,24 @@ class EvaluationConfig(Section):
     """Held-out evaluation along the way."""
 
     every_rounds: Count = Field(
-        10, description="rounds between evaluations", json_schema_extra=FREE
+        default=10, description="rounds between evaluations", json_schema_extra=FREE
     )
-    examples: Count = Field(256, le=1_000_000, description="held-out examples")
-    samples: Count = Field(1, le=4096, description="completions per example")
-    temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy")
-    pass_threshold: float = Field(1.0, description="reward from which an answer counts as right")
+    examples: Count = Field(default=256, le=1_000_000, description="held-out examples")
+    samples: Count = Field(default=1, le=4096, description="completions per example")
+    temperature: float = Field(default=0.0, ge=0, le=10, description="0 is greedy")
+    pass_threshold: float = Field(
+        default=1.0, description="reward from which an answer counts as right"
+    )
 
 
 class MeshConfig(Section):
     """Device mesh of the training step; 1 on an axis switches it off, -1 takes what is left."""
 
-    data: int = Field(1, ge=-1, description="data parallel", json_schema_extra=FREE)
+    data: int = Field(default=1, ge=-1, description="data parallel", json_schema_extra=FREE)
     fsdp: int = Field(
-        1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=FREE
+        default=1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=FREE
     )
-    tensor: int = Field(1, ge=1, description="tensor parallel", json_schema_extra=FREE)
+    tensor: int = Field(default=1, ge=1, description="tensor parallel", json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":
@@ -322,11 +366,15 @@ class MeshConfig(Section):
 class TrackersConfig(Section):
     """Where else metrics go; a tracker that fails never stops a run."""
 
-    jsonl: bool = Field(True, description="metrics.jsonl in the run", json_schema_extra=FREE)
-    tensorboard: str | None = Field(None, description="log folder", json_schema_extra=FREE)
-    wandb_project: str | None = Field(None, description="W&B project", json_schema_extra=FREE)
+    jsonl: bool = Field(
+        default=True, description="metrics.jsonl in the run", json_schema_extra=FREE
+    )
+    tensorboard: str | None = Field(default=None, description="log folder", json_schema_extra=FREE)
+    wandb_project: str | None = Field(
+        default=None, description="W&B project", json_schema_extra=FREE
+    )
     wandb_mode: Literal["online", "offline"] = Field(
-        "offline", description="W&B mode", json_schema_extra=FREE
+        default="offline", description="W&B mode", json_schema_extra=FREE
     )
 
 
@@ -334,31 +382,43 @@ class FlowConfig(Section):
     """How the orchestrator treats faults."""
 
     shards_in_flight_max: Count = Field(
-        4, description="generate tasks at once", json_schema_extra=FREE
+        default=4, description="generate tasks at once", json_schema_extra=FREE
     )
     retries: int = Field(
-        3, ge=0, le=100, description="per task, transient faults only", json_schema_extra=FREE
+        default=3,
+        ge=0,
+        le=100,
+        description="per task, transient faults only",
+        json_schema_extra=FREE,
     )
     retry_delay_s: float = Field(
-        5.0, ge=0, le=3600, description="first back-off, doubles", json_schema_extra=FREE
+        default=5.0, ge=0, le=3600, description="first back-off, doubles", json_schema_extra=FREE
     )
-    stage_timeout_s: Seconds = Field(6 * 3600.0, description="per stage", json_schema_extra=FREE)
+    stage_timeout_s: Seconds = Field(
+        default=6 * 3600.0, description="per stage", json_schema_extra=FREE
+    )
 
 
 class Config(Section):
     """A whole run."""
 
     run_id: str = Field(
-        "debug", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of the run"
+        default="debug", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of the run"
     )
     root: str = Field(
-        "runs", description="folder or fsspec URL that holds runs", json_schema_extra=FREE
+        default="runs", description="folder or fsspec URL that holds runs", json_schema_extra=FREE
     )
     storage_options: dict[str, Any] = Field(
-        {}, description="fsspec options (endpoint, project; never secrets)", json_schema_extra=FREE
+        default={},
+        description="fsspec options (endpoint, project; never secrets)",
+        json_schema_extra=FREE,
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="root of every random number of the run")
-    rounds: Count = Field(10, le=1_000_000, description="rounds to reach", json_schema_extra=FREE)
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="root of every random number of the run"
+    )
+    rounds: Count = Field(
+        default=10, le=1_000_000, description="rounds to reach", json_schema_extra=FREE
+    )
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()

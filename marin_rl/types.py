@@ -36,7 +36,7 @@ class Example:
     seed: int
     messages: tuple[Message, ...]
     answer: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class SlotRef:
     slot: str
     sha256: str
     reused: bool = field(default=False, compare=False)
-    summary: Mapping[str, float] = field(default_factory=dict, compare=False)
+    summary: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_the_data_side_imports_nothing_of_accelerators():
     lines = [*(f"import {module}" for module in DATA_SIDE), "import sys"]
     lines.append(f"print([name for name in {HEAVY!r} if name in sys.modules])")
     assert python("\n".join(lines)) == "[]"
+
+
+def test_parquet_files_are_opened_in_storage_alone():
+    """import-linter cannot name a module inside another package, so this door is held here."""
+    top = Path(__file__).parent.parent
+    for room in ("marin_rl", "flows", "tasks"):
+        for path in (top / room).rglob("*.py"):
+            if "storage" not in path.parts:
+                text = path.read_text(encoding="utf-8")
+                assert "pyarrow.parquet" not in text, path
+                assert "pyarrow import parquet" not in text, path
 
 
 def test_importing_touches_no_device():

@@ -34,9 +34,15 @@ class ChatOptions(Section):
     reward: str = Field(
         pattern=r"^[\w.]+:\w+$", description="module:function(example, completion) -> number"
     )
-    reward_weights: dict[str, float] = Field({}, description="weight by component name; 1 if not")
-    reward_workers: int = Field(1, ge=1, le=64, description="processes that run the function")
-    eval_fraction: float = Field(0.1, gt=0, lt=1, description="share of rows that are held out")
+    reward_weights: dict[str, float] = Field(
+        default={}, description="weight by component name; 1 if not"
+    )
+    reward_workers: int = Field(
+        default=1, ge=1, le=64, description="processes that run the function"
+    )
+    eval_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of rows that are held out"
+    )
 
 
 @register("chat")

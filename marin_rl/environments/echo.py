@@ -13,9 +13,11 @@ from marin_rl.types import Example, Message, RewardComponent, Split
 class EchoOptions(Section):
     """Options of `echo`."""
 
-    letters_min: int = Field(1, ge=1, le=1000, description="letters of the shortest word")
-    letters_max: int = Field(4, ge=1, le=1000, description="letters of the longest word")
-    alphabet: str = Field(string.ascii_lowercase, min_length=1, description="letters to draw from")
+    letters_min: int = Field(default=1, ge=1, le=1000, description="letters of the shortest word")
+    letters_max: int = Field(default=4, ge=1, le=1000, description="letters of the longest word")
+    alphabet: str = Field(
+        default=string.ascii_lowercase, min_length=1, description="letters to draw from"
+    )
 
 
 @register("echo")

@@ -37,34 +37,40 @@ class MixtureItem(Section):
     """One dataset of a mixture."""
 
     dataset: str = Field(description="name of a reasoning-gym dataset")
-    weight: float = Field(1.0, gt=0, le=1e6, description="relative share of the examples")
-    config: dict[str, Any] = Field({}, description="parameters of the dataset")
+    weight: float = Field(default=1.0, gt=0, le=1e6, description="relative share of the examples")
+    config: dict[str, Any] = Field(default={}, description="parameters of the dataset")
 
 
 class Demonstration(Section):
     """One way in which the answer is written in supervised examples."""
 
     text: str = Field(
-        "{answer}", description="{answer}, {question} and the item's metadata by name"
+        default="{answer}", description="{answer}, {question} and the item's metadata by name"
     )
-    weight: float = Field(1.0, gt=0, le=1e6, description="relative share of the demonstrations")
+    weight: float = Field(
+        default=1.0, gt=0, le=1e6, description="relative share of the demonstrations"
+    )
 
 
 class ReasoningGymOptions(Section):
     """Options of `reasoning_gym`: either `dataset` with its `config`, or a `mixture`."""
 
-    dataset: str | None = Field(None, description="name of a reasoning-gym dataset")
-    config: dict[str, Any] = Field({}, description="parameters of the dataset")
-    mixture: tuple[MixtureItem, ...] = Field((), description="datasets with weights")
-    system_prompt: str | None = Field(None, description="system message before every question")
+    dataset: str | None = Field(default=None, description="name of a reasoning-gym dataset")
+    config: dict[str, Any] = Field(default={}, description="parameters of the dataset")
+    mixture: tuple[MixtureItem, ...] = Field(default=(), description="datasets with weights")
+    system_prompt: str | None = Field(
+        default=None, description="system message before every question"
+    )
     prompt: str = Field(
-        "{question}", description="user message; {question} and the item's metadata by name"
+        default="{question}", description="user message; {question} and the item's metadata by name"
     )
     demonstrations: tuple[Demonstration, ...] = Field(
-        (Demonstration(),), min_length=1, description="ways to write the answer in a warm start"
+        default=(Demonstration(),),
+        min_length=1,
+        description="ways to write the answer in a warm start",
     )
     answer_tag: str | None = Field(
-        None,
+        default=None,
         pattern="^[A-Za-z_]+$",
         description="score only what stands in the last <tag>…</tag>; null: all",
     )

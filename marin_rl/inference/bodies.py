@@ -78,15 +78,15 @@ class SamplingBody(Body):
     """What chat and plain completions have in common."""
 
     model: str
-    n: int = Field(1, ge=1, le=SAMPLES_MAX)
-    temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(default=1, ge=1, le=SAMPLES_MAX)
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=STOP_STRINGS_MAX)] | None = None
     stream: bool = False
     return_token_ids: bool = False
-    user: str | None = Field(None, max_length=1024)
+    user: str | None = Field(default=None, max_length=1024)
 
     @model_validator(mode="after")
     def _supported(self) -> "SamplingBody":
@@ -111,10 +111,10 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MESSAGES_MAX)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=0)
+    top_logprobs: int | None = Field(default=None, ge=0, le=0)
     compact_logprobs: bool = False
 
     @model_validator(mode="after")
@@ -141,8 +141,8 @@ class CompletionBody(SamplingBody):
             Field(min_length=1, max_length=PROMPTS_MAX),
         ]
     )
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=1)
+    max_tokens: int = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -158,7 +158,7 @@ class TokenizeBody(Body):
     """POST /tokenize: messages through the chat template, or plain text."""
 
     model: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MESSAGES_MAX)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MESSAGES_MAX)
     prompt: str | None = None
     add_generation_prompt: bool = True
 

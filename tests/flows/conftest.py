@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from debug_run import Played, debug
+from debug_run import Played, debug, latest_flow_run
 
 from flows.rl_loop import start
 from flows.server import prefect_api
@@ -34,7 +34,7 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     events: list[ProgressEvent] = []
     with listening(events.append):
         checkpoint = start(config)
-    return Played(config, checkpoint, events)
+    return Played(latest_flow_run(config.run_id), config, checkpoint, events)
 
 
 @pytest.fixture(scope="session")

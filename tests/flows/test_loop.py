@@ -6,15 +6,14 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from debug_run import ROUNDS, SHARDS, Played, debug
+from debug_run import ROUNDS, SHARDS, Played, debug, latest_flow_run
 from prefect import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     FlowRunFilter,
     FlowRunFilterId,
 )
-from prefect.client.schemas.objects import FlowRun, TaskRun
-from prefect.client.schemas.sorting import FlowRunSort
+from prefect.client.schemas.objects import TaskRun
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
@@ -33,13 +32,6 @@ def files(config: Config) -> dict[str, int]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-
-
-def latest_flow_run(name: str) -> FlowRun:
-    """The flow run of this name that was started last."""
-    with get_client(sync_client=True) as client:
-        newest_first = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
-    return next(run for run in newest_first if run.name == name)
 
 
 def task_runs(flow_run: UUID, expected: int) -> dict[str, TaskRun]:
@@ -81,8 +73,7 @@ def test_it_is_told_while_it_happens(played: Played) -> None:
 
 
 def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
-    flow_run = latest_flow_run("whole")
-    assert flow_run.state_name == "Completed"
+    assert played.flow_run.state_name == "Completed"
     per_round = ["serve", "seal", "process", "train", "publish"]
     expected = {f"{stage}[round-{r:05d}]" for stage in per_round for r in range(ROUNDS)}
     expected |= {
@@ -91,7 +82,7 @@ def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
     expected |= {f"round-{r:05d}" for r in range(ROUNDS)} | {"begin", "serve[round-00003]"}
     expected |= {f"fine_tune[step-{step:05d}]" for step in (0, 2)}
     expected |= {f"evaluate[round-{r:05d}]" for r in (0, 2, 3)}
-    runs = task_runs(flow_run.id, len(expected))
+    runs = task_runs(played.flow_run.id, len(expected))
     assert set(runs) == expected
     assert {run.state_name for run in runs.values()} == {"Completed"}
     assert before(runs, "round-00002") == {"round-00001"}
@@ -100,7 +91,10 @@ def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
     assert before(runs, "seal[round-00001]") >= {
         "generate[round-00001/shard-0000]", "generate[round-00001/shard-0001]",
     }  # fmt: skip
-    assert "process[round-00001]" in before(runs, "train[round-00001]")
+    assert before(runs, "process[round-00001]") == {"seal[round-00001]"}
+    assert before(runs, "train[round-00001]") >= {"process[round-00001]", "round-00000"}
+    assert before(runs, "publish[round-00001]") == {"train[round-00001]"}
+    assert before(runs, "evaluate[round-00003]") == {"round-00002", "serve[round-00003]"}
     assert parents(runs, "train[round-00001]") == {"round-00001"}
 
 
@@ -125,7 +119,7 @@ def test_artifacts_show_the_run(played: Played) -> None:
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(
             artifact_filter=ArtifactFilter(),
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[latest_flow_run("whole").id])),
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[played.flow_run.id])),
         )
     by_key = {str(item.key): item for item in found}
     assert set(by_key) == {

@@ -1,0 +1,131 @@
+"""Trees of arrays as slots: equal after a round trip on every backend, refused when damaged."""
+
+import numpy as np
+import pytest
+
+from marin_rl.config import Config
+from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
+from marin_rl.storage.checkpoints import (
+    checkpoint_manifest,
+    commit_checkpoint,
+    restore_checkpoint,
+)
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from marin_rl.types import SlotRef
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "parameters": {"a/weight": rng.standard_normal((5, 7), np.float32)},
+        "optimizer": {
+            "1.0.mu.a/weight": rng.standard_normal((5, 7), np.float32),
+            "1.0.count": np.int32(3),
+        },
+        "rng": np.array([1, 2**32 - 1], np.uint32),
+        "step": np.int32(11),
+    }
+
+
+def commit(run, round=0, seed=0, content=None, parents=()):
+    return commit_checkpoint(
+        run,
+        checkpoint_slot(round),
+        tree(seed),
+        content={"seed": 0} if content is None else content,
+        parents=parents,
+        totals={"loss": 0.5},
+        extra={"step": 11},
+    )
+
+
+@pytest.fixture
+def run(root):
+    return Run.create_or_open(Config(root=root.url, storage_options=root.options))
+
+
+@pytest.fixture
+def local_run(tmp_path):
+    return Run.create_or_open(Config(root=str(tmp_path)))
+
+
+def assert_equal(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal(found[name], value)
+        else:
+            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(found[name], value)
+
+
+def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
+    assert committed_checkpoint(run, 0) is None
+    ref = commit(run)
+    assert (ref.reused, ref.summary) == (False, {"loss": 0.5})
+    assert committed_checkpoint(run, 0) == ref
+    assert_equal(restore_checkpoint(run, ref, tree(1)), tree())
+    manifest = checkpoint_manifest(run, ref)
+    assert manifest.extra == {"step": 11}
+    assert all(part.name.startswith(f"{manifest.attempt}/") for part in manifest.parts)
+    stored = {key for key in run.store.list(ref.slot) if not key.endswith("manifest.json")}
+    assert stored == {f"{ref.slot}/{part.name}" for part in manifest.parts}
+
+
+def test_damage_is_found_on_every_backend_and_the_file_is_named(run):
+    ref = commit(run)
+    part = max(checkpoint_manifest(run, ref).parts, key=lambda part: part.bytes)
+    key = f"{ref.slot}/{part.name}"
+    data = bytearray(run.store.read(key))
+    data[len(data) // 2] ^= 1
+    run.store.put_part(key, bytes(data))
+    with pytest.raises(CorruptObject, match="was damaged") as caught:
+        restore_checkpoint(run, ref, tree())
+    assert run.store.url_of(key) in str(caught.value)
+    run.store.delete(key)
+    with pytest.raises(ObjectMissing):
+        restore_checkpoint(run, ref, tree())
+
+
+def test_the_first_of_two_attempts_wins_and_both_leave_their_own_files(local_run):
+    first, second = commit(local_run), commit(local_run, seed=1)
+    assert second == first
+    assert second.reused
+    assert_equal(restore_checkpoint(local_run, second, tree()), tree())
+
+
+def test_another_content_or_another_parent_is_a_conflict(local_run):
+    first = commit(local_run)
+    with pytest.raises(CommitConflict):
+        commit(local_run, content={"seed": 1})
+    commit(local_run, round=1, parents=(first,))
+    with pytest.raises(CommitConflict):
+        commit(local_run, round=1)
+
+
+def test_a_checkpoint_of_another_model_names_the_array(local_run):
+    ref = commit(local_run)
+    other = tree() | {"parameters": {"a/weight": np.zeros((5, 8), np.float32)}}
+    with pytest.raises(CorruptObject, match=r"parameters/a/weight expected float32\[5, 8\], found"):
+        restore_checkpoint(local_run, ref, other)
+
+
+def test_a_reference_to_another_manifest_is_refused(local_run):
+    ref = commit(local_run)
+    with pytest.raises(CorruptObject, match="expected SHA-256"):
+        restore_checkpoint(local_run, SlotRef(slot=ref.slot, sha256="0" * 64), tree())
+    with pytest.raises(ObjectMissing, match="not committed"):
+        restore_checkpoint(local_run, SlotRef(slot="checkpoints/round-00009", sha256=""), tree())
+
+
+def test_a_folder_that_cannot_be_written_says_so_and_commits_nothing(local_run):
+    slot = checkpoint_slot(0)
+    path = local_run.store.local_path(slot)
+    path.parent.mkdir(parents=True)
+    path.write_text("in the way")
+    with pytest.raises(StorageError, match="cannot write"):
+        commit(local_run)
+    path.unlink()
+    assert read_manifest(local_run.store, slot) is None
+    commit(local_run)

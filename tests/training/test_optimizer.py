@@ -1,0 +1,72 @@
+"""AdamW: the schedule at every step, what decays, and the clip, by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.config import SFTConfig, TrainingConfig
+from marin_rl.training.optimizer import (
+    learning_rate_schedule,
+    make_optimizer,
+    policy_adamw,
+    sft_adamw,
+)
+
+
+def rates(steps, **settings):
+    adamw = policy_adamw(TrainingConfig(**{"learning_rate": 1.0, **settings}))
+    return [float(learning_rate_schedule(adamw)(step)) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup_steps": 0}, [1, 1, 1]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1]),
+        (
+            {"warmup_steps": 0, "schedule": "linear", "schedule_steps": 4},
+            [1, 0.75, 0.5, 0.25, 0, 0],
+        ),
+        (
+            {"warmup_steps": 2, "schedule": "linear", "schedule_steps": 6},
+            [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
+        ),
+        (
+            {"warmup_steps": 0, "schedule": "cosine", "schedule_steps": 2},
+            [1, 0.5, 0, 0],
+        ),
+    ],
+)
+def test_the_learning_rate_of_every_step(settings, expected):
+    np.testing.assert_allclose(rates(len(expected), **settings), expected, atol=1e-6)
+
+
+def test_the_warm_start_decays_over_its_own_steps():
+    schedule = learning_rate_schedule(sft_adamw(SFTConfig(steps=10), TrainingConfig()))
+    found = [float(schedule(step)) for step in (0, 5, 9)]
+    np.testing.assert_allclose(found, [1e-3, 5e-4, 1e-4], rtol=1e-5)
+
+
+def updated(gradient, **settings):
+    training = TrainingConfig(**{"learning_rate": 0.1, "warmup_steps": 0, **settings})
+    parameters = {"matrix": jnp.ones((1, 2)), "norm": jnp.ones(2)}
+    optimizer = make_optimizer(policy_adamw(training), {"matrix": True, "norm": False})
+    gradients = {"matrix": jnp.asarray([gradient]), "norm": jnp.zeros(2)}
+    updates, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    return updates, state
+
+
+def test_only_matrices_decay():
+    updates, _ = updated([0.0, 0.0], weight_decay=0.5)
+    np.testing.assert_allclose(updates["matrix"], -0.1 * 0.5 * np.ones((1, 2)))
+    np.testing.assert_array_equal(updates["norm"], 0)
+
+
+def test_the_first_step_moves_by_the_rate_whatever_the_gradient():
+    updates, _ = updated([3.0, -0.01])
+    np.testing.assert_allclose(updates["matrix"], [[-0.1, 0.1]], rtol=1e-4)
+
+
+def test_the_gradient_is_clipped_before_the_moments():
+    _, state = updated([3.0, 4.0], gradient_clip_norm=1.0, beta1=0.0)
+    np.testing.assert_allclose(state[1][0].mu["matrix"], [[0.6, 0.8]], rtol=1e-6)
