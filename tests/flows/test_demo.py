@@ -1,4 +1,4 @@
-"""The demo keeps its promise: held-out accuracy climbs, and nothing of the run is unaccounted for."""
+"""The demo keeps its promise: held-out accuracy climbs, and every rollout is accounted for."""
 
 from pathlib import Path
 
