@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=2, help="first rounds that do not count")
     parser.add_argument("--repeat", type=int, default=2, help="times that all sides are run")
     parser.add_argument("--cores", type=int, default=2, help="cores that both sides may use")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--only", choices=("trl", "ours"), help="one side alone")
     parser.add_argument(
         "--trl-microbatches", type=int, nargs="+", default=[1, 4], help="of which the best counts"
@@ -216,7 +216,7 @@ def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
         "training": {
             "learning_rate": work.learning_rate,
             "warmup_steps": 0,
-            "microbatch_sequences": 32,
+            "microbatch_sequences": 8,
         },
         "evaluation": {"every_rounds": 1_000_000, "examples": 1},
     }

@@ -1,6 +1,6 @@
 """The standard work of the round benchmark, once for all sides: model, tokenizer, prompts, reward.
 
-A Llama of 3.2M parameters, 16 prompts of 64 tokens with 8 completions of 64 tokens each, fp32, one
+A Llama of 3.2M parameters, 16 prompts of 32 tokens with 8 completions of 64 tokens each, fp32, one
 optimizer step a round. `write_work` lays it down as files that every side reads, so all start from
 equal weights and see equal prompts. Runs in ours and in the peers' environments alike; who is timed
 and how is left to round.py.
@@ -32,7 +32,7 @@ class Work:
 
     prompts: int = 16
     completions: int = 8
-    prompt_tokens: int = 64
+    prompt_tokens: int = 32
     new_tokens: int = 64
     vocabulary: int = 512
     hidden: int = 256

@@ -9,7 +9,7 @@ and a UI are what `make up` is for.
 import importlib
 import logging
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,7 +28,8 @@ from prefect.settings import get_current_settings, temporary_settings
 
 HEALTH_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 8.0
+GRACE_S = 3
 POLL_S = 0.1
 LOG = "server.log"
 LOG_SHOWN = 2000  # characters
@@ -54,12 +55,13 @@ QUIET: dict[Any, Any] = {
 def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     """Give flows inside the block an API, and yield its URL.
 
-    The modules named in `warm` are imported while a temporary server starts, which takes as long.
+    The modules named in `warm` are imported first, while a temporary server takes as long to start.
     Raises RuntimeError when neither the configured API nor a temporary server answers.
     """
     with temporary_settings(set_defaults=QUIET):
         configured = get_current_settings().api.url
         if configured and healthy(configured):
+            _import(warm)
             yield configured
             return
         reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
@@ -91,6 +93,11 @@ class _WithoutSuccess(logging.Filter):
         return record.levelno > logging.INFO or not str(record.msg).startswith("Finished in state")
 
 
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
 @contextmanager
 def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(
@@ -99,8 +106,7 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
         port = free_port()
         url = f"http://127.0.0.1:{port}/api"
         with _spawned(port, Path(home)) as process:
-            for module in warm:
-                importlib.import_module(module)
+            _import(warm)
             _wait_until_healthy(process, url, Path(home) / LOG)
             yield url
 
@@ -157,24 +163,28 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _end_with_parent() -> None:
-    """The pipe on stdin ends when the process that started us does."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main(port: int) -> None:
-    """Serve Prefect's API on a loopback port until the parent process ends."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Serve Prefect's API on a loopback port until the parent process ends, and tidy up."""
     import uvicorn
 
-    uvicorn.run(
-        "prefect.server.api.server:create_app",
-        factory=True,
-        host="127.0.0.1",
-        port=port,
-        log_level="error",
+    server = uvicorn.Server(
+        uvicorn.Config(
+            "prefect.server.api.server:create_app",
+            factory=True,
+            host="127.0.0.1",
+            port=port,
+            log_level="error",
+            timeout_graceful_shutdown=GRACE_S,
+        )
     )
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()  # the pipe ends when the process that started us does
+        server.should_exit = True
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    server.run()
+    shutil.rmtree(os.environ["PREFECT_HOME"], ignore_errors=True)
 
 
 if __name__ == "__main__":

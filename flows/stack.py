@@ -123,13 +123,14 @@ def _end(pid: int) -> None:
 
 
 def _declare_crashed() -> None:
-    """Flow runs that no process works on any more are called so, and free their deployment."""
+    """Deployed runs, which no process works on without a worker, free their deployments."""
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=alive):
-            state = Crashed(message="The local stack was stopped while this ran.")
-            client.set_flow_run_state(run.id, state, force=True)
+            if run.deployment_id is not None:
+                state = Crashed(message="The local stack was stopped while this ran.")
+                client.set_flow_run_state(run.id, state, force=True)
 
 
 if __name__ == "__main__":

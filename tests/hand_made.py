@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 
@@ -12,6 +13,23 @@ from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.types import SlotRef, TrainingBatch
 
 LENGTH = 16
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+_compiled: list[str] = []
+
+
+def _note(event: str, _seconds: float, **_: Any) -> None:
+    if event == COMPILE_EVENT:
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+def compilations() -> int:
+    """How many programs this process has compiled so far."""
+    return len(_compiled)
+
 VOCAB = 103
 
 
@@ -71,6 +89,6 @@ def commit_round(run: Run, round: int, steps: list[TrainingBatch], length: int) 
         fingerprint="0" * 64,
         parents=[],
         parts=writer.close(),
-        totals={"length": length, "steps": len(steps)},
+        totals={"length": float(length), "steps": float(len(steps))},
         extra={},
     )

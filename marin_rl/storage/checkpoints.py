@@ -8,7 +8,9 @@ weights, which hardly shrink, cost no time to pack.
 """
 
 import hashlib
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,9 +140,30 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 
 def _save(folder: Path, arrays: Tree) -> None:
     handler = _handler()
-    handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
-    handler.finalize(epath.Path(folder))
+    with _os_errors():
+        handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
+        handler.finalize(epath.Path(folder))
     handler.close()
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Orbax reports a full disk as a ValueError with the code in its text; raise it as OSError."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what Orbax logs, with the whole trace, just before it raises the same."""
+    return "raised an exception" not in record.getMessage()
+
+
+logging.getLogger("absl").addFilter(_is_news)
 
 
 def _sealed(file: Path, folder: Path, attempt: str) -> Part:

@@ -26,6 +26,9 @@ STORED = {"embed": "fsdp", **TENSOR}
 COMPUTED = {"batch": ("data", "fsdp"), **TENSOR}
 
 
+Optimizer = optax.GradientTransformationExtraArgs
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a run's arrays are placed. Without a mesh everything is on the default device."""
@@ -41,26 +44,31 @@ class Layout:
             return {name: jax.device_put(array) for name, array in parameters.items()}
         return {name: jax.device_put(a, shardings[name]) for name, a in parameters.items()}
 
-    def place_state(
-        self, state: Any, template: LmHeadModel, optimizer: optax.GradientTransformationExtraArgs
-    ) -> Any:
+    def place_state(self, state: Any, template: LmHeadModel, optimizer: Optimizer) -> Any:
         """A training state on the devices; moments lie as their parameters do."""
-        shardings = self.parameter_shardings(template)
-        if self.mesh is None or shardings is None:
+        if self.mesh is None:
             return jax.tree.map(jax.device_put, state)
+        return self._state(state, template, optimizer, jax.device_put)
+
+    def constrain_state(self, state: Any, template: LmHeadModel, optimizer: Optimizer) -> Any:
+        """Inside the step: keep everything where `place_state` puts it."""
+        if self.mesh is None:
+            return state
+        return self._state(state, template, optimizer, jax.lax.with_sharding_constraint)
+
+    def _state(self, state: Any, template: LmHeadModel, optimizer: Optimizer, put: Any) -> Any:
+        assert self.mesh is not None
+        shardings = self.parameter_shardings(template)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         moments = optax.tree_utils.tree_map_params(
             optimizer,
-            jax.device_put,
+            put,
             state.optimizer,
             shardings,
-            transform_non_params=lambda leaf: jax.device_put(leaf, everywhere),
+            transform_non_params=lambda leaf: put(leaf, everywhere),
         )
-        small = {
-            name: jax.device_put(getattr(state, name), everywhere)
-            for name in ("step", "rng", "refused")
-        }
-        parameters = self.place_parameters(state.parameters, template)
+        small = {name: put(getattr(state, name), everywhere) for name in ("step", "rng", "refused")}
+        parameters = jax.tree.map(put, dict(state.parameters), shardings)
         return state._replace(parameters=parameters, optimizer=moments, **small)
 
     def place_rows(self, arrays: Any) -> Any:
@@ -69,14 +77,6 @@ class Layout:
             return arrays
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
         return jax.tree.map(lambda array: jax.device_put(array, sharding), arrays)
-
-    def constrain(self, parameters: dict[str, Any], template: LmHeadModel) -> dict[str, Any]:
-        """Inside the step: keep parameters where they are stored."""
-        shardings = self.parameter_shardings(template)
-        if shardings is None:
-            return parameters
-        constrain = jax.lax.with_sharding_constraint
-        return {name: constrain(array, shardings[name]) for name, array in parameters.items()}
 
     def parameter_shardings(self, template: LmHeadModel) -> dict[str, NamedSharding] | None:
         """The sharding of every parameter. Raises ConfigError where a size does not divide."""

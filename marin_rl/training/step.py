@@ -133,7 +133,7 @@ def make_step(
         metrics["lr"] = schedule(state.step)
         ok: Array = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         new = _updated(optimizer, state, gradients, ok)
-        new = new._replace(parameters=layout.constrain(new.parameters, template))
+        new = layout.constrain_state(new, template, optimizer)
         metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
         metrics["updates/steps"] = new.step
         return new, metrics, scores.logprobs
@@ -154,7 +154,6 @@ def _donating_optimizer(step: Any) -> Step:
     def run(state: TrainState, reference: Any, arrays: StepArrays, used: Any) -> Any:
         return jitted(state.parameters, state.optimizer, state[2:], reference, arrays, used)
 
-    run.jitted = jitted  # type: ignore[attr-defined]
     return run
 
 

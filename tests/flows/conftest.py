@@ -1,30 +1,27 @@
 """One temporary Prefect server for all tests of this folder, brought up as `marin-rl run` does."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from debug_run import Played, debug, latest_flow_run
 
 from flows.rl_loop import start
 from flows.server import prefect_api
+from flows.session import HEAVY
 from marin_rl.progress import ProgressEvent, listening
 
-EXEMPT = (
-    # Prefect's clients leave sockets to the garbage collector, which reports them where it strikes.
-    "ignore:Exception ignored in. <(socket|ssl)[.]:pytest.PytestUnraisableExceptionWarning",
-    # Levanter and Haliax still use parts of JAX that will go.
-    "ignore:jax[.]:DeprecationWarning",
+# jaxtyping compiles what is imported from syntax trees, and CPython 3.11 cannot do that in two
+# threads at once: everything is imported before flows have threads.
+ROOMS = (
+    *HEAVY,
+    "marin_rl.batching.sequences",
+    "marin_rl.compilation",
+    "marin_rl.environments.echo",
+    "marin_rl.inference.canary",
+    "marin_rl.inference.fleet",
+    "marin_rl.planning",
+    "marin_rl.training.sft",
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Exempt this folder's tests from what others do wrong."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            for exemption in EXEMPT:
-                item.add_marker(pytest.mark.filterwarnings(exemption))
 
 
 @pytest.fixture(scope="session")
@@ -40,5 +37,5 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
 @pytest.fixture(scope="session")
 def api() -> Iterator[str]:
     """The URL of a Prefect API that flows inside the test report to."""
-    with prefect_api() as url:
+    with prefect_api(warm=ROOMS) as url:
         yield url

@@ -1,5 +1,7 @@
 """Trees of arrays as slots: equal after a round trip on every backend, refused when damaged."""
 
+import resource
+
 import numpy as np
 import pytest
 
@@ -129,3 +131,19 @@ def test_a_folder_that_cannot_be_written_says_so_and_commits_nothing(local_run):
     path.unlink()
     assert read_manifest(local_run.store, slot) is None
     commit(local_run)
+
+
+def test_a_full_disk_is_told_plainly_and_the_next_attempt_succeeds(local_run, caplog):
+    # A limit on the size of files stands for a disk that is full: the write fails half-way.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = {"weight": np.random.default_rng(0).standard_normal((300, 300))}
+    arguments = {"content": {}, "parents": [], "totals": {}, "extra": {}}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(StorageError, match=r"write 720000 bytes .*file would be larger"):
+            commit_checkpoint(local_run, checkpoint_slot(0), large, **arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not caplog.records
+    ref = commit_checkpoint(local_run, checkpoint_slot(0), large, **arguments)
+    assert_equal(restore_checkpoint(local_run, ref, large), large)

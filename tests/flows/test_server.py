@@ -1,0 +1,66 @@
+"""Which API a flow reports to, and that a temporary server outlives nobody."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from debug_run import REPOSITORY
+from prefect.settings import get_current_settings, temporary_settings
+
+from flows.server import free_port, healthy, prefect_api
+
+PROGRAM = """
+import time
+from flows.server import prefect_api
+with prefect_api() as url:
+    print(url, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_api_that_answers_is_used(api: str) -> None:
+    with temporary_settings(updates={"api.url": api}), prefect_api() as url:
+        assert url == api
+        assert get_current_settings().api.url == api
+
+
+def test_nobody_answers_on_a_free_port() -> None:
+    assert not healthy(f"http://127.0.0.1:{free_port()}/api")
+
+
+def test_a_server_that_cannot_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no such server today')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    nowhere = {"api.url": f"http://127.0.0.1:{free_port()}/api"}
+    with (
+        temporary_settings(updates=nowhere),
+        pytest.raises(RuntimeError, match="no such server today"),
+        prefect_api(),
+    ):
+        pass
+
+
+def test_a_temporary_server_ends_with_a_flow_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=REPOSITORY,
+        env={**os.environ, "PREFECT_API_URL": "", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert healthy(url)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while healthy(url) or list(tmp_path.glob("marin-rl-prefect-*")):
+        assert time.monotonic() < deadline, "the server, or its folder, is still there"
+        time.sleep(0.1)

@@ -1,0 +1,81 @@
+"""What tasks share, without a server: which faults pass, what a run is opened as, what is said."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, StateType
+from prefect.tasks import Task
+
+from marin_rl import errors
+from marin_rl.config import parse_config
+from marin_rl.storage.runs import Run
+from marin_rl.types import SlotRef
+from tasks.evaluate import evaluate
+from tasks.generate import generate, seal
+from tasks.options import in_thread, opened, passes, told
+from tasks.process import process
+from tasks.publish import publish
+from tasks.serve import serve
+from tasks.train import begin, fine_tune, train
+
+STAGES = (begin, evaluate, fine_tune, generate, process, publish, seal, serve, train)
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (errors.EndpointUnavailable("down"), True),
+        (errors.StoreUnavailable("503"), True),
+        (errors.CommitUnknown("no answer"), True),
+        (errors.ConfigError("key"), False),
+        (errors.NonFiniteUpdate("NaN"), False),
+        (errors.CommitConflict("other"), False),
+        (errors.StalePolicy("old"), False),
+        (TimeoutError("deadline"), False),
+        (RuntimeError("bug"), False),
+    ],
+)
+def test_only_faults_that_may_pass_are_retried(error: Exception, again: bool) -> None:  # noqa: FBT001
+    failed: State[object] = State(type=StateType.FAILED, data=error)
+    assert passes(train, None, failed) is again  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_every_stage_is_retried_by_the_same_rule_and_never_cached(stage: Task) -> None:  # type: ignore[type-arg]
+    assert stage.retry_condition_fn is passes
+    assert stage.retry_jitter_factor == 0.5
+    assert stage.persist_result is False
+    assert stage.cache_policy is NO_CACHE
+
+
+def test_a_reused_slot_is_said_to_be() -> None:
+    new = SlotRef(slot="a", sha256="0" * 64)
+    assert told(new) is new
+    state = told(SlotRef(slot="a", sha256="0" * 64, reused=True))
+    assert isinstance(state, State)
+    assert (state.name, state.type) == ("Reused", StateType.COMPLETED)
+    assert state.data == new
+
+
+def test_a_run_is_opened_once_with_the_free_keys_of_its_reference(tmp_path: Path) -> None:
+    tree = {"root": str(tmp_path), "run_id": "opened", "rounds": 5, "flow": {"retries": 9}}
+    reference = Run.create_or_open(parse_config(tree)).reference
+    run = opened(reference)
+    assert (run.config.rounds, run.config.flow.retries) == (5, 9)
+    assert opened(reference) is run
+    longer = Run.create_or_open(parse_config(tree | {"rounds": 6})).reference
+    assert opened(longer).config.rounds == 6
+
+
+def test_cancelling_does_not_wait_for_blocking_work() -> None:
+    async def body() -> str:
+        work = asyncio.ensure_future(in_thread(asyncio.run, asyncio.sleep(2)))
+        await asyncio.sleep(0.05)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        return "left"
+
+    assert asyncio.run(asyncio.wait_for(body(), 1)) == "left"

@@ -1,0 +1,186 @@
+"""From checkpoint to checkpoint: reuse, resume to the bit, empty rounds, and every way to begin."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_made import commit_round, random_batch
+
+from marin_rl.compilation import enable_compilation_cache
+from marin_rl.config import load_config
+from marin_rl.errors import CommitConflict, ConfigError, InputError, NonFiniteUpdate
+from marin_rl.progress import listening
+from marin_rl.storage.checkpoints import checkpoint_manifest
+from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.loop import Trainer, round_metrics
+from marin_rl.training.model import build_model, parameters_digest, save_hf
+from marin_rl.training.state import identity_of
+
+LENGTH = 32
+SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4")
+
+
+def begin(config, tokenizer):
+    run = Run.create_or_open(config)
+    trainer = Trainer(run, tokenizer)
+    return run, trainer, trainer.init_policy()
+
+
+def batches_of(run, round, steps=2):
+    made = [random_batch(5 + step, LENGTH, seed=100 * round + step) for step in range(steps)]
+    return commit_round(run, round, made, LENGTH)
+
+
+def play(run, trainer, checkpoint, rounds):
+    for round in rounds:
+        checkpoint = trainer.train_round(round, batches_of(run, round), checkpoint)
+    return checkpoint
+
+
+def test_rounds_end_in_the_same_bits_however_they_are_interrupted(debug, tokenizer, tmp_path):
+    config = debug(*SETTINGS, "training.epochs=2")
+    run, trainer, first = begin(config, tokenizer)
+    events = []
+    with listening(events.append):
+        last = play(run, trainer, first, range(3))
+    assert [event.done for event in events] == [1, 2, 3, 4] * 3
+    assert {event.total for event in events} == {4}
+    digest = identity_of(run, last).parameters_digest
+    assert digest == parameters_digest(trainer.model)
+    assert identity_of(run, last).step == 12
+    # A trainer that starts anew after every round, from the files alone.
+    other = Run.create_or_open(debug(*SETTINGS, "training.epochs=2", f"root={tmp_path / 'other'}"))
+    checkpoint = Trainer(other, tokenizer).init_policy()
+    for round in range(2):
+        checkpoint = play(other, Trainer(other, tokenizer), checkpoint, [round])
+    # The last round in a process of its own.
+    script = "import sys; from test_loop import resume; sys.stdout.write(resume(*sys.argv[1:]))"
+    places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
+    answer = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "other"), checkpoint.sha256],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == digest
+
+
+def resume(root, sha256):
+    """Play round 2 of the run under `root` and return the digest: called in a new process."""
+    enable_compilation_cache()
+    run = Run.open(root, "debug")
+    checkpoint = committed_checkpoint(run, 2)
+    assert checkpoint is not None
+    assert checkpoint.sha256 == sha256
+    last = play(run, Trainer(run, character_tokenizer()), checkpoint, [2])
+    return identity_of(run, last).parameters_digest
+
+
+def test_a_round_that_is_trained_is_returned_and_not_trained_again(debug, tokenizer):
+    run, trainer, first = begin(debug(*SETTINGS), tokenizer)
+    batches = batches_of(run, 0)
+    done = trainer.train_round(0, batches, first)
+    again = Trainer(run, tokenizer).train_round(0, batches, first)
+    assert again == done
+    assert again.reused
+    assert again.summary == done.summary
+    assert {"loss", "lr", "grad_norm", "mismatch_kl", "updates/steps"} <= set(done.summary)
+    parents = [parent.slot for parent in checkpoint_manifest(run, done).parents]
+    assert parents == [checkpoint_slot(0), "batches/round-00000"]
+    other = run.__class__(
+        config=debug(*SETTINGS, "training.learning_rate=0.5"), run_id=run.run_id, store=run.store
+    )
+    with pytest.raises(CommitConflict):
+        Trainer(other, tokenizer).train_round(0, batches, first)
+
+
+def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokenizer):
+    run, trainer, first = begin(debug(*SETTINGS), tokenizer)
+    after = trainer.train_round(0, commit_round(run, 0, [], LENGTH), first)
+    assert after.slot == checkpoint_slot(1)
+    assert after.summary == {}
+    assert identity_of(run, after).parameters_digest == identity_of(run, first).parameters_digest
+
+
+def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokenizer):
+    config = debug(*SETTINGS, "training.nonfinite_updates_max=2")
+    run, trainer, first = begin(config, tokenizer)
+    batch = random_batch(5, LENGTH)
+    batch.advantages[:] = np.inf
+    poisoned = commit_round(run, 0, [batch, batch], LENGTH)
+    with pytest.raises(NonFiniteUpdate, match="2 updates in a row were not finite"):
+        trainer.train_round(0, poisoned, first)
+    assert committed_checkpoint(run, 1) is None
+    # One bad update is survived, and the trainer goes on from the committed checkpoint.
+    one = commit_round(run, 1, [batch, random_batch(5, LENGTH)], LENGTH)
+    after = trainer.train_round(1, one, first)
+    assert after.summary["updates/skipped"] == 1
+    assert after.summary["updates/steps"] == 1
+
+
+def test_metrics_of_a_round_from_those_of_its_steps():
+    steps = [
+        {"loss": 1.0, "lr": 0.1, "mismatch_kl": 0.5, "updates/skipped": 1.0, "updates/steps": 4.0},
+        {"loss": 3.0, "lr": 0.2, "mismatch_kl": 0.9, "updates/skipped": 1.0, "updates/steps": 5.0},
+    ]
+    assert round_metrics(steps) == {
+        "loss": 2.0, "lr": 0.2, "mismatch_kl": 0.5, "updates/skipped": 2, "updates/steps": 5,
+    }  # fmt: skip
+    assert round_metrics([]) == {}
+
+
+def test_a_run_begins_from_another_runs_checkpoint(debug, tokenizer):
+    run, trainer, first = begin(debug(*SETTINGS), tokenizer)
+    trained = play(run, trainer, first, [0])
+    source = f"{run.config.root}/debug/{trained.slot}"
+    start = ("policy.init=checkpoint", f"policy.checkpoint={source}")
+    fork, _, forked = begin(debug(*SETTINGS, "run_id=fork", *start), tokenizer)
+    assert (
+        identity_of(fork, forked).parameters_digest == identity_of(run, trained).parameters_digest
+    )
+    assert identity_of(fork, forked).step == 0
+    missing = source.replace("round-00001", "round-00007")
+    wrongs = {missing: "not committed", "nonsense": "expected ROOT/RUN_ID"}
+    for wrong, told in wrongs.items():
+        config = debug(
+            *SETTINGS, "run_id=x", "policy.init=checkpoint", f"policy.checkpoint={wrong}"
+        )
+        with pytest.raises(ConfigError, match=told):
+            begin(config, tokenizer)
+
+
+def test_a_run_begins_from_a_model_folder(debug, tokenizer, tmp_path):
+    policy = load_config(Path(__file__).parents[2] / "configs/debug.yaml").policy
+    model = build_model(policy, len(tokenizer), 5)
+    save_hf(model, tokenizer, tmp_path / "hf")
+    start = ("policy.init=hf", f"policy.hf_path={tmp_path / 'hf'}")
+    run, trainer, first = begin(debug(*start), tokenizer)
+    assert identity_of(run, first).parameters_digest == parameters_digest(model)
+    assert parameters_digest(trainer.model) == parameters_digest(model)
+    buckets = ("batching.length_buckets=[65]",)
+    longer = debug(*start, "run_id=longer", "policy.context_length=65", *buckets)
+    with pytest.raises(InputError, match="made for 64 positions"):
+        begin(longer, tokenizer)
+
+
+def test_a_warm_start_that_is_not_there_is_asked_for(debug, tokenizer):
+    with pytest.raises(ConfigError, match="run the warm start first"):
+        begin(debug("policy.init=sft"), tokenizer)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(debug, tokenizer):
+    run, _, first = begin(debug(*SETTINGS), tokenizer)
+    other = character_tokenizer()
+    rules = json.loads(other.backend_tokenizer.to_str())
+    rules["decoder"] = None
+    other.backend_tokenizer.decoder = None
+    with pytest.raises(InputError, match="another tokenizer"):
+        Trainer(run, other).load(first)

@@ -1,0 +1,75 @@
+"""The warm start: what it is shown, that it learns, and that segments resume to the bit."""
+
+import numpy as np
+import pytest
+
+from marin_rl.environments.base import make_environment
+from marin_rl.errors import InputError
+from marin_rl.progress import listening
+from marin_rl.storage.runs import Run, latest_sft
+from marin_rl.training.loop import Trainer
+from marin_rl.training.sft import WarmStart, supervised_batch
+from marin_rl.training.state import identity_of
+
+SETTINGS = ("policy.model.layers=1", "policy.init=sft", "sft.steps=4")
+
+
+def test_rows_are_prompts_and_answers_with_the_answers_masked(debug, tokenizer):
+    config = debug(*SETTINGS)
+    environment = make_environment(config.environment)
+    environment.load_examples()
+    batch = supervised_batch(config, environment, tokenizer, 3)
+    rows = config.sft.sequences_per_step
+    assert batch.token_ids.shape[0] == rows
+    assert batch.token_ids.shape[1] % 8 == 0
+    for row in range(rows):
+        example = environment.example(0, 3 * rows + row, "train")
+        answer = batch.token_ids[row][batch.loss_mask[row] == 1]
+        assert tokenizer.decode(answer) == f"{environment.demonstration(example)}<|end|>"
+        inside = batch.segment_ids[row] == 1
+        text = tokenizer.decode(batch.token_ids[row][inside])
+        assert example.messages[-1].content in text
+        np.testing.assert_array_equal(batch.positions[row][inside], np.arange(inside.sum()))
+        assert not batch.token_ids[row][~inside].any()
+
+
+def test_segments_end_in_the_same_bits_however_they_are_interrupted(debug, tokenizer, tmp_path):
+    run = Run.create_or_open(debug(*SETTINGS))
+    warm, events = WarmStart(run, tokenizer), []
+    with listening(events.append):
+        first = warm.run_segment(0)
+        last = warm.run_segment(2)
+    assert (first.slot, last.slot) == ("sft/step-00002", "sft/step-00004")
+    assert [(event.stage, event.done, event.total) for event in events] == [
+        ("sft", 2, 4),
+        ("sft", 4, 4),
+    ]
+    assert latest_sft(run) == last
+    assert warm.run_segment(2).reused
+    other = Run.create_or_open(debug(*SETTINGS, f"root={tmp_path / 'other'}"))
+    assert WarmStart(other, tokenizer).run_segment(0).summary == first.summary
+    again = WarmStart(other, tokenizer).run_segment(2)
+    assert identity_of(other, again) == identity_of(run, last)
+    assert identity_of(run, last).step == 4
+    # What the loop begins from is the warm start's parameters, with a fresh optimizer.
+    begun = Trainer(run, tokenizer).init_policy()
+    assert identity_of(run, begun).parameters_digest == identity_of(run, last).parameters_digest
+    assert identity_of(run, begun).step == 0
+
+
+def test_it_learns_what_it_is_shown(debug, tokenizer):
+    settings = ("sft.steps=40", "sft.steps_per_checkpoint=40", "sft.learning_rate=0.01")
+    run = Run.create_or_open(debug("policy.model.layers=1", "policy.init=sft", *settings))
+    events = []
+    with listening(events.append):
+        WarmStart(run, tokenizer).run_segment(0)
+    losses = [event.metrics["sft/loss"] for event in events]
+    assert losses[-1] < losses[0] - 0.5 < losses[0] < np.log(103)
+
+
+def test_an_example_that_does_not_fit_the_context_is_refused(debug, tokenizer):
+    config = debug(*SETTINGS, "policy.context_length=12", "sampling.max_tokens=4")
+    environment = make_environment(config.environment)
+    environment.load_examples()
+    with pytest.raises(InputError, match=r"has \d+ tokens, but policy.context_length is 12"):
+        supervised_batch(config, environment, tokenizer, 0)
