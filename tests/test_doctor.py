@@ -1,0 +1,68 @@
+"""Bad input is told before any work is done, and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+from fakes import FakePolicyServer
+
+from marin_rl.config import Config, load_config
+from marin_rl.doctor import ALL, examine, preflight
+from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
+
+DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
+
+
+def debug(root: Path, *overrides: str) -> Config:
+    return load_config(DEBUG, [f"root={root}", *overrides])
+
+
+def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    findings = list(examine(debug(tmp_path)))
+    assert [finding.name for finding in findings] == [name for name, _ in ALL]
+    assert all(finding.passed for finding in findings), findings
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "words"),
+    [
+        ("environment.options={letters_min: 90, letters_max: 95}", InputError, "leaves 56"),
+        ("environment.name=ecko", ConfigError, "did you mean echo"),
+        ("environment.options={lettres: 3}", ConfigError, "letters_min"),
+        ("environment.eval_seed=3", ConfigError, "move the seeds further apart"),
+        ("policy.tokenizer=/nowhere", InputError, "no tokenizer folder at /nowhere"),
+        ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
+        ("inference.endpoints=['http://127.0.0.1:9/v1']", EndpointUnavailable, "127.0.0.1:9"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_no_run(tmp_path, override, error, words) -> None:
+    with pytest.raises(error, match=words):
+        preflight(debug(tmp_path, override))
+    assert not (tmp_path / "debug").exists()
+
+
+def test_a_missing_model_folder_is_told(tmp_path: Path) -> None:
+    config = debug(tmp_path, "policy.init=hf", "policy.hf_path=/nowhere")
+    with pytest.raises(InputError, match="/nowhere"):
+        preflight(config)
+
+
+def test_a_root_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="in the way of a folder"):
+        preflight(debug(tmp_path / "file" / "runs"))
+
+
+def test_an_endpoint_that_serves_another_model_is_told(tmp_path: Path) -> None:
+    with FakePolicyServer(model="something-else") as server:
+        endpoint = f"inference.endpoints=['{server.url}']"
+        with pytest.raises(StalePolicy, match="something-else, not 'policy'"):
+            preflight(debug(tmp_path, endpoint))
+
+
+def test_a_mesh_larger_than_the_machine_is_told(tmp_path: Path) -> None:
+    (found,) = (
+        finding for finding in examine(debug(tmp_path, "mesh.data=64")) if finding.name == "devices"
+    )
+    assert not found.passed
+    assert "does not fit 2 devices" in found.detail
