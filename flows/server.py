@@ -23,11 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prefect.events.worker import EventsWorker
 from prefect.logging import get_logger
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
 
 HEALTH_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 120.0
+DRAIN_S = 10.0
 STOP_TIMEOUT_S = 8.0
 GRACE_S = 3
 POLL_S = 0.1
@@ -132,6 +135,9 @@ def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
+        # What Prefect tells in the background must have arrived before nobody listens.
+        APILogWorker.drain_all(timeout=DRAIN_S)
+        EventsWorker.drain_all(timeout=DRAIN_S)
         process.stdin.close()
         try:
             process.wait(STOP_TIMEOUT_S)

@@ -30,6 +30,7 @@ def compilations() -> int:
     """How many programs this process has compiled so far."""
     return len(_compiled)
 
+
 VOCAB = 103
 
 

@@ -9,7 +9,6 @@ Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embed
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -81,7 +80,7 @@ def _before_last_mlp(
     return (states + seen).rearrange((batch, position, model.Embed)).array
 
 
-def _blocks(model: LlamaLMHeadModel) -> list[Callable[..., Any]]:
+def _blocks(model: LlamaLMHeadModel) -> list[Any]:
     """What to run one after the other; all but the last may be many layers in one scan.
 
     Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many

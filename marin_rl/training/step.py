@@ -336,16 +336,6 @@ def _sequences(rows: StepArrays) -> Array:
     return jnp.maximum(jnp.sum(per_BT), 1.0)
 
 
-def scores_of(
-    template: LmHeadModel, settings: StepSettings
-) -> Callable[[Parameters, StepArrays], TokenScores]:
-    """The jitted scorer alone: log-probabilities and entropies of rows [R, T], no update."""
-    score = _scorer(template, settings)
-    return jax.jit(
-        lambda parameters, rows: score(_computing(parameters, settings.compute_dtype), rows)
-    )
-
-
 def as_array(value: int) -> Int[np.ndarray, ""]:
     """A count as the argument of a jitted function, so that no value of it compiles anew."""
     return np.asarray(value, np.int32)

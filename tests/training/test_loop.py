@@ -151,7 +151,10 @@ def test_a_run_begins_from_another_runs_checkpoint(debug, tokenizer):
     wrongs = {missing: "not committed", "nonsense": "expected ROOT/RUN_ID"}
     for wrong, told in wrongs.items():
         config = debug(
-            *SETTINGS, "run_id=x", "policy.init=checkpoint", f"policy.checkpoint={wrong}"
+            *SETTINGS,
+            f"run_id=fork-{len(told)}",
+            "policy.init=checkpoint",
+            f"policy.checkpoint={wrong}",
         )
         with pytest.raises(ConfigError, match=told):
             begin(config, tokenizer)

@@ -17,7 +17,7 @@ from marin_rl.training.step import StepSettings
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 SETTINGS = (
-    "policy.model.layers=2", "policy.model.kv_heads=2", "policy.model.vocab_size=104",
+    "policy.model.layers=1", "policy.model.kv_heads=2", "policy.model.vocab_size=104",
     "policy.model.tie_embeddings=false",
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def single(tokenizer, tmp_path_factory):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.slow), "fsdp", "tensor"])
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
     assert compiled == 0

@@ -198,9 +198,14 @@ def test_metrics_by_hand(stage):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def test_supervised_loss_is_the_mean_negative_log_likelihood():
-    stage, batch = Stage(objective=None), random_batch(4)
-    _, found = stage.gradient(batch, 2, 4)
+@pytest.fixture(scope="module")
+def supervised():
+    return Stage(objective=None)
+
+
+def test_supervised_loss_is_the_mean_negative_log_likelihood(supervised):
+    stage, batch = supervised, random_batch(4)
+    _, found = stage.gradient(batch, 4, 1)
     arrays, _ = step_arrays(batch, 4, 1)
     rows = (arrays.token_ids[0], arrays.segment_ids[0], arrays.positions[0])
     logprobs = jax.jit(token_logprobs)(stage.model, *rows, jnp.asarray(arrays.mask[0])).logprobs
@@ -218,9 +223,9 @@ def test_rows_are_dealt_in_order_and_first_tokens_are_never_trained_on():
     assert not arrays.segment_ids.reshape(8, -1)[3:].any()
 
 
-def test_bfloat16_computes_near_and_keeps_float32_weights():
+def test_bfloat16_computes_near_and_keeps_float32_weights(supervised):
     batch = random_batch(4)
-    exact, metrics = Stage(objective=None).gradient(batch, 4, 1)
+    exact, metrics = supervised.gradient(batch, 4, 1)
     stage = Stage(objective=None)
     setting = StepSettings(objective=None, compute_dtype="bfloat16")
     stage.step = make_step(stage.model, stage.optimizer, lambda step: 0.5 + step, setting)
