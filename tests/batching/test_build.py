@@ -136,6 +136,10 @@ def test_steps_hold_the_configured_rows(tmp_path: Path) -> None:
     assert places[4] == {"step": 1, "row": 1, "segment": 1}
 
 
+# A context that the smallest buckets of these tests reach; rollouts made by hand may exceed it.
+SHORT: dict[str, Any] = {"policy": {"context_length": 8}, "sampling": {"max_tokens": 4}}
+
+
 @pytest.mark.parametrize(
     ("longest", "buckets", "length"),
     [(1, (), 32), (32, (), 32), (33, (), 64), (700, (), 1024), (7, (8, 16), 8), (9, (8, 16), 16)],
@@ -145,7 +149,7 @@ def test_the_smallest_bucket_that_fits(longest: int, buckets: tuple, length: int
 
 
 def test_a_sequence_beyond_the_buckets_stops_before_any_work(tmp_path: Path) -> None:
-    run = _run(tmp_path, batching={"length_buckets": [4, 8]})
+    run = _run(tmp_path, batching={"length_buckets": [4, 8]}, **SHORT)
     sealed = commit_round(run, 0, [[group("g", [0.0, 1.0], completion=range(6))]])
     with pytest.raises(ConfigError, match=r"end at 8, but a sequence of 9 tokens"):
         build_round(run, 0, sealed)
@@ -153,7 +157,7 @@ def test_a_sequence_beyond_the_buckets_stops_before_any_work(tmp_path: Path) -> 
 
 
 def test_only_kept_sequences_must_fit(tmp_path: Path) -> None:
-    run = _run(tmp_path, batching={"length_buckets": [8]})
+    run = _run(tmp_path, batching={"length_buckets": [8]}, **SHORT)
     long = group("long", [1.0, 1.0], completion=range(20))
     ref = _built(run, [long, group("g", [0.0, 1.0])])
     assert ref.summary["length"] == 8
@@ -281,7 +285,8 @@ def test_padding_and_step_size_change_nothing_that_is_trained_on(
             "staleness_rounds_max": 9,
             "length_buckets": buckets,
             "sequences_per_step": rows,
-        }
+        },
+        **SHORT,
     )
     found = [
         _contents(list(read_batches(run, _built(run, _groups(drawn), round=3))))

@@ -1,12 +1,12 @@
 """The debug configuration, smaller still, under a root of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import CACHE_VARIABLE, enable_compilation_cache
+from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import Config, load_config
 from marin_rl.tokenizers import character_tokenizer
 
@@ -14,13 +14,9 @@ DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def programs() -> None:
     """Trainers of one configuration compile once per session, in whatever process they are."""
-    folder = tmp_path_factory.mktemp("programs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(folder))
-        enable_compilation_cache()
-        yield folder
+    enable_compilation_cache()
 
 
 @pytest.fixture(scope="session")
