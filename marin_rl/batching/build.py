@@ -30,10 +30,9 @@ from marin_rl.storage.batches import (
     BatchWriter,
     StepRows,
     commit_batches,
-    committed_batches,
     write_dispositions,
 )
-from marin_rl.storage.commits import fingerprint, new_attempt, parent_of
+from marin_rl.storage.commits import committed_as, fingerprint, new_attempt, parent_of
 from marin_rl.storage.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.types import SlotRef
@@ -59,7 +58,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     """
     parents = (parent_of(rollouts),)
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
-    found = committed_batches(run, round, decided)
+    found = committed_as(run.store, batches_slot(round), decided)
     if found is not None:
         return found
     manifest = rollouts_manifest(run, round, rollouts)

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 
 from marin_rl.config import content
 from marin_rl.environments.base import Environment, environment_of
-from marin_rl.errors import CommitConflict
 from marin_rl.rollouts.assemble import GroupRequest
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import (
     commit_manifest,
+    committed_as,
     fingerprint,
     new_attempt,
     new_manifest,
     parent_of,
     part_of,
-    read_manifest,
     ref_of,
 )
 from marin_rl.storage.rollouts import encode_shard
@@ -36,7 +35,7 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     """
     environment = environment_of(run.config)
     decided = evaluation_fingerprint(run, round, policy, environment)
-    found = await asyncio.to_thread(_committed, run, round, decided)
+    found = await asyncio.to_thread(committed_as, run.store, evals_slot(round), decided)
     if found is not None:
         return found
     requests = evaluation_requests(run, round, environment)
@@ -97,20 +96,6 @@ def evaluation_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) ->
     if lengths:
         result["eval/mean_length"] = sum(lengths) / len(lengths)
     return result
-
-
-def _committed(run: Run, round: int, decided: str) -> SlotRef | None:
-    found = read_manifest(run.store, evals_slot(round))
-    if found is None:
-        return None
-    manifest, _ = found
-    if manifest.fingerprint != decided:
-        raise CommitConflict(
-            f"{run.store.url_of(manifest.slot)} is committed with fingerprint "
-            f"{manifest.fingerprint}; expected {decided}: the configuration or the policy differs. "
-            "Use another run_id, or the configuration the run was started with"
-        )
-    return ref_of(manifest, reused=True)
 
 
 def _commit(

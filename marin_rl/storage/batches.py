@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing
+from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import (
     commit_manifest,
+    manifest_of,
     new_manifest,
     part_of,
     read_manifest,
@@ -140,28 +141,12 @@ def commit_batches(
     return ref_of(winner, reused=winner.attempt != attempt)
 
 
-def committed_batches(run: Run, round: int, fingerprint: str) -> SlotRef | None:
-    """The round's batches if they are committed. Raises CommitConflict on another fingerprint."""
-    found = read_manifest(run.store, batches_slot(round))
-    if found is None:
-        return None
-    manifest, _ = found
-    if manifest.fingerprint != fingerprint:
-        raise CommitConflict(
-            f"{run.store.url_of(manifest.slot)} is committed with fingerprint "
-            f"{manifest.fingerprint} (attempt {manifest.attempt}); expected {fingerprint}: the "
-            "rollouts, filters, batching or objective.advantage differ. Use another run_id, or "
-            "the configuration the run was started with"
-        )
-    return ref_of(manifest, reused=True)
-
-
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     """The round's optimizer steps in order, one in memory at a time; arrays are read-only views.
 
     A round without any kept rollout has none. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
-    manifest = batches_manifest(run, ref)
+    manifest = manifest_of(run.store, ref)
     schema = batches_schema(int(manifest.totals["length"]))
     for part in _parts(manifest, BATCHES_PREFIX):
         reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
@@ -200,20 +185,6 @@ def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
     (part,) = _parts(manifest, DISPOSITIONS_PREFIX)
     reader: TableReader = open_part(run.store, manifest.slot, part, DISPOSITIONS_LADDER)
     return reader.table(DISPOSITIONS)
-
-
-def batches_manifest(run: Run, ref: SlotRef) -> Manifest:
-    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
-    found = read_manifest(run.store, ref.slot)
-    if found is None:
-        raise ObjectMissing(f"{run.store.url_of(ref.slot)}: these batches are not committed")
-    manifest, sha256 = found
-    if sha256 != ref.sha256:
-        raise CorruptObject(
-            f"{run.store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
-            "reference is of another run, or the manifest was altered"
-        )
-    return manifest
 
 
 def _parts(manifest: Manifest, prefix: str) -> list[Part]:

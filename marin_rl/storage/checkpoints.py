@@ -23,14 +23,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import (
     commit_manifest,
     fingerprint,
+    manifest_of,
     new_attempt,
     new_manifest,
     parent_of,
-    read_manifest,
     ref_of,
 )
 from marin_rl.storage.local import explained
@@ -89,25 +89,11 @@ def restore_checkpoint(run: Run, ref: SlotRef, like: Tree) -> dict[str, Any]:
     `like` is a tree of anything with `shape` and `dtype`; raises CorruptObject, naming the file or
     the array, when bytes, names, shapes or dtypes are others; ObjectMissing when it is not there.
     """
-    manifest = checkpoint_manifest(run, ref)
+    manifest = manifest_of(run.store, ref)
     with _local_folder(run, manifest) as folder, explained(folder):
         tree = _handler().restore(epath.Path(folder))
     _check_like(tree, like, run.store.url_of(ref.slot))
     return tree
-
-
-def checkpoint_manifest(run: Run, ref: SlotRef) -> Manifest:
-    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
-    found = read_manifest(run.store, ref.slot)
-    if found is None:
-        raise ObjectMissing(f"{run.store.url_of(ref.slot)}: this checkpoint is not committed")
-    manifest, sha256 = found
-    if sha256 != ref.sha256:
-        raise CorruptObject(
-            f"{run.store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
-            "reference is of another run, or the manifest was altered"
-        )
-    return manifest
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:

@@ -144,6 +144,43 @@ def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
     return manifest, sha256_of(data)
 
 
+def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
+    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
+    found = read_manifest(store, ref.slot)
+    if found is None:
+        raise ObjectMissing(f"{store.url_of(ref.slot)} is not committed")
+    manifest, sha256 = found
+    if sha256 != ref.sha256:
+        raise CorruptObject(
+            f"{store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
+            "reference is of another run, or the manifest was altered"
+        )
+    return manifest
+
+
+def committed_as(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:
+    """The slot if it is committed. Raises CommitConflict if it holds another fingerprint."""
+    found = read_manifest(store, slot)
+    if found is None:
+        return None
+    manifest, _ = found
+    check_fingerprint(store.url_of(slot), manifest.attempt, manifest.fingerprint, fingerprint)
+    return ref_of(manifest, reused=True)
+
+
+def check_fingerprint(
+    source: str, attempt: str, found: str, expected: str, *, ours: str = "not yet begun"
+) -> None:
+    """Raise CommitConflict, with both fingerprints and attempts, unless they are equal."""
+    if found != expected:
+        raise CommitConflict(
+            f"{source} is committed with fingerprint {found} (attempt {attempt}); expected "
+            f"{expected} (attempt {ours}): the configuration, a parent or the code's schema "
+            "differs. Committed slots never change: use another run_id, or the configuration the "
+            "run was started with"
+        )
+
+
 def commit_manifest(
     store: ObjectStore,
     manifest: Manifest,
@@ -242,13 +279,8 @@ class _Slot:
         if found == self.data:
             return found
         attempt, fingerprint = self.identify(found)
-        if fingerprint != self.fingerprint:
-            raise CommitConflict(
-                f"{self.store.url_of(self.key)} is committed with fingerprint {fingerprint} "
-                f"(attempt {attempt}); expected {self.fingerprint} (attempt {self.attempt}): the "
-                "configuration, a parent or the code's schema differs. Committed slots never "
-                "change: use another run_id, or the configuration the run was started with"
-            )
+        source = self.store.url_of(self.key)
+        check_fingerprint(source, attempt, fingerprint, self.fingerprint, ours=self.attempt)
         return found
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing
+from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import (
+    check_fingerprint,
     commit_manifest,
     commit_object,
     fingerprint,
@@ -151,12 +152,7 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     except ObjectMissing:
         return None
     attempt, found = identify_shard(data, source)
-    if found != fingerprint:
-        raise CommitConflict(
-            f"{source} is committed with fingerprint {found} (attempt {attempt}); expected "
-            f"{fingerprint}: the configuration or the policy it was sampled from differs. Use "
-            "another run_id, or the configuration the run was started with"
-        )
+    check_fingerprint(source, attempt, found, fingerprint)
     return _shard_ref(run.store, key, data, reused=True)
 
 

@@ -15,14 +15,14 @@ from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, content
-from marin_rl.errors import CommitConflict, NonFiniteUpdate
+from marin_rl.errors import NonFiniteUpdate
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.batches import read_batches
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
-    checkpoint_manifest,
     commit_checkpoint,
 )
+from marin_rl.storage.commits import committed_as
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.mesh import Layout, layout_of
@@ -312,15 +312,4 @@ def already_committed(
     run: Run, slot: str, decisive: Mapping[str, Any], parents: Sequence[SlotRef]
 ) -> SlotRef | None:
     """The slot if it is committed. Raises CommitConflict if it holds something else."""
-    ref = committed(run, slot)
-    if ref is None:
-        return None
-    found = checkpoint_manifest(run, ref).fingerprint
-    expected = checkpoint_fingerprint(decisive, parents)
-    if found != expected:
-        raise CommitConflict(
-            f"{run.store.url_of(slot)} is committed with fingerprint {found}; expected {expected}: "
-            "the configuration, the batches or the checkpoint before it differ. Use another "
-            "run_id, or the configuration the run was started with"
-        )
-    return ref
+    return committed_as(run.store, slot, checkpoint_fingerprint(decisive, parents))

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.storage.checkpoints import checkpoint_manifest, restore_checkpoint
+from marin_rl.storage.checkpoints import restore_checkpoint
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
 from marin_rl.training.model import (
@@ -147,7 +148,7 @@ class Identity:
 
 def identity_of(run: Run, ref: SlotRef) -> Identity:
     """The identity that a committed checkpoint carries."""
-    extra = checkpoint_manifest(run, ref).extra
+    extra = manifest_of(run.store, ref).extra
     return Identity(**{field.name: extra[field.name] for field in dataclasses.fields(Identity)})
 
 

@@ -174,7 +174,7 @@ def test_running_again_is_free_and_another_setting_conflicts(tmp_path: Path) -> 
     assert not first.reused
     assert run.store.list("") == keys
     config = configuration(str(tmp_path), objective={"advantage": "grpo"})
-    with pytest.raises(CommitConflict, match=r"objective\.advantage differ"):
+    with pytest.raises(CommitConflict, match=r"committed with fingerprint .* expected"):
         build_round(Run(config=config, run_id="run", store=run.store), 0, sealed)
 
 

@@ -18,7 +18,7 @@ import pytest
 from debug_run import REPOSITORY, ROUNDS, SHARDS, Played, debug
 
 from marin_rl.config import Config
-from marin_rl.storage.checkpoints import checkpoint_manifest
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.rollouts import iter_shards
 from marin_rl.storage.runs import (
     Run,
@@ -105,7 +105,7 @@ def parameters(config: Config) -> list[str]:
     """Digests of the parameters after every round."""
     run = Run.create_or_open(config)
     refs = [committed(run, checkpoint_slot(round)) for round in range(ROUNDS + 1)]
-    return [checkpoint_manifest(run, ref).extra["parameters_digest"] for ref in refs if ref]
+    return [manifest_of(run.store, ref).extra["parameters_digest"] for ref in refs if ref]
 
 
 def check_killed_at(stages: Sequence[str], played: Played, api: str, root: Path) -> None:

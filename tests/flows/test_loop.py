@@ -203,6 +203,6 @@ def parameters_digest(config: Config) -> str:
     run = Run.create_or_open(config)
     ref = committed(run, checkpoint_slot(ROUNDS))
     assert ref is not None
-    from marin_rl.storage.checkpoints import checkpoint_manifest
+    from marin_rl.storage.commits import manifest_of
 
-    return checkpoint_manifest(run, ref).extra["parameters_digest"]
+    return manifest_of(run.store, ref).extra["parameters_digest"]

@@ -13,10 +13,10 @@ from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.batches import (
     BatchWriter,
     StepRows,
-    batches_manifest,
     read_batches,
     read_dispositions,
 )
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.filesystem import open_store
 from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
@@ -43,7 +43,7 @@ def test_batches_on_every_backend(root: tuple[str, dict[str, Any]]) -> None:
 
 def test_the_manifest_names_every_part_with_its_digest(tmp_path: Path) -> None:
     run, ref = _built(str(tmp_path))
-    manifest = batches_manifest(run, ref)
+    manifest = manifest_of(run.store, ref)
     assert [part.rows for part in manifest.parts] == [3, 5]
     assert {f"{manifest.slot}/{part.name}" for part in manifest.parts} == {
         key for key in run.store.list("batches") if key.endswith(".parquet")

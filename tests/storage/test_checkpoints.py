@@ -8,11 +8,10 @@ import pytest
 from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
 from marin_rl.storage.checkpoints import (
-    checkpoint_manifest,
     commit_checkpoint,
     restore_checkpoint,
 )
-from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.types import SlotRef
 
@@ -68,7 +67,7 @@ def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
     assert (ref.reused, ref.summary) == (False, {"loss": 0.5})
     assert committed_checkpoint(run, 0) == ref
     assert_equal(restore_checkpoint(run, ref, tree(1)), tree())
-    manifest = checkpoint_manifest(run, ref)
+    manifest = manifest_of(run.store, ref)
     assert manifest.extra == {"step": 11}
     assert all(part.name.startswith(f"{manifest.attempt}/") for part in manifest.parts)
     stored = {key for key in run.store.list(ref.slot) if not key.endswith("manifest.json")}
@@ -77,7 +76,7 @@ def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
 
 def test_damage_is_found_on_every_backend_and_the_file_is_named(run):
     ref = commit(run)
-    part = max(checkpoint_manifest(run, ref).parts, key=lambda part: part.bytes)
+    part = max(manifest_of(run.store, ref).parts, key=lambda part: part.bytes)
     key = f"{ref.slot}/{part.name}"
     data = bytearray(run.store.read(key))
     data[len(data) // 2] ^= 1

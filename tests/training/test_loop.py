@@ -14,7 +14,7 @@ from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config
 from marin_rl.errors import CommitConflict, ConfigError, InputError, NonFiniteUpdate
 from marin_rl.progress import listening
-from marin_rl.storage.checkpoints import checkpoint_manifest
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.loop import Trainer, round_metrics
@@ -93,7 +93,7 @@ def test_a_round_that_is_trained_is_returned_and_not_trained_again(debug, tokeni
     assert again.reused
     assert again.summary == done.summary
     assert {"loss", "lr", "grad_norm", "mismatch_kl", "updates/steps"} <= set(done.summary)
-    parents = [parent.slot for parent in checkpoint_manifest(run, done).parents]
+    parents = [parent.slot for parent in manifest_of(run.store, done).parents]
     assert parents == [checkpoint_slot(0), "batches/round-00000"]
     other = run.__class__(
         config=debug(*SETTINGS, "training.learning_rate=0.5"), run_id=run.run_id, store=run.store
