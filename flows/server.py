@@ -2,7 +2,7 @@
 
 A configured API that answers is used. Otherwise a temporary server is started beside the flow. It
 ends with the flow however that ends, even by `kill -9`: it reads a pipe that only this process
-holds open. Its database is a temporary folder, so that no two runs contend for one file; a history
+holds open. Its database lies in a temporary folder, so no two runs contend for one file; a history
 and a UI are what `make up` is for.
 """
 
@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -19,15 +20,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import prefect
 from prefect.events.worker import EventsWorker
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
 
+DATABASE = "prefect.db"
 HEALTH_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
@@ -108,10 +111,37 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
     ) as home:
         port = free_port()
         url = f"http://127.0.0.1:{port}/api"
+        database, template = Path(home) / DATABASE, _template()
+        if template.exists():
+            shutil.copyfile(template, database)
         with _spawned(port, Path(home)) as process:
             _import(warm)
             _wait_until_healthy(process, url, Path(home) / LOG)
+            if not template.exists():
+                _keep(database, template)
             yield url
+
+
+def _template() -> Path:
+    """A database of this Prefect that is migrated and empty: migrating a new one takes seconds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
+
+
+def _keep(database: Path, template: Path) -> None:
+    """Save a copy for the next start; without one, that start only takes longer."""
+    partial = template.with_name(f".{template.name}.{os.getpid()}")
+    try:
+        template.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            closing(sqlite3.connect(database)) as source,
+            closing(sqlite3.connect(partial)) as copy,
+        ):
+            source.backup(copy)
+        partial.replace(template)
+    except (OSError, sqlite3.Error) as error:
+        _log.debug("no template of the server's database was kept: %s", error)
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -121,7 +151,7 @@ def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
         **os.environ,
         **settings,
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/{DATABASE}",
         "PREFECT_UI_ENABLED": "false",
     }
     environment.pop("PREFECT_API_URL", None)

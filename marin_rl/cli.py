@@ -6,6 +6,8 @@ Errors of our tree end a command with one clear message; exit code 2 for configu
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +28,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+
+INTERRUPTED = 130  # what shells report of a process that Ctrl-C ended
 
 out = Console()
 err = Console(stderr=True)
@@ -58,7 +62,7 @@ def run(
     from marin_rl.display import RunDisplay, showing
 
     start = _flow("rl-loop")
-    with showing(RunDisplay(config.run_id, config.rounds), out):
+    with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
         start(config)
     _print_result(config, config_file)
 
@@ -76,7 +80,7 @@ def sft(
     from marin_rl.display import RunDisplay, showing
 
     start = _flow("sft")
-    with showing(RunDisplay(config.run_id, config.rounds), out):
+    with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
         start(config)
 
 
@@ -272,6 +276,16 @@ def serve_alias() -> None:
 def _load(file: Path, overrides: list[str] | None, **given: Any) -> Config:
     items = [f"{key}={value}" for key, value in given.items() if value is not None]
     return load_config(file, [*(overrides or ()), *items])
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends a run with a word on how to go on, not with a trace."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        err.print("interrupted: what is committed stays; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _flow(name: str) -> Any:
