@@ -30,6 +30,8 @@ from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
 
+from marin_rl.errors import MarinRLError
+
 DATABASE = "prefect.db"
 HEALTH_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 120.0
@@ -88,15 +90,23 @@ def healthy(url: str) -> bool:
 
 
 def quieten() -> None:
-    """Leave out the line that Prefect logs for every task that ends well; all else is kept."""
-    logger = logging.getLogger("prefect.task_runs")
-    if not any(isinstance(item, _WithoutSuccess) for item in logger.filters):
-        logger.addFilter(_WithoutSuccess())
+    """Say once, and in one line, what Prefect logs several times over or with a trace."""
+    for name in ("prefect.task_runs", "prefect.flow_runs"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(item, _Terse) for item in logger.filters):
+            logger.addFilter(_Terse())
 
 
-class _WithoutSuccess(logging.Filter):
+class _Terse(logging.Filter):
+    """Drops how a task or flow ended, and the trace of errors that explain themselves."""
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.INFO or not str(record.msg).startswith("Finished in state")
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, MarinRLError):
+            told = str(error).partition("\n")[0]
+            record.msg, record.args = "%s: %s", (type(error).__name__, told)
+            record.exc_info = record.exc_text = None
+        return not str(record.msg).startswith("Finished in state")
 
 
 def _import(modules: Sequence[str]) -> None:

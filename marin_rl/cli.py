@@ -60,7 +60,9 @@ def run(
         _print_plan(config)
         return
     from marin_rl.display import RunDisplay, showing
+    from marin_rl.storage.runs import refuse_other_content
 
+    refuse_other_content(config)
     start = _flow("rl-loop")
     with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
         start(config)
@@ -78,7 +80,9 @@ def sft(
     """Run only the supervised warm start of a run."""
     config = _load(config_file, overrides, run_id=run_id, root=root)
     from marin_rl.display import RunDisplay, showing
+    from marin_rl.storage.runs import refuse_other_content
 
+    refuse_other_content(config)
     start = _flow("sft")
     with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
         start(config)

@@ -581,5 +581,4 @@ def _nearest(key: str) -> str:
     if close:
         return f"; did you mean {f'{parent}.' if parent else ''}{close[0]}?"
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-    close = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(siblings)}"
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else f"; known: {', '.join(siblings)}"

@@ -154,3 +154,11 @@ def test_doctor_says_what_to_fix(tmp_path: Path) -> None:
     assert "no tokenizer folder at /nowhere/at/all" in shown.output
     assert "EndpointUnavailable" in shown.output
     assert "ok   environment" in shown.output
+
+
+def test_another_content_is_refused_before_anything_starts(root: str, name: str) -> None:
+    shown = invoke("run", str(CONFIGS / "debug.yaml"), "--run-id", name, "--root", root)
+    assert isinstance(shown.exception, ConfigError)
+    assert "exists with another content" in str(shown.exception)
+    assert "environment.name" not in str(shown.exception)  # both are echo
+    assert "policy.context_length: 128 -> 64" in str(shown.exception)

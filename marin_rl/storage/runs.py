@@ -263,6 +263,14 @@ def latest_sft(run: Run) -> SlotRef | None:
     return _latest(run, (sft_slot(step) for step in _falling(m and int(m[1]) for m in matches)))
 
 
+def refuse_other_content(config: Config) -> None:
+    """Raise ConfigError if the run exists with another content. Writes nothing."""
+    store = _store_of(config)
+    found = _read_record(store)
+    if found is not None:
+        _check_content(found, config, store.url_of(RUN_KEY))
+
+
 def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """Names of the runs below `root`, sorted."""
     top = open_store(root, storage_options)
