@@ -323,6 +323,7 @@ async def _unless_client_leaves(
 ) -> list[GenerationResult]:
     """Await all results; a client that goes away has its slots freed at the next chunk."""
     results = asyncio.gather(*map(asyncio.wrap_future, futures))
+    results.add_done_callback(_looked_at)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({results, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -332,6 +333,12 @@ async def _unless_client_leaves(
     finally:
         leaving.cancel()
         results.cancel()
+
+
+def _looked_at(results: "asyncio.Future[list[GenerationResult]]") -> None:
+    """Asyncio logs how a future ended that nobody looks at, and a client that left does not."""
+    if not results.cancelled():
+        results.exception()
 
 
 async def _disconnected(request: Request) -> None:
