@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import time
+from typing import Any
 
 
 def parse() -> argparse.Namespace:
@@ -33,15 +34,24 @@ def main() -> None:
     if options.cores:
         # before JAX starts its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    engine = build(options)
+    started = time.monotonic()
+    engine.warm_up()
+    print(f"warm-up {time.monotonic() - started:.2f} s")
+    rounds = [measure(engine, options, number) for number in range(options.rounds + 1)]
+    engine.close()
+    report(engine, options, rounds[1:])
+
+
+def build(options: argparse.Namespace) -> Any:
+    """The engine over a random model of the standard size."""
     import haliax as hax
     import jax
-    import numpy as np
     from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
     from marin_rl.compilation import keep_freed_memory
     from marin_rl.config import EngineConfig
-    from marin_rl.inference.engine import Engine, GenerationRequest
-    from marin_rl.types import Sampling
+    from marin_rl.inference.engine import Engine
 
     keep_freed_memory()  # as a run does
     context = options.prompt + options.new_tokens
@@ -55,40 +65,49 @@ def main() -> None:
         gradient_checkpointing=False,
     )
     model = LlamaLMHeadModel.init(hax.Axis("vocab", 512), config, key=jax.random.key(0))
-    engine = Engine(
-        model,
-        EngineConfig(slots=options.slots, chunk_steps=options.chunk_steps),
-        context_length=context,
-    )
-    started = time.monotonic()
-    engine.warm_up()
-    print(f"warm-up {time.monotonic() - started:.2f} s")
-    generator = np.random.default_rng(0)
-    tokens = options.requests * options.samples * options.new_tokens
-    rounds = []
-    for number in range(options.rounds + 1):
-        prompts = generator.integers(0, 512, (options.requests, options.prompt)).astype(np.int32)
-        wall, cpu = time.perf_counter(), time.process_time()
-        futures = [
-            engine.submit(
-                GenerationRequest(
-                    prompt_ids=prompt,
-                    n=options.samples,
-                    sampling=Sampling(max_tokens=options.new_tokens, seed=number * 1000 + index),
-                )
+    settings = EngineConfig(slots=options.slots, chunk_steps=options.chunk_steps)
+    return Engine(model, settings, context_length=context)
+
+
+def tokens_of(options: argparse.Namespace) -> int:
+    """Tokens sampled in one round."""
+    return options.requests * options.samples * options.new_tokens
+
+
+def measure(engine: Any, options: argparse.Namespace, number: int) -> tuple[float, float]:
+    """Wall and CPU seconds of one round of requests."""
+    import numpy as np
+
+    from marin_rl.inference.engine import GenerationRequest
+    from marin_rl.types import Sampling
+
+    shape = options.requests, options.prompt
+    prompts = np.random.default_rng(number).integers(0, 512, shape).astype(np.int32)
+    tokens = tokens_of(options)
+    wall, cpu = time.perf_counter(), time.process_time()
+    futures = [
+        engine.submit(
+            GenerationRequest(
+                prompt_ids=prompt,
+                n=options.samples,
+                sampling=Sampling(max_tokens=options.new_tokens, seed=number * 1000 + index),
             )
-            for index, prompt in enumerate(prompts)
-        ]
-        sampled = sum(len(s.token_ids) for f in futures for s in f.result().samples)
-        assert sampled == tokens, (sampled, tokens)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        print(
-            f"round {number}: {wall:.3f} s wall, {cpu:.3f} CPU-s, {tokens / wall:,.0f} tokens/s, "
-            f"{tokens / cpu:,.0f} tokens per CPU-second"
         )
-        if number:
-            rounds.append((wall, cpu))
-    engine.close()
+        for index, prompt in enumerate(prompts)
+    ]
+    sampled = sum(len(s.token_ids) for f in futures for s in f.result().samples)
+    assert sampled == tokens, (sampled, tokens)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    print(
+        f"round {number}: {wall:.3f} s wall, {cpu:.3f} CPU-s, {tokens / wall:,.0f} tokens/s, "
+        f"{tokens / cpu:,.0f} tokens per CPU-second"
+    )
+    return wall, cpu
+
+
+def report(engine: Any, options: argparse.Namespace, rounds: list[tuple[float, float]]) -> None:
+    """Print the best round as JSON."""
+    tokens = tokens_of(options)
     wall, cpu = min(r[0] for r in rounds), min(r[1] for r in rounds)
     print(
         json.dumps(

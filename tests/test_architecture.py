@@ -61,7 +61,7 @@ def test_parquet_files_are_opened_in_storage_alone():
 def test_importing_touches_no_device():
     """JAX would fail at the first array, for there is no such platform."""
     code = "\n".join(f"import {module}" for module in EVERYTHING)
-    python(code, JAX_PLATFORMS="nowhere", XLA_FLAGS="")
+    assert python(f"{code}\nprint('imported')", JAX_PLATFORMS="nowhere", XLA_FLAGS="") == "imported"
 
 
 @pytest.mark.parametrize("module", ["marin_rl.cli", "marin_rl.display"])
@@ -71,4 +71,5 @@ def test_commands_start_without_heavy_imports(module):
 
 
 def test_prefect_still_starts_its_server_with_the_pinned_fastapi():
-    python("from prefect.server.api.server import create_app; create_app()")
+    code = "from prefect.server.api.server import create_app; print(type(create_app()).__name__)"
+    assert python(code) == "FastAPI"
