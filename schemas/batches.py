@@ -29,6 +29,8 @@ def _names() -> pa.DataType:
 def batches_schema(length: int) -> pa.Schema:
     """Schema of a batch file whose rows are padded to `length` tokens (at least 1).
 
+    `returns` are the undiscounted sum of the rewards from a token on, `advantages` 0 where they are
+    to come from a critic.
     `step` is the optimizer step within the round, `row` the row within that step; `rollout_ids` and
     `environments` are in segment order.
     """
@@ -49,6 +51,7 @@ def batches_schema(length: int) -> pa.Schema:
 
 
 # `step`, `row` and `segment` (counted from 1) are null unless consumed; `reason` is null if it is.
+# `advantage` is null too where it differs from token to token (a critic's; see the scores).
 DISPOSITIONS = pa.schema(
     [
         _required("rollout_id", pa.string()),

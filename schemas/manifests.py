@@ -8,7 +8,7 @@ checks; reading and writing objects belongs to storage.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from schemas import Malformed, NewerVersion
@@ -116,7 +116,11 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The bytes that are stored. Raises ValueError on NaN or infinite numbers."""
-        return sealed_json(asdict(self))
+        lists = {
+            "parents": [_plain(parent) for parent in self.parents],
+            "parts": [_plain(part) for part in self.parts],
+        }
+        return sealed_json(_plain(self) | lists)
 
     @classmethod
     def from_json(cls, data: bytes) -> "Manifest":
@@ -134,3 +138,8 @@ class Manifest:
         if manifest.to_json() != data:
             raise Malformed("the manifest is not canonical JSON: it was not written by marin-rl")
         return manifest
+
+
+def _plain(record: Manifest | Parent | Part) -> dict[str, Any]:
+    """The fields of a record by name, none of them copied as `asdict` would."""
+    return {item.name: getattr(record, item.name) for item in fields(record)}

@@ -1,7 +1,7 @@
 """Ladders of pure upgrades: how a table of an older version becomes one of the newest.
 
 A ladder maps a version to the function that makes the next one out of it; each rung only adds
-nullable columns. Version 1 is the first of every format, so the ladders are still empty.
+nullable columns. Version 1 is the first of every format, and the only one of most.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from schemas import Malformed, NewerVersion, batches, metrics, rollouts
+from schemas import Malformed, NewerVersion, batches, metrics, pairs, rewards, rollouts, scores
 
 Upgrade = Callable[[pa.Table], pa.Table]
 
@@ -40,7 +40,18 @@ class Ladder:
         return table
 
 
+def _unvalued(table: pa.Table) -> pa.Table:
+    """Scores of version 1 are those of runs without a critic."""
+    for name in scores.VALUED:
+        kind = scores.SCORES.field(name)
+        table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
+    return table
+
+
 ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION)
 BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
 DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
 METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)
+SCORES = Ladder(scores.FORMAT, scores.SCHEMA_VERSION, {1: _unvalued})
+PAIRS = Ladder(pairs.FORMAT, pairs.SCHEMA_VERSION)
+REWARDS = Ladder(rewards.FORMAT, rewards.SCHEMA_VERSION)

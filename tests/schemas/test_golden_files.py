@@ -7,23 +7,37 @@ version adds files; it does not replace these.
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import FINGERPRINT, group, group_of, policy, rollout
 
+from marin_rl.storage.pairs import encode_pairs, read_pairs
 from marin_rl.storage.rollouts import decode_shard, encode_shard, groups_of, identify_shard
-from marin_rl.storage.tables import TableReader
-from marin_rl.types import RolloutGroup
+from marin_rl.storage.scores import ScoredStep, score_table, scores_writer
+from marin_rl.storage.tables import TableReader, TableWriter
+from marin_rl.types import Message, PreferencePair, RolloutGroup
 from schemas.batches import DISPOSITIONS, batches_schema
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+from schemas.migrations import PAIRS as PAIRS_LADDER
+from schemas.migrations import REWARDS as REWARDS_LADDER
+from schemas.migrations import SCORES as SCORES_LADDER
+from schemas.pairs import PAIRS
+from schemas.rewards import REWARDS
 from schemas.rollouts import ROLLOUTS
+from schemas.scores import FLOATS, SCORES, VALUED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
 BATCHES_V1 = GOLDEN / "batches-v1.parquet"
 DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
+SCORES_V1 = GOLDEN / "scores-v1.parquet"
+SCORES_V2 = GOLDEN / "scores-v2.parquet"
+PAIRS_V1 = GOLDEN / "pairs-v1.parquet"
+REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
 
 
 def rollouts_v1() -> list[RolloutGroup]:
@@ -130,7 +144,146 @@ def test_every_reader_reads_dispositions() -> None:
         assert connection.sql(query).fetchall() == expected
 
 
-@pytest.mark.parametrize("path", [ROLLOUTS_V1, BATCHES_V1, DISPOSITIONS_V1], ids=lambda p: p.name)
+def scores_of(*, valued: bool) -> pa.Table:
+    """What the golden scores were written from: a packed row of two segments, no reference."""
+    mask = np.array([[0, 1, 1, 0, 1, 0]], np.bool_)
+    values = np.arange(6, dtype=np.float32)[None] / 4
+    floats = dict.fromkeys(FLOATS, values) | {"reference_logprobs": None, "old_logprobs": None}
+    if valued:
+        floats |= dict.fromkeys(VALUED, values * 2)
+    scored = ScoredStep(
+        rollout_ids=(("g/0", "g/1"),),
+        mask=mask,
+        segment_ids=np.array([[1, 1, 1, 2, 2, 0]], np.int32),
+        positions=np.array([[0, 1, 2, 0, 1, 0]], np.int32),
+        clipped=np.array([[0, 0, 1, 0, 0, 0]], np.bool_),
+        floats=floats,
+    )
+    return score_table(7, 3, scored)
+
+
+def encode_scores(*, valued: bool) -> bytes:
+    """The bytes of the golden scores: of version 2 with a critic, of version 1 without."""
+    table = scores_of(valued=valued)
+    writer = scores_writer(table.schema, {"attempt": "attempt-1", "eos_token_id": "1"})
+    writer.write(table)
+    return writer.finish()
+
+
+def test_every_reader_reads_the_scores_of_a_critic() -> None:
+    reader = TableReader(SCORES_V2.read_bytes(), "scores-v2", SCORES_LADDER)
+    assert reader.stamp["schema_version"] == "2"
+    table = reader.table(SCORES)
+    assert table.equals(scores_of(valued=True))
+    expected = [("g/0", [0.5, 1.0]), ("g/1", [2.0])]
+    frame = pl.read_parquet(SCORES_V2)
+    assert frame.select("rollout_id", "old_values").rows() == expected
+    with duckdb.connect() as connection:
+        query = f"select rollout_id, returns from '{SCORES_V2}'"
+        assert connection.sql(query).fetchall() == expected
+
+
+def test_every_reader_reads_scores() -> None:
+    reader = TableReader(SCORES_V1.read_bytes(), "scores-v1", SCORES_LADDER)
+    assert reader.stamp["schema_version"] == "1"
+    table = reader.table(SCORES)
+    assert table.select(scores_of(valued=False).column_names).equals(scores_of(valued=False))
+    assert all(table[name].null_count == 2 for name in VALUED)
+    names = ["round", "rollout_id", "step", "row", "segment", "positions", "trainer_logprobs"]
+    expected = [
+        (7, "g/0", 3, 0, 1, [1, 2], [0.25, 0.5]),
+        (7, "g/1", 3, 0, 2, [1], [1.0]),
+    ]
+    assert [tuple(row.values()) for row in table.select(names).to_pylist()] == expected
+    frame = pl.read_parquet(SCORES_V1)
+    assert frame.select(names).rows() == expected
+    assert frame["reference_logprobs"].to_list() == [None, None]
+    with duckdb.connect() as connection:
+        query = f"select rollout_id, list_sum(ratios), clipped from '{SCORES_V1}'"
+        rows = connection.sql(query).fetchall()
+    assert rows == [("g/0", 0.75, [False, True]), ("g/1", 1.0, [False])]
+
+
+def pairs_v1() -> list[PreferencePair]:
+    """What the golden pairs were written from: one from rollouts, one that people gave."""
+    asked = (Message(role="system", content="é"), Message(role="user", content="say"))
+    sampled = PreferencePair(
+        id="run/round-00000/group-00001",
+        messages=asked,
+        chosen="yes",
+        rejected="",
+        margin=0.5,
+        split="eval",
+        source="run",
+        chosen_id="r/1",
+        rejected_id="r/2",
+        chosen_reward=1.0,
+        rejected_reward=-0.25,
+        chosen_token_ids=np.array([3, 4], np.int32),
+        rejected_token_ids=np.array([3], np.int32),
+        tokenizer_digest="t",
+        chat_template_digest="c",
+    )
+    return [sampled, PreferencePair(id="b", messages=asked, chosen="x", rejected="y")]
+
+
+def encode_pairs_v1() -> bytes:
+    """The bytes of the golden pairs; equal to the file while version 1 is the newest."""
+    return encode_pairs(pairs_v1(), {"attempt": "attempt-1"})
+
+
+def test_every_reader_reads_pairs() -> None:
+    table = TableReader(PAIRS_V1.read_bytes(), "pairs-v1", PAIRS_LADDER).table(PAIRS)
+    assert table.equals(TableReader(encode_pairs_v1(), "now", PAIRS_LADDER).table(PAIRS))
+    assert [pair.margin for pair in read_pairs(PAIRS_V1).pairs] == [0.5, None]
+    names = ["id", "chosen", "rejected", "split", "chosen_token_ids", "chosen_reward"]
+    expected = [
+        ("run/round-00000/group-00001", "yes", "", "eval", [3, 4], 1.0),
+        ("b", "x", "y", None, None, None),
+    ]
+    assert pl.read_parquet(PAIRS_V1).select(names).rows() == expected
+    with duckdb.connect() as connection:
+        assert connection.sql(f"select {', '.join(names)} from '{PAIRS_V1}'").fetchall() == expected
+
+
+def rewards_v1() -> pa.Table:
+    """What the golden rewards were written from: one that changed, and one that failed."""
+    component = {"name": "short", "value": 2.0, "weight": 0.25}
+    rows = [
+        {
+            "rollout_id": "g/0",
+            "reward": 0.5,
+            "reward_before": 1.0,
+            "reward_components": [component],
+        },
+        {"rollout_id": "g/1", "reward_before": 0.0, "reward_components": [], "error": "too long"},
+    ]
+    return pa.Table.from_pylist(rows, schema=REWARDS)
+
+
+def encode_rewards_v1() -> bytes:
+    """The bytes of the golden rewards; equal to the file while version 1 is the newest."""
+    writer = TableWriter(REWARDS_LADDER, REWARDS, {"attempt": "attempt-1", "function": "m:f"})
+    writer.write(rewards_v1())
+    return writer.finish()
+
+
+def test_every_reader_reads_rewards() -> None:
+    table = TableReader(REWARDS_V1.read_bytes(), "rewards-v1", REWARDS_LADDER).table(REWARDS)
+    assert table.equals(rewards_v1())
+    expected = [("g/0", 0.5, 1.0, None), ("g/1", None, 0.0, "too long")]
+    names = ["rollout_id", "reward", "reward_before", "error"]
+    assert pl.read_parquet(REWARDS_V1).select(names).rows() == expected
+    with duckdb.connect() as connection:
+        query = f"select {', '.join(names)} from '{REWARDS_V1}'"
+        assert connection.sql(query).fetchall() == expected
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROLLOUTS_V1, BATCHES_V1, DISPOSITIONS_V1, SCORES_V1, PAIRS_V1, REWARDS_V1],
+    ids=lambda p: p.name,
+)
 def test_the_version_is_in_the_file(path: Path) -> None:
     metadata = pq.read_metadata(path).metadata
     assert metadata[b"marin_rl.schema_version"] == b"1"

@@ -5,7 +5,7 @@ import pytest
 
 from schemas import Malformed, NewerVersion
 from schemas.batches import batches_schema
-from schemas.migrations import BATCHES, DISPOSITIONS, METRICS, ROLLOUTS, Ladder
+from schemas.migrations import BATCHES, DISPOSITIONS, METRICS, ROLLOUTS, SCORES, Ladder
 
 
 def _add(name: str):
@@ -33,7 +33,7 @@ def test_versions_below_one_are_malformed() -> None:
         LADDER.check(0)
 
 
-@pytest.mark.parametrize("ladder", [ROLLOUTS, BATCHES, DISPOSITIONS, METRICS])
+@pytest.mark.parametrize("ladder", [ROLLOUTS, BATCHES, DISPOSITIONS, METRICS, SCORES])
 def test_every_ladder_has_a_rung_below_each_newer_version(ladder: Ladder) -> None:
     assert sorted(ladder.rungs) == list(range(1, ladder.newest))
 

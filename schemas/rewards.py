@@ -1,0 +1,28 @@
+"""The shape of a reward table: what another reward function says of a round's rollouts, version 1.
+
+One row per rollout, in shard order. The shards keep the reward that was trained on; this table lies
+beside them.
+"""
+
+import pyarrow as pa
+
+from schemas.rollouts import REWARD_COMPONENT
+
+FORMAT = "marin-rl/rewards"
+SCHEMA_VERSION = 1
+
+# `reward` is null where there was nothing to score or the function failed, which `error` tells;
+# `reward_before` is the shard's own.
+REWARDS = pa.schema(
+    [
+        pa.field("rollout_id", pa.string(), nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("reward_before", pa.float64()),
+        pa.field(
+            "reward_components",
+            pa.list_(pa.field("element", REWARD_COMPONENT, nullable=False)),
+            nullable=False,
+        ),
+        pa.field("error", pa.string()),
+    ]
+)

@@ -1,0 +1,50 @@
+"""The shape of a trained round's per-token scores: one row per trained segment, version 2.
+
+A segment is a rollout, or a part of one, that was trained on. The lists of a row are parallel:
+entry i of each is about the i-th trained token of the segment, which is token `positions[i]` of it.
+Version 2 adds what a critic says; runs without one go on writing version 1, whose bytes are fewer.
+"""
+
+import pyarrow as pa
+
+FORMAT = "marin-rl/scores"
+SCHEMA_VERSION = 2
+
+FLOATS = (
+    "trainer_logprobs", "sampler_logprobs", "reference_logprobs", "old_logprobs", "entropies",
+    "ratios", "advantages",
+)  # fmt: skip
+VALUED = ("values", "old_values", "returns")
+NULLABLE = ("reference_logprobs", "old_logprobs", *VALUED)
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def _list_of(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(_required("element", kind))
+
+
+# Log-probabilities and entropies are in nats, by the parameters before the update of the step that
+# trained on the segment first. `round` is the round that was trained, `step`, `row` and `segment`
+# (counted from 1) are the place in its batches. `ratios` are those of the objective, at its level;
+# they are taken against `old_logprobs`, and against the sampler's where that is null. `advantages`
+# are those that the step used, which KL in the reward has changed. `clipped` is true where the
+# advantage is not 0 and the surrogate, times its correction, gave the log-probability no gradient.
+SCORES_V1 = pa.schema(
+    [
+        _required("round", pa.int32()),
+        _required("rollout_id", pa.string()),
+        _required("step", pa.int32()),
+        _required("row", pa.int32()),
+        _required("segment", pa.int32()),
+        _required("positions", _list_of(pa.int32())),
+        *(pa.field(name, _list_of(pa.float32()), nullable=name in NULLABLE) for name in FLOATS),
+        _required("clipped", _list_of(pa.bool_())),
+    ]
+)
+
+# Of a critic: the value of each token before the update of the step, and before the first update of
+# the round; `returns`, which it is to learn, are the latter and the advantage before whitening.
+SCORES = pa.schema([*SCORES_V1, *(pa.field(name, _list_of(pa.float32())) for name in VALUED)])
