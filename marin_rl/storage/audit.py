@@ -2,7 +2,8 @@
 
 Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
 the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
-run; every digest holds. Nothing is changed here.
+run; tokens add up as rollouts do, by environment and policy version; every digest holds. Nothing
+is changed here.
 """
 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
@@ -16,14 +17,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.storage.balance import Balance, balances, token_offences
 from marin_rl.storage.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.inventory import MANIFEST
 from marin_rl.storage.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.runs import Run, batches_slot, round_of
 from schemas.batches import DISPOSITION_KINDS
 from schemas.manifests import Manifest
 
 NAMES_MAX = 20
+COLUMNS = (
+    "rollout_id", "run_id", "round", "environment", "policy_version_min", "n_prompt_tokens",
+    "n_completion_tokens",
+)  # fmt: skip
 
 Offences = dict[str, tuple[str, ...]]
 
@@ -32,7 +39,7 @@ Offences = dict[str, tuple[str, ...]]
 class RoundAudit:
     """What was found in one round: counts of rollouts, and offending names by what is wrong.
 
-    At most NAMES_MAX names are kept of each kind; the last one then says how many more there are.
+    `balances` have the same by environment and policy version.
     """
 
     round: int
@@ -42,6 +49,7 @@ class RoundAudit:
     stale: int = 0
     failed: int = 0
     offences: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    balances: tuple[Balance, ...] = field(default=(), compare=False)
 
     @property
     def balanced(self) -> bool:
@@ -50,22 +58,38 @@ class RoundAudit:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A line per kind of offence, with its names."""
-        return tuple(f"{kind}: {', '.join(names)}" for kind, names in self.offences.items())
+        """A line per kind of offence, with NAMES_MAX names at most and how many more there are."""
+        return tuple(f"{kind}: {', '.join(_first(names))}" for kind, names in self.offences.items())
 
 
 def audit_run(run: Run) -> Iterator[RoundAudit]:
-    """Audit every round whose batches are committed, and no rollout twice across them."""
+    """Audit every round that was processed, and no rollout twice across them.
+
+    A round that was sampled and has no batches is audited once later rounds or its checkpoint say
+    that it had: its rollouts went somewhere.
+    """
     seen: dict[str, int] = {}
-    found = (round_of(name) for name in run.store.children("batches"))
-    for round in sorted(number for number in found if number is not None):
-        if read_manifest(run.store, batches_slot(round)) is not None:
+    sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
+    followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
+    latest = max(followed, default=-1)
+    for round in sorted(sampled | batched):
+        if round <= latest or _has_batches(run, round):
             yield _audited(run, round, seen)
+
+
+def _rounds(run: Run, kind: str) -> set[int]:
+    found = (round_of(name) for name in run.store.children(kind))
+    return {number for number in found if number is not None}
+
+
+def _has_batches(run: Run, round: int) -> bool:
+    """Whether batches are committed, be it by a manifest that cannot be read."""
+    return MANIFEST in run.store.children(batches_slot(round))
 
 
 def audit_round(run: Run, round: int) -> RoundAudit:
     """Audit one round. Raises ObjectMissing while its batches are not committed."""
-    if read_manifest(run.store, batches_slot(round)) is None:
+    if not _has_batches(run, round):
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
         )
@@ -83,9 +107,12 @@ def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
 def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
     rollouts = rollouts_manifest(run, round)
     batches = read_manifest(run.store, batches_slot(round))
-    assert batches is not None, "the caller looked"
-    columns = ("rollout_id", "run_id", "round")
-    generated = pa.concat_tables(iter_row_groups(run, rollouts, columns))
+    if batches is None:
+        raise ObjectMissing(
+            f"{run.store.url_of(batches_slot(round))} is not committed, though later slots are: "
+            "nothing says where its rollouts went; run fsck"
+        )
+    generated = pa.concat_tables(iter_row_groups(run, rollouts, COLUMNS))
     dispositions = dispositions_of(run, batches[0])
     counts = Counter(dispositions["disposition"].to_pylist())
     consumed = dispositions.filter(pc.equal(dispositions["disposition"], "consumed"))
@@ -98,19 +125,24 @@ def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
         **_lineage(rollouts, batches[0]),
         **_totals(rollouts, batches[0], generated.num_rows, counts),
     }
+    for kind, names in token_offences(generated, dispositions).items():
+        offences |= _offence(kind, names)
     return RoundAudit(
         round=round,
         generated=generated.num_rows,
         **{kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
         offences=offences,
+        balances=balances(generated, dispositions),
     )
 
 
 def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
     """Rows of another run or round, and shard objects that the round's manifest does not name."""
     round = round_of(manifest.slot.rpartition("/")[2])
+    assert round is not None, f"expected a slot of a round, found {manifest.slot}"
+    played_by = run.at_round(round).run_id
     wrong = pc.or_(
-        pc.not_equal(generated["run_id"], run.run_id), pc.not_equal(generated["round"], round)
+        pc.not_equal(generated["run_id"], played_by), pc.not_equal(generated["round"], round)
     )
     named = {part.name for part in manifest.parts}
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
@@ -219,6 +251,10 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 def _offence(kind: str, names: Iterable[str]) -> Offences:
     """{kind: names}, or nothing where there are none."""
-    listed = list(names)
-    more = [f"and {len(listed) - NAMES_MAX} more"] if len(listed) > NAMES_MAX else []
-    return {kind: (*listed[:NAMES_MAX], *more)} if listed else {}
+    listed = tuple(names)
+    return {kind: listed} if listed else {}
+
+
+def _first(names: tuple[str, ...]) -> tuple[str, ...]:
+    more = len(names) - NAMES_MAX
+    return (*names[:NAMES_MAX], f"and {more} more") if more > 0 else names

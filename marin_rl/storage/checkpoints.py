@@ -12,9 +12,10 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from marin_rl.errors import CorruptObject
+from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import (
     commit_manifest,
     fingerprint,
@@ -33,7 +34,8 @@ from marin_rl.storage.commits import (
     parent_of,
     ref_of,
 )
-from marin_rl.storage.local import explained
+from marin_rl.storage.local import explained, make_folder, sync_folders
+from marin_rl.storage.pruning import array_parts, pruned_parts
 from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
@@ -42,6 +44,17 @@ SCHEMA_VERSION = 1
 FILES_IN_FLIGHT_MAX = 8
 
 Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Parts that an attempt writes itself, to be committed with the arrays of a checkpoint.
+
+    Their names begin with no folder; they are not read back when the arrays are.
+    """
+
+    attempt: str
+    parts: Callable[[], Sequence[Part]]
 
 
 def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef]) -> str:
@@ -60,16 +73,19 @@ def commit_checkpoint(
     parents: Sequence[SlotRef],
     totals: Mapping[str, float],
     extra: Mapping[str, Any],
+    beside: Beside | None = None,
 ) -> SlotRef:
     """Write nested dicts of arrays (NumPy or JAX, any sharding) and commit them as `slot`.
 
     `content` and `parents` decide the fingerprint; `totals` become the summary of the reference and
-    `extra` is kept as it is. Another attempt with the same fingerprint that was first wins. Raises
+    `extra` is kept as it is. `beside` has other parts of the slot, which it is asked for when the
+    arrays are written. Another attempt with the same fingerprint that was first wins. Raises
     CommitConflict and whatever the store raises.
     """
-    attempt = new_attempt()
+    attempt = new_attempt() if beside is None else beside.attempt
     arrays = jax.tree.map(np.asarray, dict(tree))
     parts = _write(run, f"{slot}/{attempt}", attempt, arrays)
+    parts += () if beside is None else beside.parts()
     manifest = new_manifest(
         slot,
         attempt=attempt,
@@ -83,8 +99,12 @@ def commit_checkpoint(
     return ref_of(winner, reused=winner.attempt != attempt)
 
 
-def restore_checkpoint(run: Run, ref: SlotRef, like: Tree) -> dict[str, Any]:
+def restore_checkpoint(
+    run: Run, ref: SlotRef, like: Tree, *, unasked: Sequence[str] = ()
+) -> dict[str, Any]:
     """Read a committed tree back as NumPy arrays, every file verified before it is used.
+
+    Branches named in `unasked` may be there; they are left out.
 
     `like` is a tree of anything with `shape` and `dtype`; raises CorruptObject, naming the file or
     the array, when bytes, names, shapes or dtypes are others; ObjectMissing when it is not there.
@@ -92,6 +112,7 @@ def restore_checkpoint(run: Run, ref: SlotRef, like: Tree) -> dict[str, Any]:
     manifest = manifest_of(run.store, ref)
     with _local_folder(run, manifest) as folder, explained(folder):
         tree = _handler().restore(epath.Path(folder))
+    tree = {name: branch for name, branch in tree.items() if name not in unasked}
     _check_like(tree, like, run.store.url_of(ref.slot))
     return tree
 
@@ -106,10 +127,10 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
     target = run.store.local_path(prefix)
     if target is not None:
         with explained(target, _bytes_of(arrays)):
-            _make_folder(target)
+            make_folder(target)
             _save(target, arrays)
             parts = _each(_files(target), lambda file: _sealed(file, target, attempt))
-            _sync_folders(target)
+            sync_folders(target)
         return parts
     with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
         staged = Path(name)
@@ -199,11 +220,11 @@ def _local_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
 
 
 def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
-    """Read every part, verify it, and hand it on."""
+    """Read every file of the arrays, verify it, and hand it on."""
 
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
-        data = run.store.read(key)
+        data = _read_array(run, manifest.slot, key)
         found = hashlib.sha256(data).hexdigest()
         if found != part.sha256:
             raise CorruptObject(
@@ -214,7 +235,19 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
         use(part.name, data)
 
     with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
-        list(pool.map(verified, manifest.parts))
+        list(pool.map(verified, array_parts(manifest)))
+
+
+def _read_array(run: Run, slot: str, key: str) -> bytes:
+    try:
+        return run.store.read(key)
+    except ObjectMissing:
+        if not pruned_parts(run.store, slot):
+            raise
+        raise ObjectMissing(
+            f"{run.store.url_of(key)} was given up by the run's retention: expected a checkpoint "
+            f"with its arrays; `marin-rl status {run.run_id}` shows the latest, which is kept"
+        ) from None
 
 
 def _check_like(tree: Tree, like: Tree, source: str) -> None:
@@ -234,25 +267,3 @@ def _shapes(tree: Tree) -> dict[str, str]:
         "/".join(str(part.key) for part in path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
         for path, leaf in leaves
     }
-
-
-def _make_folder(folder: Path) -> None:
-    """Create `folder` and what is missing above it, each entry durable."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync(folder.parent)
-
-
-def _sync_folders(folder: Path) -> None:
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        _sync(path)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ the same bytes are tried again until the deadline. Nothing is ever deleted here.
 """
 
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from marin_rl.errors import (
     CommitConflict,
+    CommitExpired,
     CommitUnknown,
     CorruptObject,
     NewerSchema,
@@ -32,12 +34,33 @@ DEADLINE_S = 60.0
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 4.0
 
+# After this long an attempt commits no more, so that gc may take what it left uncommitted. Longer
+# than any stage may last.
+ATTEMPT_LIFETIME_S = 8 * 24 * 3600.0
+
+_ATTEMPT = re.compile(r"\d{8}T\d{6}-[0-9a-f]{16}")
+
 Identify = Callable[[bytes], tuple[str, str]]
 
 
 def new_attempt() -> str:
     """A name no other attempt has: UTC time for people who list folders, then 64 random bits."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
+
+
+def attempt_in(key: str) -> str | None:
+    """The attempt that an object is named for; None for names that no attempt gives."""
+    found = _ATTEMPT.search(key)
+    return found[0] if found else None
+
+
+def attempt_age_s(attempt: str, now: datetime) -> float:
+    """Seconds since an attempt was named, by the clock of who named it. Negative if clocks differ.
+
+    Raises ValueError for what is not the name of an attempt.
+    """
+    begun = datetime.strptime(attempt.partition("-")[0], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
+    return (now - begun).total_seconds()
 
 
 def fingerprint(
@@ -144,6 +167,14 @@ def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
     return manifest, sha256_of(data)
 
 
+def committed_manifest(store: ObjectStore, slot: str, hint: str = "") -> Manifest:
+    """The manifest that commits `slot`. Raises ObjectMissing, with `hint`; CorruptObject."""
+    found = read_manifest(store, slot)
+    if found is None:
+        raise ObjectMissing(f"{store.url_of(slot)} is not committed" + (hint and f": {hint}"))
+    return found[0]
+
+
 def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
     """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
     found = read_manifest(store, ref.slot)
@@ -191,9 +222,12 @@ def commit_manifest(
     """Commit the slot that `manifest` describes, whose parts are written already.
 
     Returns the manifest that is committed: ours, or that of another attempt with the same
-    fingerprint. Raises what `commit_object` raises.
+    fingerprint. Raises CommitExpired for an attempt of which gc may have taken parts, and what
+    `commit_object` raises.
     """
     key = manifest_key(manifest.slot)
+    if (adopted := _expired(store, manifest)) is not None:
+        return adopted
 
     def identify(data: bytes) -> tuple[str, str]:
         found = parse_manifest(data, store.url_of(key))
@@ -210,6 +244,27 @@ def commit_manifest(
         sleep=sleep,
     )
     return parse_manifest(data, store.url_of(key))
+
+
+def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
+    """None for an attempt that may still commit; for one that may not, what another committed."""
+    if attempt_in(manifest.attempt) is None:
+        return None
+    age_s = attempt_age_s(manifest.attempt, datetime.now(UTC))
+    if age_s < ATTEMPT_LIFETIME_S:
+        return None
+    found = read_manifest(store, manifest.slot)
+    if found is None:
+        raise CommitExpired(
+            f"{store.url_of(manifest.slot)}: attempt {manifest.attempt} began {age_s:.0f} s ago, "
+            f"expected less than {ATTEMPT_LIFETIME_S:.0f} s: `marin-rl gc` may have taken its "
+            "files; run again, which makes a new attempt"
+        )
+    source = store.url_of(manifest.slot)
+    check_fingerprint(
+        source, found[0].attempt, found[0].fingerprint, manifest.fingerprint, ours=manifest.attempt
+    )
+    return found[0]
 
 
 def commit_object(

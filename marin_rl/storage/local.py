@@ -27,10 +27,10 @@ class LocalStore(ObjectStore):
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         """See ObjectStore. UNKNOWN only if the folder cannot be synced once the name is there."""
         path = self._path(key)
-        if path.exists():  # spares writing the bytes; the link below is what decides
-            return self._seen(path)
         with explained(path, len(data)):
-            _make_folder(path.parent)
+            if path.exists():  # spares writing the bytes; the link below is what decides
+                return self._seen(path)
+            make_folder(path.parent)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             try:
                 _write_synced(temporary, data, os.O_EXCL)
@@ -44,13 +44,16 @@ class LocalStore(ObjectStore):
         """See ObjectStore."""
         path = self._path(key)
         with explained(path):
-            return path.read_bytes()
+            try:
+                return path.read_bytes()
+            except NotADirectoryError:  # a file where a folder would be: nothing lies below it
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
 
     def put_part(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         path = self._path(key)
         with explained(path, len(data)):
-            _make_folder(path.parent)
+            make_folder(path.parent)
             _write_synced(path, data, os.O_TRUNC)
             _sync_folder(path.parent)
 
@@ -106,20 +109,14 @@ class LocalStore(ObjectStore):
         return outcome
 
 
-def sync_tree(folder: Path) -> None:
-    """Make every file and folder below `folder` durable, as other programs left them.
+def sync_folders(folder: Path) -> None:
+    """Make the entries of `folder`, and of every folder below it, durable.
 
-    For parts that a library writes by itself, before the manifest that names them is committed.
+    For parts that a library writes by itself, whose contents are synced already, before the
+    manifest that names them is committed.
     """
-    for name, _, files in os.walk(folder, onerror=_unless_gone):
-        for file in files:
-            descriptor = os.open(f"{name}/{file}", os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    for name, _, _ in os.walk(folder, onerror=_unless_gone):
         _sync_folder(Path(name))
-    _sync_folder(folder.parent)
 
 
 def _unless_gone(error: OSError) -> None:
@@ -128,11 +125,11 @@ def _unless_gone(error: OSError) -> None:
         raise error
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Create `folder` and what is missing above it, each entry durable."""
     if folder.is_dir():
         return
-    _make_folder(folder.parent)
+    make_folder(folder.parent)
     with suppress(FileExistsError):
         folder.mkdir()
     _sync_folder(folder.parent)

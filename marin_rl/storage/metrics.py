@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from marin_rl.metrics import is_defined
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.local import explained
 from marin_rl.storage.runs import Run, metrics_key, round_of
-from marin_rl.storage.tables import TableReader, TableWriter, digest_of, load
+from marin_rl.storage.tables import TableReader, TableWriter, digest_of, load_all
 from marin_rl.types import SlotRef
 from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import METRICS as LADDER
@@ -55,15 +56,16 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     """One row per committed round, ascending: run_id, round, and a float64 column per metric.
 
     Only `rounds` where they are given, which spares the listing. A metric that a round lacks is
-    null. Raises CorruptObject, NewerSchema, ObjectMissing.
+    null. Objects that lie elsewhere are fetched many at once. Raises CorruptObject, NewerSchema,
+    ObjectMissing.
     """
     if rounds is None:
         found = (round_of(name) for name in run.store.children("metrics"))
         rounds = (round for round in found if round is not None)
     tables = [METRICS_IDENTITY.empty_table()]
-    for round in sorted(rounds):
-        key = metrics_key(round)
-        reader = TableReader(load(run.store, key), run.store.url_of(key), LADDER)
+    keys = [metrics_key(round) for round in sorted(rounds)]
+    for key, data in zip(keys, load_all(run.store, keys), strict=True):
+        reader = TableReader(data, run.store.url_of(key), LADDER)
         tables.append(reader.table(reader.schema))
     return pa.concat_tables(tables, promote_options="default")
 
@@ -95,7 +97,7 @@ def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
     reader = TableReader(data, JSONL_KEY, LADDER)
     (row,) = reader.table(reader.schema).to_pylist()
     row = {"round": row.pop("round"), **row}
-    with path.open("ab") as file:
+    with explained(path, len(data)), path.open("ab") as file:
         torn = b"" if _ends_a_line(path) else b"\n"
         file.write(torn + json.dumps(row).encode() + b"\n")
 

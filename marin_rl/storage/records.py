@@ -42,7 +42,10 @@ def check_groups(groups: Sequence[RolloutGroup]) -> None:
 
 
 def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) -> pa.Table:
-    """One row per rollout; `constants` are the columns that are the same for the whole shard."""
+    """One row per rollout; `constants` are the columns that are the same for the whole shard.
+
+    Raises InputError for what an environment gave and no file can hold.
+    """
     examples = [group.example for group in groups for _ in group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values: dict[str, Any] = {
@@ -61,11 +64,22 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     values["sampling"] = [_sampling_row(rollout.sampling) for rollout in rollouts]
     values["reward_components"] = [[asdict(c) for c in r.reward_components] for r in rollouts]
     values["turns"] = [[_turn_row(turn) for turn in rollout.turns] for rollout in rollouts]
-    columns = {name: pa.array(value, ROLLOUTS.field(name).type) for name, value in values.items()}
+    columns = {name: _column(name, value) for name, value in values.items()}
     for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]
         columns[name] = _list_column(arrays, ROLLOUTS.field(name).type)
     return pa.table([columns[name] for name in ROLLOUTS.names], schema=ROLLOUTS)
+
+
+def _column(name: str, values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values, ROLLOUTS.field(name).type)
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"rollouts cannot be written: a text of the column {name} is not Unicode, "
+            f"{error.reason} at character {error.start} of {error.object[:80]!a}: an "
+            "environment must give text that UTF-8 can hold"
+        ) from error
 
 
 def groups_of(table: pa.Table) -> list[RolloutGroup]:

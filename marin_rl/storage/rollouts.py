@@ -10,7 +10,7 @@ of rounds go through that manifest and verify what it says.
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -56,7 +56,7 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def encode_shard(
+def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
     groups: Sequence[RolloutGroup],
     *,
     run_id: str,
@@ -66,9 +66,11 @@ def encode_shard(
     replica: str,
     fingerprint: str,
     policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
 ) -> bytes:
     """The Parquet bytes of a shard: one row per rollout, groups adjacent in one row group.
 
+    `stamp` is what else the footer says: which reward model judged it, where one did.
     Raises ValueError naming the rollout whose arrays disagree, InputError where an example's
     metadata is not JSON.
     """
@@ -84,7 +86,9 @@ def encode_shard(
         "chat_template_digest": policy.chat_template_digest,
         "model": policy.model,
     }
-    writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
+    writer = TableWriter(
+        LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint, **(stamp or {})}
+    )
     for part in _row_groups(groups):
         writer.write(rollout_table(part, constants))
     return writer.finish()
@@ -116,6 +120,7 @@ def commit_shard(
     groups: Sequence[RolloutGroup],
     fingerprint: str,
     policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
 ) -> SlotRef:
     """Commit a shard by one create; where another attempt was first, its shard is adopted.
 
@@ -131,6 +136,7 @@ def commit_shard(
         replica=f"{socket.gethostname()}:{os.getpid()}",
         fingerprint=fingerprint,
         policy=policy,
+        stamp=stamp,
     )
     committed = commit_object(
         run.store,
@@ -175,6 +181,7 @@ def seal_round(
     if found is not None and found[0].fingerprint == decided:
         return ref_of(found[0], reused=True)
     parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
+    learned = run.config.environment.reward_model is not None
     ours = new_manifest(
         slot,
         attempt=new_attempt(),
@@ -182,6 +189,7 @@ def seal_round(
         parents=above,
         parts=parts,
         totals=_summary(pa.concat_tables(summaries)),
+        extra={"reward_model": _judges(run.store, shards)} if learned else {},
     )
     winner = commit_manifest(run.store, ours)
     return ref_of(winner, reused=winner.attempt != ours.attempt)
@@ -269,6 +277,13 @@ def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
         maxima={name: found[1] for name, found in bounds.items() if found},
     )
     return part, table
+
+
+def _judges(store: ObjectStore, shards: Sequence[SlotRef]) -> list[str]:
+    """The digests of the reward models that judged some shards, as their footers name them."""
+    sources = ((load(store, ref.slot), store.url_of(ref.slot)) for ref in shards)
+    stamps = (TableReader(data, source, LADDER).stamp for data, source in sources)
+    return sorted({stamp["reward_model"] for stamp in stamps if "reward_model" in stamp})
 
 
 def _summary(table: pa.Table) -> dict[str, float]:

@@ -1,24 +1,20 @@
 """A run and its paths: run.json, written once, and the slots whose presence is the run's state.
 
 There is no state file. What has happened in a run is which slots are committed, and that is read
-from known keys, or from fresh listings when all rounds are asked for. The names of slots are pure
-functions here.
+from known keys, or from fresh listings when all rounds are asked for. A forked run reads what lies
+before the fork from its parents' folders; its `store` resolves that, and nobody else needs to know.
 """
 
-import fcntl
 import hashlib
 import json
-import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from marin_rl.config import Config, content, differences, free_keys, override, parse_config
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, RunLocked
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import (
     commit_object,
     fingerprint,
@@ -27,67 +23,44 @@ from marin_rl.storage.commits import (
     ref_of,
 )
 from marin_rl.storage.filesystem import ObjectStore, open_store, probe
-from marin_rl.storage.local import explained
+from marin_rl.storage.locks import held
 from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.storage.shared import Ancestor, ForkedStore
+from marin_rl.storage.slots import (
+    STEP,
+    batches_slot,
+    checkpoint_slot,
+    evals_slot,
+    metrics_key,
+    pairs_slot,
+    reward_model_slot,
+    rollouts_slot,
+    round_name,
+    round_of,
+    sft_slot,
+    shard_key,
+)
 from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
 from schemas.manifests import canonical_json, open_sealed_json, sealed_json
 
+__all__ = [
+    "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RUN_KEY", "RoundProgress", "Run", "RunRef",
+    "ancestors_in", "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
+    "checkpoint_slot", "committed", "committed_checkpoint", "create_record", "evals_slot",
+    "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key", "pairs_slot",
+    "progress", "read_record", "refuse_other_content", "reward_model_slot", "rollouts_slot",
+    "round_name", "round_of", "rounds_planned", "runs_under", "seed_from", "sft_slot", "shard_key",
+]  # fmt: skip
+
 FORMAT = "marin-rl/run"
-VERSION = 1
+VERSION = 2  # 2 has `ancestors`; runs without any are written as 1, which older software reads
 RUN_KEY = "run.json"
 LOCK_KEY = ".lock"
+ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as of whoever committed it
+RETENTION = "retention"  # likewise the rule of retention
 SEED_BITS = 48
-
-_ROUND = re.compile(r"round-(\d{5,})")
-_STEP = re.compile(r"step-(\d{5,})")
-
-
-def round_name(round: int) -> str:
-    """`round-00012`: never `round=12`, which readers would take for a Hive column."""
-    assert round >= 0, f"rounds count from 0, found {round}"
-    return f"round-{round:05d}"
-
-
-def round_of(name: str) -> int | None:
-    """The round that a folder or file is named for: `round-00012`, `round-00012.parquet`."""
-    match = _ROUND.fullmatch(name.partition(".")[0])
-    return int(match[1]) if match else None
-
-
-def rollouts_slot(round: int) -> str:
-    """The slot that seals a round's rollouts."""
-    return f"rollouts/{round_name(round)}"
-
-
-def shard_key(round: int, shard: int) -> str:
-    """The object that is one shard of a round's rollouts, and its own commit."""
-    return f"{rollouts_slot(round)}/shard-{shard:04d}.parquet"
-
-
-def batches_slot(round: int) -> str:
-    """The slot of a round's training batches and dispositions."""
-    return f"batches/{round_name(round)}"
-
-
-def checkpoint_slot(round: int) -> str:
-    """The slot of the policy that round `round` samples from; round 0 is where the run starts."""
-    return f"checkpoints/{round_name(round)}"
-
-
-def sft_slot(step: int) -> str:
-    """The slot of the warm start's checkpoint after `step` optimizer steps."""
-    return f"sft/step-{step:05d}"
-
-
-def evals_slot(round: int) -> str:
-    """The slot of the evaluation of checkpoint `round`."""
-    return f"evals/{round_name(round)}"
-
-
-def metrics_key(round: int) -> str:
-    """The object that holds a round's metrics."""
-    return f"metrics/{round_name(round)}.parquet"
+CHILDREN_TOLD_MAX = 10  # of a root that does not hold the run that was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +79,12 @@ class RunRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An existing run. `store` is rooted in the run's own folder."""
+    """An existing run. `store` holds its slots; `ancestors` are set where it is a fork."""
 
     config: Config
     run_id: str
     store: ObjectStore
+    ancestors: tuple[Ancestor, ...] = ()
 
     @classmethod
     def create_or_open(cls, config: Config) -> "Run":
@@ -120,19 +94,25 @@ class Run:
         the run exists with another content; RootUnfit when the root cannot carry a run.
         """
         store = _store_of(config)
-        found = _read_record(store)
+        found = read_record(store)
         if found is not None:
             _check_content(found, config, store.url_of(RUN_KEY))
         probe(store)  # of an old run too: before work is wasted on a root that became read-only
         if found is None:
-            _check_content(_create_record(store, config), config, store.url_of(RUN_KEY))
-        return cls(config=config, run_id=config.run_id, store=store)
+            found = create_record(store, config)
+            _check_content(found, config, store.url_of(RUN_KEY))
+        ancestors = ancestors_in(found)
+        viewed = _viewed(open_store(config.root, config.storage_options), store, ancestors)
+        return cls(config=config, run_id=config.run_id, store=viewed, ancestors=ancestors)
 
     @classmethod
     def open(
         cls, root: str, run_id: str, storage_options: Mapping[str, Any] | None = None
     ) -> "Run":
-        """The run as run.json describes it. Raises ObjectMissing naming the runs there are."""
+        """The run as run.json describes it.
+
+        Raises ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
+        """
         return cls._open(root, run_id, storage_options or {}, None)
 
     @classmethod
@@ -148,18 +128,56 @@ class Run:
         storage_options: Mapping[str, Any],
         free: tuple[str, ...] | None,
     ) -> "Run":
+        check_run_id(run_id)
         top = open_store(root, storage_options)
         store = top.at(run_id)
-        record = _read_record(store)
+        record = read_record(store)
         if record is None:
+            found = top.children()
+            told = ", ".join(found[:CHILDREN_TOLD_MAX]) or "nothing"
+            more = len(found) - CHILDREN_TOLD_MAX
             raise ObjectMissing(
                 f"no run {run_id!r} under {root}: expected {store.url_of(RUN_KEY)}; "
-                f"found there: {', '.join(top.children()) or 'nothing'}"
+                f"found there: {told}{f' and {more} more' if more > 0 else ''}"
             )
         stored = _stored_config(record, store.url_of(RUN_KEY))
         tree = stored.model_dump(mode="json") if free is None else override(content(stored), free)
         tree |= {"root": root, "storage_options": dict(storage_options)}
-        return cls(config=parse_config(tree, "run reference"), run_id=run_id, store=store)
+        ancestors = ancestors_in(record)
+        return cls(
+            config=parse_config(tree, "run reference"),
+            run_id=run_id,
+            store=_viewed(top, store, ancestors),
+            ancestors=ancestors,
+        )
+
+    @property
+    def folder(self) -> ObjectStore:
+        """The run's own folder alone, without what it shares with its ancestors."""
+        return self.store.own if isinstance(self.store, ForkedStore) else self.store
+
+    def owner_of(self, key: str) -> str:
+        """The name of the run in whose folder `key` lies: this one, or an ancestor."""
+        if not isinstance(self.store, ForkedStore):
+            return self.run_id
+        owner = self.store.owner(key)
+        names = zip(self.ancestors, self.store.shared, strict=True)
+        return next((a.run_id for a, (_, store) in names if store is owner), self.run_id)
+
+    def player_of(self, round: int) -> str:
+        """The name of the run that played a round: this one's, or of the ancestor that did."""
+        shared = (item.run_id for item in self.ancestors if round < item.through_round)
+        return next(shared, self.run_id)
+
+    def at_round(self, round: int) -> "Run":
+        """The run that played a round: this one, or the ancestor it was forked from after it.
+
+        The round was played as that run's configuration says. Raises ObjectMissing.
+        """
+        owner = self.player_of(round)
+        if owner == self.run_id:
+            return self
+        return Run.open(self.config.root, owner, self.config.storage_options)
 
     @property
     def reference(self) -> RunRef:
@@ -183,29 +201,21 @@ class Run:
 
     def seed_of(self, *parts: str | int) -> int:
         """A seed in [0, 2**48) that depends on the run's seed and name and on `parts` alone."""
-        digest = hashlib.sha256(canonical_json([self.config.seed, self.run_id, *parts])).digest()
-        return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
+        return seed_from(self.config, *parts)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run on this machine. Raises RunLocked, with the holder's process id.
+        """Hold the run on this machine. Raises RunLocked, with who holds it.
 
         The kernel lets go when the process ends, however it ends. Nothing is locked on object
         stores, where the commit protocol alone keeps two processes apart.
         """
-        path = self.store.local_path(LOCK_KEY)
+        path = self.folder.local_path(LOCK_KEY)
         if path is None:
             yield
             return
-        with explained(path, 0):
-            file = path.open("a+", encoding="utf-8")
-        with file:
-            _lock(file.fileno(), path)
-            _sign(file, f"{os.getpid()}\n")
-            try:
-                yield
-            finally:
-                _sign(file, "")
+        with held(path):
+            yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +231,11 @@ class RoundProgress:
     metrics: bool = False
 
 
-def progress(run: Run) -> dict[int, RoundProgress]:
+def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
     """What is committed, by round, ascending: one fresh listing per kind of slot.
 
-    For people and for starting up; the loop itself looks at the known keys of its round.
+    A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
+    people and for starting up; the loop itself looks at the known keys of its round.
     """
     found: dict[int, dict[str, Any]] = {}
     for kind in ("rollouts", "batches", "evals", "metrics"):
@@ -235,9 +246,28 @@ def progress(run: Run) -> dict[int, RoundProgress]:
                 _note(found.setdefault(round, {}), kind, "/".join(rest))
     for name in run.store.children("checkpoints"):
         round = round_of(name)
-        if round is not None and "manifest.json" in run.store.children(f"checkpoints/{name}"):
+        if round is None:
+            continue
+        if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
             found.setdefault(round, {})["checkpoint"] = True
     return {round: RoundProgress(round=round, **found[round]) for round in sorted(found)}
+
+
+def rounds_planned(run: Run, trained: int) -> int:
+    """How many rounds a run of `trained` ones is to have, as its own latest checkpoint knows.
+
+    run.json has what was planned when the run began; `rounds` may be another at each continuation.
+    """
+    slot = checkpoint_slot(trained)
+    found = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
+    planned = found[0].extra.get(ROUNDS_PLANNED) if found else None
+    return max(run.config.rounds if planned is None else int(planned), trained)
+
+
+def as_continued(run: Run) -> dict[str, Any]:
+    """What a checkpoint's `extra` records of free keys, for others to go by until the next one."""
+    rule = run.config.retention.model_dump(mode="json")
+    return {ROUNDS_PLANNED: run.config.rounds, RETENTION: rule}
 
 
 def committed(run: Run, slot: str) -> SlotRef | None:
@@ -259,22 +289,69 @@ def latest_checkpoint(run: Run) -> SlotRef | None:
 
 def latest_sft(run: Run) -> SlotRef | None:
     """The committed checkpoint of the warm start with the most steps."""
-    matches = (_STEP.fullmatch(name) for name in run.store.children("sft"))
-    return _latest(run, (sft_slot(step) for step in _falling(m and int(m[1]) for m in matches)))
+    return _latest(run, (sft_slot(step) for step in _steps(run, "sft")))
+
+
+def latest_reward_model(run: Run) -> SlotRef | None:
+    """The committed checkpoint of the run's reward model with the most steps."""
+    return _latest(run, (reward_model_slot(step) for step in _steps(run, "reward_model")))
+
+
+def checkpoint_named(
+    text: str, kinds: Mapping[str, str], key: str, storage_options: Mapping[str, Any]
+) -> tuple[Run, SlotRef]:
+    """The run and the committed slot that ROOT/RUN_ID/KIND/NAME names, manifest.json or not.
+
+    `kinds` has an example NAME per KIND allowed; `key` is the configuration key that holds `text`.
+    Raises ConfigError for another form or a slot that is not committed, ObjectMissing without run.
+    """
+    text = text.rstrip("/")
+    head, _, name = text.removesuffix("/manifest.json").rpartition("/")
+    head, _, kind = head.rpartition("/")
+    root, _, run_id = head.rpartition("/")
+    if not (root and run_id and kind in kinds and name):
+        forms = " or ".join(f"ROOT/RUN_ID/{kind}/{name}" for kind, name in kinds.items())
+        raise ConfigError(f"{key} is {text!r}: expected {forms}")
+    run = Run.open(root, run_id, storage_options)
+    ref = committed(run, f"{kind}/{name}")
+    if ref is None:
+        raise ConfigError(
+            f"{key}: {run.store.url_of(f'{kind}/{name}')} is not committed; `marin-rl status "
+            f"{run_id}` lists what is"
+        )
+    return run, ref
 
 
 def refuse_other_content(config: Config) -> None:
     """Raise ConfigError if the run exists with another content. Writes nothing."""
     store = _store_of(config)
-    found = _read_record(store)
+    found = read_record(store)
     if found is not None:
         _check_content(found, config, store.url_of(RUN_KEY))
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise ConfigError unless `run_id` can be the name of a folder right under a root.
+
+    New runs have stricter names; a folder that somebody renamed can be read all the same.
+    """
+    if run_id in ("", ".", "..") or "/" in run_id:
+        raise ConfigError(
+            f"expected the id of a run, a folder right under the root, found {run_id!r}; --root "
+            "says where runs are, and `marin-rl status` lists them"
+        )
 
 
 def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """Names of the runs below `root`, sorted."""
     top = open_store(root, storage_options)
     return [name for name in top.children() if RUN_KEY in top.children(name)]
+
+
+def seed_from(config: Config, *parts: str | int) -> int:
+    """See `Run.seed_of`; for what is no run, and has no folder."""
+    digest = hashlib.sha256(canonical_json([config.seed, config.run_id, *parts])).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
 def _note(round: dict[str, Any], kind: str, rest: str) -> None:
@@ -290,6 +367,11 @@ def _falling(numbers: Iterator[int | None]) -> list[int]:
     return sorted((number for number in numbers if number is not None), reverse=True)
 
 
+def _steps(run: Run, kind: str) -> list[int]:
+    matches = (STEP.fullmatch(name) for name in run.store.children(kind))
+    return _falling(match and int(match[1]) for match in matches)
+
+
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:
     return next((ref for slot in slots if (ref := committed(run, slot))), None)
 
@@ -298,7 +380,11 @@ def _store_of(config: Config) -> ObjectStore:
     return open_store(config.root, config.storage_options).at(config.run_id)
 
 
-def _read_record(store: ObjectStore) -> dict[str, Any] | None:
+def read_record(store: ObjectStore) -> dict[str, Any] | None:
+    """What run.json of a run's folder says; None where there is none.
+
+    Raises CorruptObject, NewerSchema.
+    """
     try:
         data = store.read(RUN_KEY)
     except ObjectMissing:
@@ -315,12 +401,24 @@ def _parse_record(data: bytes, source: str) -> dict[str, Any]:
         raise CorruptObject(f"{source}: {error}") from None
 
 
-def _create_record(store: ObjectStore, config: Config) -> dict[str, Any]:
-    """Commit run.json; the record of whoever was first."""
+def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
+    """The runs that a fork's run.json names, ascending; none for other runs."""
+    return tuple(Ancestor(**item) for item in record.get("ancestors", ()))
+
+
+def create_record(
+    store: ObjectStore, config: Config, ancestors: Sequence[Ancestor] = ()
+) -> dict[str, Any]:
+    """Commit run.json; the record of whoever was first.
+
+    Raises CommitUnknown, StorageError.
+    """
     attempt = new_attempt()
+    forked = {"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}
     record = {
+        **forked,
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if ancestors else 1,
         "run_id": config.run_id,
         "config": config.model_dump(mode="json"),
         "content_digest": fingerprint("run", content(config)),
@@ -347,6 +445,12 @@ def _create_record(store: ObjectStore, config: Config) -> dict[str, Any]:
     return _parse_record(data, source)
 
 
+def _viewed(top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]) -> ObjectStore:
+    if not ancestors:
+        return own
+    return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])
+
+
 def _stored_config(record: Mapping[str, Any], source: str) -> Config:
     return parse_config(record["config"], source)
 
@@ -367,23 +471,3 @@ def _dig(tree: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         node = node[name]
     return node
-
-
-def _sign(file: TextIO, text: str) -> None:
-    """Say in the lock file who holds it, for the error of whoever comes next."""
-    with suppress(OSError):  # a full disk must not keep the run from being locked, or let go
-        file.truncate(0)
-        file.write(text)
-        file.flush()
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        # "a+" leaves the holder's text in place; it may be empty for an instant.
-        holder = path.read_text(encoding="utf-8").strip()
-        by = f"process {holder}" if holder else "another process"
-        raise RunLocked(
-            f"{path.parent} is being worked on by {by} on this machine: wait for it, or end it"
-        ) from None

@@ -7,7 +7,9 @@ naming the file.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +23,26 @@ from schemas.manifests import Part
 from schemas.migrations import Ladder
 
 ROW_GROUP_ROWS = 1000
+FETCHES_MAX = 16  # small objects that are fetched from elsewhere at once
 STAMP_PREFIX = "marin_rl."
+_WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
 
 # Encodings that beat the defaults, by the name of the column: ids are too many for a dictionary,
 # logprobs share their exponent bytes, positions differ by one.
 ENCODINGS: Mapping[str, str] = {
     "token_ids": "PLAIN",
+    "chosen_token_ids": "PLAIN",
+    "rejected_token_ids": "PLAIN",
     "logprobs": "BYTE_STREAM_SPLIT",
     "policy_logprobs": "BYTE_STREAM_SPLIT",
+    "trainer_logprobs": "BYTE_STREAM_SPLIT",
+    "sampler_logprobs": "BYTE_STREAM_SPLIT",
+    "reference_logprobs": "BYTE_STREAM_SPLIT",
+    "old_logprobs": "BYTE_STREAM_SPLIT",
+    "entropies": "BYTE_STREAM_SPLIT",
+    "ratios": "BYTE_STREAM_SPLIT",
+    "values": "BYTE_STREAM_SPLIT",
+    "old_values": "BYTE_STREAM_SPLIT",
     "positions": "DELTA_BINARY_PACKED",
 }
 
@@ -37,7 +51,8 @@ class TableWriter:
     """Collects tables of one schema into the bytes of one Parquet file, a row group per call."""
 
     def __init__(self, ladder: Ladder, schema: pa.Schema, stamp: Mapping[str, str]) -> None:
-        values = {"format": ladder.format, "schema_version": str(ladder.newest), **stamp}
+        values = {"format": ladder.format, "schema_version": str(ladder.newest)}
+        values |= dict(sorted(stamp.items()))  # in one order, so that equal files have equal bytes
         self.schema = schema.with_metadata({STAMP_PREFIX + k: v for k, v in values.items()})
         self.rows = 0
         self._sink = pa.BufferOutputStream()
@@ -94,12 +109,39 @@ class TableReader:
         """All rows, upgraded, with exactly the columns of `schema`."""
         return self._read(list(range(self.row_groups)), schema)
 
+    def check(self, schema: pa.Schema) -> None:
+        """Raise CorruptObject unless the columns are, or become by upgrades, those of `schema`."""
+        self._read([], schema)
+
+    def rewritten(self) -> bytes | None:
+        """The bytes that writing all rows again gives; None if another writer made the file.
+
+        What is deterministic comes out equal, so a difference is damage that no checksum inside the
+        file covers. Raises CorruptObject where rows cannot be read, or no writer of ours is named.
+        """
+        created_by = str(self._file.metadata.created_by)
+        if _WRITER.fullmatch(created_by) is None:
+            raise CorruptObject(
+                f"{self.source}: expected Arrow's name as its writer, found {created_by!r}"
+            )
+        values = {key: value for key, value in self.stamp.items() if key != "format"}
+        writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
+        with corruption_named(self.source):
+            tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
+        for table in tables:
+            writer.write(table.replace_schema_metadata())
+        data = writer.finish()
+        ours = pq.read_metadata(pa.BufferReader(data)).created_by
+        return data if ours == created_by else None
+
     def _read(self, groups: list[int], schema: pa.Schema) -> pa.Table:
-        columns = [name for name in schema.names if name in self.schema.names]
+        held = set(self.schema.names)
+        columns = [name for name in schema.names if name in held]
         with corruption_named(self.source):
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
-        missing = [name for name in schema.names if name not in table.column_names]
+        found = set(table.column_names)
+        missing = [name for name in schema.names if name not in found]
         if missing:
             raise CorruptObject(f"{self.source}: columns {', '.join(missing)} are missing")
         table = table.select(schema.names).replace_schema_metadata()
@@ -132,6 +174,15 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
         return pa.memory_map(str(path)).read_buffer()
     except FileNotFoundError:
         raise ObjectMissing(f"{path} does not exist") from None
+
+
+def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
+    """Each object as a buffer, in order; those that lie elsewhere are fetched many at once."""
+    if not keys or store.local_path(keys[0]) is not None:
+        yield from (load(store, key) for key in keys)
+        return
+    with ThreadPoolExecutor(FETCHES_MAX) as pool:
+        yield from pool.map(lambda key: load(store, key), keys)
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:

@@ -1,5 +1,6 @@
 """The audit: silent on good runs, and names what does not add up on bad ones."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from builders import commit_round, configuration, group
+from typer.testing import CliRunner
 
 from marin_rl.batching.build import build_round
+from marin_rl.cli import app
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
 from marin_rl.storage.batches import (
@@ -32,7 +35,10 @@ def _run(tmp_path: Path) -> Run:
 
 def _tampered(tmp_path: Path, change: Change) -> RoundAudit:
     """The audit of a round whose dispositions were changed behind its back, digests and all."""
-    run = _run(tmp_path)
+    return _retold(_run(tmp_path), change)
+
+
+def _retold(run: Run, change: Change) -> RoundAudit:
     slot = batches_slot(0)
     found = read_manifest(run.store, slot)
     assert found is not None
@@ -142,6 +148,19 @@ def test_damage_is_reported_not_raised(tmp_path: Path) -> None:
     assert path.name in report.problems[0]
 
 
+def test_a_round_that_lost_its_batches_is_named(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    run.store.delete("batches/round-00000/manifest.json")
+    assert list(audit_run(run)) == []  # it may be about to be processed
+    run.store.put_part("checkpoints/round-00001/manifest.json", b"{}")
+    (report,) = audit_run(run)
+    assert report.round == 0
+    assert "nothing says where its rollouts went" in report.problems[0]
+    run.store.put_part("batches/round-00000/manifest.json", b"{")
+    (report,) = audit_run(run)
+    assert not report.balanced
+
+
 def test_shards_that_no_manifest_names_are_reported(tmp_path: Path) -> None:
     run = _run(tmp_path)
     run.store.put_part("rollouts/round-00000/shard-0007.parquet", b"what is this")
@@ -149,7 +168,7 @@ def test_shards_that_no_manifest_names_are_reported(tmp_path: Path) -> None:
     assert report.offences == {"shards outside the manifest": ("shard-0007.parquet",)}
 
 
-def test_long_lists_are_cut(tmp_path: Path) -> None:
+def test_long_lists_are_cut_for_people_alone(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     build_round(run, 0, commit_round(run, 0, [[group("g", [0.0, 1.0] * 20, completion=[1])]]))
     assert audit_round(run, 0).balanced
@@ -160,10 +179,93 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     )
     _, second = audit_run(run)
     (names,) = second.offences.values()
-    assert len(names) == NAMES_MAX + 1
-    assert names[-1] == "and 20 more"
+    assert len(names) == NAMES_MAX + 20
+    (told,) = second.problems
+    assert told.endswith(f"{names[NAMES_MAX - 1]}, and 20 more")
+    assert names[NAMES_MAX] not in told
+    shown = CliRunner().invoke(app, ["audit", "run", "--json", "--root", str(tmp_path)])
+    *_, line = shown.stdout.splitlines()
+    assert json.loads(line)["offences"] == {"consumed in an earlier round": [*names]}
 
 
 def test_a_round_without_batches_cannot_be_audited(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match="not committed"):
         audit_round(_run(tmp_path), 5)
+
+
+@pytest.mark.parametrize("packing", ["sequences", "shared_prompt"])
+def test_packed_rows_are_found_by_row_and_segment(tmp_path: Path, packing: str) -> None:
+    batching = {"packing": packing, "row_tokens": 64}
+    config = configuration(str(tmp_path), batching=batching, policy={"context_length": 64})
+    run = Run.create_or_open(config)
+    groups = [group(name, [0.0, 1.0, 1.0, 0.0], completion=range(8, 20)) for name in "ghi"]
+    build_round(run, 0, commit_round(run, 0, [groups]))
+    told = read_dispositions(run, 0)
+    places = list(zip(told["row"].to_pylist(), told["segment"].to_pylist(), strict=True))
+    # Rows of four sequences of 15 tokens, or of a group: its prompt of 3 and four times 12.
+    assert places == [(row, segment) for row in range(3) for segment in range(1, 5)]
+    assert audit_round(run, 0).problems == ()
+
+
+def test_a_wrong_segment_of_a_packed_row_is_named(tmp_path: Path) -> None:
+    batching = {"packing": "shared_prompt", "row_tokens": 64}
+    config = configuration(str(tmp_path), batching=batching, policy={"context_length": 64})
+    run = Run.create_or_open(config)
+    build_round(run, 0, commit_round(run, 0, [[group("g", [0.0, 1.0, 1.0, 0.0])]]))
+    found = _retold(run, lambda table: _set(table, "g/2", "segment", 4))
+    assert found.offences == {
+        "not in the batches where told": ("g/2",),
+        "in the batches but not told": ("g/2",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("n_tokens", 99, "told of other tokens"),
+        ("environment", "chat", "told of another environment"),
+        ("policy_version_min", 7, "told of another policy"),
+    ],
+)
+def test_rollouts_of_which_the_shards_say_otherwise_are_named(
+    tmp_path: Path, column: str, value: object, kind: str
+) -> None:
+    report = _tampered(tmp_path, lambda table: _set(table, "h/1", column, value))
+    assert report.offences == {kind: ("h/1",)}
+    assert not all(balance.balanced for balance in report.balances)
+
+
+def test_a_round_is_told_by_environment_and_policy_in_rollouts_and_tokens(tmp_path: Path) -> None:
+    batching, filters = {"staleness_rounds_max": 1}, {"truncated": True}
+    run = Run.create_or_open(configuration(str(tmp_path), batching=batching, filters=filters))
+    cut = {"status": "truncated", "completion": range(10, 20), "version": 5}
+    groups = [
+        group("new", [0.0, 1.0], completion=[1, 2, 3, 4], version=5),
+        group("long", [0.0, 1.0], **cut),
+        group("failed", [None, 1.0, 0.0], completion=[1, 2], version=5),
+        group("old", [0.0, 1.0], version=3),
+    ]
+    build_round(run, 5, commit_round(run, 5, [groups]))
+    report = audit_round(run, 5)
+    assert report.problems == ()
+    old, new = report.balances
+    assert (old.environment, old.policy_version) == ("echo", 3)
+    assert dict(old.rollouts) == {
+        "generated": 2, "consumed": 0, "filtered": 0, "stale": 2, "failed": 0,
+    }  # fmt: skip
+    assert dict(old.tokens) == {
+        "generated": 10, "consumed": 0, "filtered": 0, "stale": 10, "failed": 0,
+    }  # fmt: skip
+    assert (old.mean_length, old.length_bias) == (None, None)
+    # Prompts have 3 tokens: twice 7, twice 13 and three times 5.
+    assert dict(new.tokens) == {
+        "generated": 55, "consumed": 24, "filtered": 26, "stale": 0, "failed": 5,
+    }  # fmt: skip
+    assert new.balanced
+    assert [(lost.disposition, lost.reason, lost.rollouts) for lost in new.dropped] == [
+        ("failed", "no_reward", 1),
+        ("filtered", "truncated", 2),
+    ]
+    assert [lost.mean_length for lost in new.dropped] == [2.0, 10.0]
+    assert new.mean_length == 3.0  # of 4, 4, 2 and 2
+    assert new.length_bias == pytest.approx(22 / 3 - 3)

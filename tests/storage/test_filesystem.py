@@ -3,11 +3,14 @@
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,10 +25,10 @@ from marin_rl.errors import (
     StoreUnavailable,
 )
 from marin_rl.storage.filesystem import ObjectStore, PutOutcome, open_store, probe
-from marin_rl.storage.local import sync_tree
 from marin_rl.storage.objects import is_private
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
+NOBODY = 65534
 
 
 # --- every backend -----------------------------------------------------------------------------
@@ -169,13 +172,6 @@ def test_local_listings_do_not_skip_what_may_not_be_read(tmp_path: Path) -> None
         store.list("slot/x/below-a-file")
 
 
-def test_what_others_wrote_can_be_made_durable(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "c").write_bytes(b"1")
-    sync_tree(tmp_path / "a")
-    assert (tmp_path / "a" / "b" / "c").read_bytes() == b"1"
-
-
 CREATE_THEN_DIE = """
 import os, signal, sys
 from marin_rl.storage import local
@@ -265,12 +261,90 @@ def test_a_read_only_disk_is_no_root(readonly_disk: Path) -> None:
         probe(open_store(str(readonly_disk)))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_no_root(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(RootUnfit, match="permission denied"):
-        probe(open_store(str(tmp_path / "runs")))
-    tmp_path.chmod(0o700)
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root, to whom nothing is denied, becomes nobody for the while."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def kept() -> Iterator[Path]:
+    """A root with the object `slot/kept`, where others may look, unlike pytest's own folders."""
+    folder = Path(tempfile.mkdtemp())
+    assert open_store(str(folder)).put_if_absent("slot/kept", b"kept") is CREATED
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def denied(root: Path, folder: str, mode: int) -> Iterator[ObjectStore]:
+    """The store at `root` while this process may do no more in `folder` than `mode` says."""
+    before = (root / folder).stat().st_mode
+    (root / folder).chmod(mode)
+    try:
+        with as_nobody():
+            yield open_store(str(root))
+    finally:
+        (root / folder).chmod(before)
+
+
+WRITES: dict[str, Callable[[ObjectStore], object]] = {
+    "create": lambda store: store.put_if_absent("slot/new", b"x"),
+    "create in a new folder": lambda store: store.put_if_absent("slot/deep/er/new", b"x"),
+    "write": lambda store: store.put_part("slot/new", b"x"),
+    "write in a new folder": lambda store: store.put_part("slot/deep/er/new", b"x"),
+    "write over": lambda store: store.put_part("slot/kept", b"x"),
+    "delete": lambda store: store.delete("slot/kept"),
+}
+LOOKS: dict[str, Callable[[ObjectStore], object]] = {
+    "read": lambda store: store.read("slot/kept"),
+    "size": lambda store: store.size("slot/kept"),
+    "list": lambda store: store.list(),
+    "children": lambda store: store.children("slot"),
+    "create": lambda store: store.put_if_absent("slot/kept", b"x"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_is_denied_says_so_and_changes_nothing(kept: Path, write: str) -> None:
+    (kept / "slot" / "kept").chmod(0o444)
+    with denied(kept, "slot", 0o555) as store:
+        with pytest.raises(StorageError, match="permission denied; choose another root") as caught:
+            WRITES[write](store)
+        assert not isinstance(caught.value, ObjectMissing)
+        assert not caught.value.transient
+        assert str(kept / "slot") in str(caught.value)
+        assert store.put_if_absent("slot/kept", b"x") is EXISTS
+        assert store.read("slot/kept") == b"kept"
+        assert store.list() == ["slot/kept"]
+    (kept / "slot" / "kept").chmod(0o644)
+    assert open_store(str(kept)).list() == ["slot/kept"]
+    WRITES[write](open_store(str(kept)))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_may_not_be_seen_is_not_taken_for_missing(kept: Path, look: str) -> None:
+    with denied(kept, "slot", 0o000) as store:
+        with pytest.raises(StorageError, match="permission denied") as caught:
+            LOOKS[look](store)
+        assert not isinstance(caught.value, ObjectMissing)
+        assert not caught.value.transient
+    assert open_store(str(kept)).read("slot/kept") == b"kept"
+
+
+def test_a_folder_without_permission_is_no_root(kept: Path) -> None:
+    with denied(kept, ".", 0o555) as store:
+        for url in (store.url, f"{store.url}/runs"):
+            with pytest.raises(RootUnfit, match="permission denied; choose another root or ask"):
+                probe(open_store(url))
+    assert open_store(str(kept)).list() == ["slot/kept"]
 
 
 def test_a_file_in_the_way_is_no_root(tmp_path: Path) -> None:
@@ -342,6 +416,31 @@ def test_a_create_that_did_not_happen_is_unknown_too(
     with pytest.raises(ObjectMissing):
         store.read("slot")
     assert store.put_if_absent("slot", b"mine") is CREATED
+
+
+@pytest.mark.parametrize("write", ["create", "write"])
+def test_a_write_that_a_bucket_denies_is_no_unknown(
+    faulty: tuple[Server, ObjectStore, str], write: str
+) -> None:
+    server, store, method = faulty
+    store.put_part("slot/kept", b"kept")
+    server.faults.add(Fault(method, "slot/new", "before", 403))
+    with pytest.raises(StorageError, match="permission denied; check the credentials") as caught:
+        WRITES[write](store)
+    assert not caught.value.transient
+    assert store.list() == ["slot/kept"]
+    WRITES[write](store)
+
+
+def test_what_a_bucket_hides_is_not_taken_for_missing(
+    faulty: tuple[Server, ObjectStore, str],
+) -> None:
+    server, store, _ = faulty
+    store.put_part("slot/kept", b"kept")
+    server.faults.add(Fault("GET", "slot/kept", "before", 403))
+    with pytest.raises(StorageError, match="permission denied; check the credentials") as caught:
+        store.read("slot/kept")
+    assert not isinstance(caught.value, ObjectMissing)
 
 
 def test_a_read_survives_two_faults_and_reports_the_third(

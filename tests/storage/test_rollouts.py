@@ -188,6 +188,14 @@ def test_metadata_must_be_json() -> None:
         _encoded([replace(group("g", [1.0]), example=example)])
 
 
+@pytest.mark.parametrize("change", [{"answer": "\ud800"}, {"metadata": {"raw": "a\udfff"}}])
+def test_a_text_that_is_not_unicode_is_named(change: dict[str, Any]) -> None:
+    example = replace(group("g", [1.0]).example, **change)
+    (column,) = change
+    with pytest.raises(InputError, match=rf"column {column} is not Unicode.*at character \d"):
+        _encoded([replace(group("g", [1.0]), example=example)])
+
+
 def test_identity_is_in_the_footer() -> None:
     assert identify_shard(_encoded([group("g", [1.0])], attempt="mine")) == ("mine", FINGERPRINT)
 

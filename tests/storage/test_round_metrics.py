@@ -1,14 +1,18 @@
 """Round metrics: one row per round, the first attempt's, on every backend."""
 
 import json
+import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import configuration
 
+from marin_rl.storage.filesystem import MemoryStore
 from marin_rl.storage.metrics import read_metrics, write_round_metrics
 from marin_rl.storage.runs import Run, metrics_key
+from marin_rl.storage.tables import FETCHES_MAX
 
 
 def test_rows_come_back_in_order_on_every_backend(root: tuple[str, dict[str, Any]]) -> None:
@@ -34,6 +38,21 @@ def test_rows_come_back_in_order_on_every_backend(root: tuple[str, dict[str, Any
         },
     ]
     assert read_metrics(run, [10])["loss"].to_pylist() == [0.5]
+
+
+def test_rows_of_a_bucket_are_fetched_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A barrier in the store: one fetch after another would wait at it for ever."""
+    run = Run.create_or_open(configuration(f"memory://{uuid.uuid4().hex}"))
+    for round in range(2 * FETCHES_MAX):
+        write_round_metrics(run, round, {"loss": float(round)})
+    read, all_there = MemoryStore.read, threading.Barrier(FETCHES_MAX, timeout=30)
+
+    def waiting(self: MemoryStore, key: str) -> bytes:
+        all_there.wait()
+        return read(self, key)
+
+    monkeypatch.setattr(MemoryStore, "read", waiting)
+    assert read_metrics(run)["loss"].to_pylist() == list(range(2 * FETCHES_MAX))
 
 
 def test_the_first_attempt_is_believed(tmp_path: Path) -> None:

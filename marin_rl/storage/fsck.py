@@ -1,0 +1,276 @@
+"""fsck: is everything that a run committed still there, unchanged, and of one piece?
+
+Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
+threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
+round, metrics) are read whole and written again in memory, which must give the same bytes. Nothing
+is changed, and nothing but storage itself can end the search: whatever is wrong becomes a Fault.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+
+from marin_rl.config import parse_config
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.storage.faults import (
+    Fault,
+    Kind,
+    fork_faults,
+    gap_faults,
+    link_faults,
+    unnamed_faults,
+)
+from marin_rl.storage.filesystem import ObjectStore, open_store
+from marin_rl.storage.inventory import MANIFEST, PAIRS, Inventory, Slot, is_shard, take_inventory
+from marin_rl.storage.objects import is_private
+from marin_rl.storage.pruning import pruned_parts
+from marin_rl.storage.runs import (
+    RUN_KEY,
+    ancestors_in,
+    check_run_id,
+    metrics_key,
+    read_record,
+    round_of,
+)
+from marin_rl.storage.shared import Ancestor, ForkedStore
+from marin_rl.storage.tables import TableReader, digest_of, load
+from schemas.batches import DISPOSITIONS, batches_schema
+from schemas.manifests import Manifest, Part, canonical_json, sha256_of
+from schemas.metrics import METRICS_IDENTITY
+from schemas.migrations import BATCHES, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
+from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+from schemas.migrations import PAIRS as PAIRS_LADDER
+from schemas.pairs import PAIRS as PAIRS_SCHEMA
+from schemas.rewards import REWARDS as REWARDS_SCHEMA
+from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
+from schemas.scores import SCORES as SCORES_SCHEMA
+
+REMOTE_WORKERS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What was looked at: objects, bytes that were hashed, wall seconds; and what is wrong.
+
+    `pruned` counts parts that retention removed, as their tombstones say.
+    """
+
+    objects: int
+    bytes: int
+    seconds: float
+    pruned: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is wrong that matters."""
+        return all(fault.harmless for fault in self.faults)
+
+
+def check_run(
+    root: str,
+    run_id: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    workers: int | None = None,
+) -> Checked:
+    """Check a run, what it shares with its ancestors included. Opens it even if run.json is broken.
+
+    Raises ObjectMissing when there is no such folder, ConfigError for what can be no run's name,
+    StoreUnavailable, StorageError.
+    """
+    began = time.monotonic()
+    check_run_id(run_id)
+    top = open_store(root, options)
+    own = top.at(run_id)
+    if not own.children():
+        raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
+    ancestors, faults = _identity(top, own)
+    store = own
+    if ancestors:
+        store = ForkedStore(own, [(a.through_round, top.at(a.run_id)) for a in ancestors])
+    inventory = take_inventory(store)
+    jobs = [*_part_jobs(store, inventory), *_loose_jobs(store, inventory)]
+    local = store.local_path(RUN_KEY) is not None
+    with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
+        found = list(pool.map(lambda job: job(), jobs))
+    manifests = [slot for slot in inventory.slots if slot.manifest is not None]
+    faults += [fault for _, fault in found if fault is not None]
+    faults += chain(
+        _unreadable(store, inventory),
+        link_faults(store, inventory),
+        gap_faults(store, inventory),
+        fork_faults(store, inventory, ancestors),
+        unnamed_faults(store, inventory),
+    )
+    return Checked(
+        objects=1 + len(manifests) + len(jobs),
+        bytes=sum(size for size, _ in found),
+        seconds=time.monotonic() - began,
+        pruned=sum(len(_gone(slot)) for slot in manifests),
+        faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
+    )
+
+
+def _identity(top: ObjectStore, own: ObjectStore) -> tuple[tuple[Ancestor, ...], list[Fault]]:
+    """The ancestors that run.json names, and what is wrong with it or with them."""
+    place = own.url_of(RUN_KEY)
+    try:
+        record = read_record(own)
+    except (CorruptObject, NewerSchema) as error:
+        return (), [_of_record(own, RUN_KEY, error)]
+    if record is None:
+        return (), [Fault("missing", place, "the record that makes this folder a run")]
+    ancestors, faults = ancestors_in(record), list[Fault]()
+    try:
+        parse_config(record["config"], place)
+    except ConfigError as error:
+        faults.append(Fault("malformed", place, str(error)))
+    for ancestor in ancestors:
+        key = f"{ancestor.run_id}/{RUN_KEY}"
+        try:
+            found = sha256_of(top.read(key))
+        except ObjectMissing:
+            faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
+            continue
+        if found != ancestor.sha256:
+            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
+            faults.append(Fault("wrong parent", place, detail))
+    return ancestors, faults
+
+
+Job = Callable[[], tuple[int, Fault | None]]
+
+
+def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
+    for slot in inventory.slots:
+        if slot.manifest is not None:
+            gone = _gone(slot)
+            for part in slot.manifest.parts:
+                if part.name not in gone:
+                    yield partial(_check_part, store, slot, part)
+
+
+def _gone(slot: Slot) -> frozenset[str]:
+    """Parts that are not there, as the slot's tombstone says."""
+    return slot.pruned - set(slot.names)
+
+
+def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault | None]:
+    """Bytes hashed, and what is wrong with one part."""
+    place = store.url_of(slot.key(part.name))
+    try:
+        data = load(store, slot.key(part.name))
+    except ObjectMissing:
+        if part.name in pruned_parts(store, slot.slot, slot.sha256):
+            return 0, None  # retention took it since the listing
+        return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    found = digest_of(data)
+    if found != part.sha256:
+        told = (
+            f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
+            f"{found}"
+        )
+        return data.size, Fault("truncated" if data.size < part.bytes else "altered", place, told)
+    assert slot.manifest is not None, "only committed slots have parts"
+    shape = _shape_of(slot.manifest, part)
+    if shape is None:
+        return data.size, None
+    ladder, schema = shape
+    return data.size, _explained(place, lambda: TableReader(data, place, ladder).check(schema))
+
+
+def _shape_of(manifest: Manifest, part: Part) -> tuple[Ladder, pa.Schema] | None:
+    """What a part must look like inside; None for what is opaque here, such as arrays."""
+    kind = manifest.slot.partition("/")[0]
+    if not part.name.endswith(".parquet"):
+        return None
+    if kind in ("rollouts", "evals"):
+        return ROLLOUTS, ROLLOUTS_SCHEMA
+    if kind == PAIRS:
+        return PAIRS_LADDER, PAIRS_SCHEMA
+    if part.name.startswith("scores-"):
+        return SCORES, SCORES_SCHEMA
+    if part.name.startswith("dispositions-"):
+        return DISPOSITIONS_LADDER, DISPOSITIONS
+    if part.name.startswith("batches-"):
+        return BATCHES, batches_schema(int(manifest.totals["length"]))
+    return None
+
+
+def _loose_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
+    """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
+    for slot in inventory.of_kind("rollouts"):
+        named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
+        for name in slot.names:
+            if is_shard(name) and name not in named:
+                yield partial(_check_loose, store, slot.key(name), ROLLOUTS, ROLLOUTS_SCHEMA)
+    for key in inventory.keys:
+        if key.startswith("metrics/") and key == _metrics_key(key):
+            yield partial(_check_loose, store, key, METRICS, METRICS_IDENTITY)
+        if key.startswith("rewards/") and not is_private(key):
+            yield partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA)
+
+
+def _metrics_key(key: str) -> str | None:
+    round = round_of(key.rpartition("/")[2])
+    return None if round is None else metrics_key(round)
+
+
+def _check_loose(
+    store: ObjectStore, key: str, ladder: Ladder, schema: pa.Schema
+) -> tuple[int, Fault | None]:
+    place = store.url_of(key)
+    data = load(store, key)
+    if bytes(memoryview(data)[-4:]) != b"PAR1":
+        return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
+
+    def read() -> None:
+        reader = TableReader(data, place, ladder)
+        reader.check(schema)
+        again = reader.rewritten()
+        if again is not None and again != data.to_pybytes():
+            raise CorruptObject(f"{place}: its rows, written again, give other bytes")
+
+    return data.size, _explained(place, read, "altered")
+
+
+def _explained(place: str, look: Callable[[], None], otherwise: Kind = "malformed") -> Fault | None:
+    try:
+        look()
+    except NewerSchema as error:
+        return Fault("newer version", place, str(error))
+    except CorruptObject as error:
+        return Fault(otherwise, place, str(error))
+    return None
+
+
+def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    for slot in inventory.slots:
+        if slot.fault is not None:
+            yield _of_record(store, slot.key(slot.damaged), slot.fault)
+
+
+def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
+    """The fault of a sealed record. One whose seal is broken was altered, whatever it claims."""
+    kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
+    if kind == "newer version" and not _sealed(store.read(key)):
+        kind = "altered"
+    return Fault(kind, store.url_of(key), str(error))
+
+
+def _sealed(data: bytes) -> bool:
+    try:
+        record = json.loads(data)
+        digest = record.pop("digest")
+        return digest == sha256_of(canonical_json(record))
+    except (ValueError, KeyError, AttributeError):
+        return False

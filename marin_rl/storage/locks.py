@@ -1,0 +1,90 @@
+"""The lock of a run: one process of a machine holds it, and its file says which.
+
+The kernel's lock decides, and goes when its process goes. The text in the file is for people and
+for readers, who cannot lock: a process id means something on its own machine alone.
+"""
+
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from marin_rl.errors import RunLocked
+from marin_rl.storage.local import explained
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that signed a lock. `host` is None where older software signed, which told none."""
+
+    pid: int
+    host: str | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether the process is, or was, one of this machine, where it can be looked for."""
+        return self.host in (None, platform.node())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; True of another machine's, which cannot be known."""
+        if not self.here:
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" if self.here else f"process {self.pid} on {self.host}"
+
+
+def holder_in(path: Path) -> Holder | None:
+    """Who signed a lock file; None where nobody did, or it is not there."""
+    with suppress(FileNotFoundError):
+        match path.read_text(encoding="utf-8").split():
+            case [pid, *host] if pid.isdigit():
+                return Holder(int(pid), " ".join(host) or None)
+    return None
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold the lock file while the block runs. Raises RunLocked, with who holds it."""
+    with explained(path, 0):
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        _lock(file.fileno(), path)
+        _sign(file, f"{os.getpid()} {platform.node()}\n")
+        try:
+            yield
+        finally:
+            _sign(file, "")
+
+
+def _sign(file: TextIO, text: str) -> None:
+    """Say in the lock file who holds it, for the error of whoever comes next."""
+    with suppress(OSError):  # a full disk must not keep the run from being locked, or let go
+        file.truncate(0)
+        file.write(text)
+        file.flush()
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # "a+" leaves the holder's text in place; it may be empty for an instant.
+        holder = holder_in(path)
+        by = "another process" if holder is None else str(holder)
+        where = " on this machine" if holder is None or holder.here else ""
+        raise RunLocked(
+            f"{path.parent} is being worked on by {by}{where}: wait for it, or end it"
+        ) from None

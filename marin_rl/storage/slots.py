@@ -1,0 +1,63 @@
+"""The names of slots: pure functions from rounds, shards and steps to keys, and back."""
+
+import re
+
+_ROUND = re.compile(r"round-(\d{5,})")
+STEP = re.compile(r"step-(\d{5,})")
+
+
+def round_name(round: int) -> str:
+    """`round-00012`: never `round=12`, which readers would take for a Hive column."""
+    assert round >= 0, f"rounds count from 0, found {round}"
+    return f"round-{round:05d}"
+
+
+def round_of(name: str) -> int | None:
+    """The round that a folder or file is named for: `round-00012`, `round-00012.parquet`."""
+    match = _ROUND.fullmatch(name.partition(".")[0])
+    return int(match[1]) if match else None
+
+
+def rollouts_slot(round: int) -> str:
+    """The slot that seals a round's rollouts."""
+    return f"rollouts/{round_name(round)}"
+
+
+def shard_key(round: int, shard: int) -> str:
+    """The object that is one shard of a round's rollouts, and its own commit."""
+    return f"{rollouts_slot(round)}/shard-{shard:04d}.parquet"
+
+
+def batches_slot(round: int) -> str:
+    """The slot of a round's training batches and dispositions."""
+    return f"batches/{round_name(round)}"
+
+
+def checkpoint_slot(round: int) -> str:
+    """The slot of the policy that round `round` samples from; round 0 is where the run starts."""
+    return f"checkpoints/{round_name(round)}"
+
+
+def sft_slot(step: int) -> str:
+    """The slot of the warm start's checkpoint after `step` optimizer steps."""
+    return f"sft/step-{step:05d}"
+
+
+def pairs_slot() -> str:
+    """The slot of the preference pairs that a run's reward model learns from."""
+    return "pairs"
+
+
+def reward_model_slot(step: int) -> str:
+    """The slot of the reward model's checkpoint after `step` optimizer steps."""
+    return f"reward_model/step-{step:05d}"
+
+
+def evals_slot(round: int) -> str:
+    """The slot of the evaluation of checkpoint `round`."""
+    return f"evals/{round_name(round)}"
+
+
+def metrics_key(round: int) -> str:
+    """The object that holds a round's metrics."""
+    return f"metrics/{round_name(round)}.parquet"

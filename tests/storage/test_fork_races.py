@@ -1,0 +1,188 @@
+"""Forks while retention gives up what they begin with: seeded schedules of both, by the real code.
+
+Every process stops before each operation on the store until the schedule says that it goes on, or
+dies. The law: who was told that there is a fork has the arrays that it begins with, for good. Two
+simpler protocols must be caught: each look, at forks and at tombstones, is needed twice.
+"""
+
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from builders import configuration
+from whole_runs import checkpoint
+
+from marin_rl.config import RetentionConfig
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage import forks, gc
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.filesystem import open_store
+from marin_rl.storage.forks import fork_run, held_to
+from marin_rl.storage.gc import Collection, collect
+from marin_rl.storage.injection import Operations, Plan, suffering
+from marin_rl.storage.runs import Run, checkpoint_slot, committed, metrics_key
+
+SCHEDULES, SCHEDULES_SLOW = 20, 2_000
+ROUNDS, FORKED_FROM = 3, 1
+STAYS, DIES = 0.8, 0.01
+WAIT_S = 20.0
+KEEP = RetentionConfig(checkpoints_last=2)
+
+_own = threading.local()
+
+
+class Killed(BaseException):
+    """The process dies before this operation."""
+
+
+class Process:
+    """A thread that stops before every operation, and what it ended with."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self.ended = self.dies = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._live, args=(work,), daemon=True).start()
+        assert self._stopped.acquire(timeout=WAIT_S)
+
+    def stop(self) -> None:
+        """Called in its thread: wait for the schedule."""
+        self._stopped.release()
+        assert self._go.acquire(timeout=WAIT_S), "the schedule went away"
+        if self.dies:
+            raise Killed
+
+    def go_on(self) -> None:
+        """Let it run to its next operation, or its end."""
+        self._go.release()
+        assert self._stopped.acquire(timeout=WAIT_S), "a process hangs"
+
+    def _live(self, work: Callable[[], Any]) -> None:
+        _own.process = self
+        try:
+            self.result = work()
+        except (ObjectMissing, Killed) as error:
+            self.result = error
+        except BaseException as error:
+            self.result = error
+            raise
+        finally:
+            self.ended = True
+            self._stopped.release()
+
+
+class Stops(Operations):
+    """Of those who have a schedule, nobody does anything without being told."""
+
+    def next(self, name: str, url: str) -> str | None:
+        if (process := getattr(_own, "process", None)) is not None:
+            process.stop()
+        return None
+
+
+def parent_of(root: str) -> Run:
+    """A run of closed rounds, as far as forks and gc look at it."""
+    run = Run.create_or_open(configuration(root))
+    for number in range(ROUNDS + 1):
+        checkpoint(run, number)
+        run.store.put_if_absent(metrics_key(number), b"closed")
+    return run
+
+
+def has_arrays(run: Run, number: int) -> bool:
+    ref = committed(run, checkpoint_slot(number))
+    assert ref is not None
+    there = run.store.list(ref.slot)
+    return all(f"{ref.slot}/{part.name}" in there for part in manifest_of(run.store, ref).parts)
+
+
+def raced(run: Run, fork: Callable[[], Run], choices: random.Random) -> Any:
+    """A fork beside one gc or two, as `choices` decide; what the fork ended with."""
+    works = [fork, *[lambda: collect(run, KEEP)] * choices.choice((1, 1, 2))]
+    processes = [Process(work) for work in works]
+    current = choices.choice(processes)
+    while waiting := [process for process in processes if not process.ended]:
+        if current not in waiting or choices.random() > STAYS:
+            current = choices.choice(waiting)
+        current.dies = choices.random() < DIES
+        current.go_on()
+    first, *others = [process.result for process in processes]
+    assert all(isinstance(result, Collection | Killed) for result in others), others
+    return first
+
+
+def play(seed: int) -> str:
+    """One schedule; how the fork ended in it. Raises AssertionError where the law is broken."""
+    choices, root = random.Random(seed), f"memory://fork-races-{seed}"
+    made = parent_of(root)
+    overrides = choices.choice(([], ["objective.kl_coefficient=0.1"]))
+
+    def fork(parent: Run) -> Run:
+        return fork_run(parent, FORKED_FROM, "fork", overrides)
+
+    with suffering(Stops(Plan())):
+        run = Run.open(root, "run")
+        found = raced(run, lambda: fork(run), choices)
+    if isinstance(found, Killed):  # whoever asks again is told, too
+        try:
+            found = fork(made)
+        except ObjectMissing as error:
+            found = error
+    if isinstance(found, Run):
+        needed = {FORKED_FROM, *held_to(found.config.objective, FORKED_FROM)}
+        collect(made, KEEP)
+        assert all(has_arrays(found, number) for number in needed), f"schedule {seed}"
+    left = open_store(root)
+    for key in left.list():
+        left.delete(key)
+    return type(found).__name__
+
+
+def check(count: int) -> None:
+    """Play schedules from a seed that is told, and that MARIN_RL_SEED repeats."""
+    first = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**9))
+    print(f"{count} schedules from seed {first} (MARIN_RL_SEED={first} plays them again)")
+    ends = Counter(play(seed) for seed in range(first, first + count))
+    print(dict(ends))
+    assert set(ends) <= {"Run", "ObjectMissing"}
+
+
+def test_gc_never_takes_what_a_fork_begins_with() -> None:
+    check(SCHEDULES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_gc_never_takes_what_a_fork_begins_with_in_many_schedules() -> None:
+    check(SCHEDULES_SLOW)
+
+
+def gc_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: what was found before the tombstones stood is believed after them."""
+    look, seen = forks.borrowed_from, dict[int, Any]()
+
+    def remembered(run: Run, _known: Any = None) -> forks.Borrowed:
+        process = threading.get_ident()
+        return seen.pop(process, None) or seen.setdefault(process, look(run))
+
+    monkeypatch.setattr(gc, "borrowed_from", remembered)
+
+
+def fork_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: no tombstone is looked for once the fork is there."""
+    look = forks._check_whole
+    once = lambda run, number: None if run.ancestors else look(run, number)
+    monkeypatch.setattr(forks, "_check_whole", once)
+
+
+@pytest.mark.parametrize("wrong", [gc_looks_once, fork_looks_once])
+def test_one_look_less_is_caught(
+    wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong(monkeypatch)
+    with pytest.raises(AssertionError, match="schedule"):
+        [play(seed) for seed in range(SCHEDULES)]

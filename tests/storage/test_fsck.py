@@ -1,0 +1,348 @@
+"""fsck: silent on whole runs; every kind of damage is found, and the file is named."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, combinations
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from whole_runs import whole_run
+
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage.archive import verify_archive, write_archive
+from marin_rl.storage.commits import (
+    commit_manifest,
+    new_attempt,
+    new_manifest,
+    parent_of,
+    part_of,
+    ref_of,
+)
+from marin_rl.storage.faults import gap_faults, link_faults
+from marin_rl.storage.forks import fork_run
+from marin_rl.storage.fsck import check_run
+from marin_rl.storage.gc import collect, rule_of
+from marin_rl.storage.injection import Operations, Plan, suffering
+from marin_rl.storage.inventory import MANIFEST, take_inventory
+from marin_rl.storage.local import LocalStore
+from marin_rl.storage.objects import Keys
+from marin_rl.storage.pairs import commit_pairs
+from marin_rl.storage.runs import Run
+from marin_rl.types import Message, PreferencePair
+from schemas.manifests import sealed_json, sha256_of
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run of three rounds, of which a fourth has its first shard."""
+    root = tmp_path_factory.mktemp("runs")
+    run = whole_run(str(root), 3)
+    source = root / "run/rollouts/round-00002/shard-0000.parquet"
+    run.store.put_if_absent("rollouts/round-00003/shard-0000.parquet", source.read_bytes())
+    return root
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def faults(folder: Path) -> list[tuple[str, str]]:
+    checked = check_run(str(folder.parent), folder.name)
+    return [(fault.kind, str(Path(fault.place).relative_to(folder))) for fault in checked.faults]
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (path, *_) = sorted(folder.glob(pattern))
+    return path
+
+
+COMMITTED = [
+    "run.json",
+    "rollouts/round-00001/manifest.json",
+    "rollouts/round-00001/shard-0001.parquet",
+    "rollouts/round-00003/shard-0000.parquet",
+    "batches/round-00000/manifest.json",
+    "batches/round-00000/batches-*.parquet",
+    "batches/round-00000/dispositions-*.parquet",
+    "checkpoints/round-00002/manifest.json",
+    "checkpoints/round-00002/scores-*.parquet",
+    "checkpoints/round-00002/*/manifest.ocdbt",
+    "checkpoints/round-00002/*/d/*",
+    "metrics/round-00001.parquet",
+]
+
+
+def test_a_whole_run_is_whole(folder: Path) -> None:
+    checked = check_run(str(folder.parent), "run")
+    assert checked.faults == ()
+    assert checked.whole
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    unhashed = [path for path in files if path.suffix in (".json", ".jsonl", ".lock")]
+    unhashed += [path for path in files if path.name == ".lock"]
+    assert checked.bytes == sum(p.stat().st_size for p in set(files) - set(unhashed))
+
+
+@pytest.mark.parametrize("pattern", COMMITTED)
+def test_a_flipped_bit_is_found_wherever_it_is(folder: Path, pattern: str) -> None:
+    path, seed = one(folder, pattern), random.randrange(2**32)
+    data = path.read_bytes()
+    # What no manifest names, a writer of another version may have written.
+    version = re.search(rb"parquet-cpp-arrow version ([\d.]+)", data)
+    spared = range(*version.span(1)) if version is not None else range(0)
+    for bit in random.Random(seed).sample(range(8 * len(data)), 3):
+        if bit // 8 in spared:
+            continue
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        found = faults(folder)
+        name = str(path.relative_to(folder))
+        assert ("altered", name) in found, f"seed {seed}, bit {bit} of {name}: {found}"
+    path.write_bytes(data)
+    assert faults(folder) == []
+
+
+@pytest.mark.parametrize("pattern", COMMITTED)
+def test_a_truncated_file_is_found(folder: Path, pattern: str) -> None:
+    path = one(folder, pattern)
+    path.write_bytes(path.read_bytes()[:-7])
+    kind = "altered" if path.suffix == ".json" else "truncated"
+    assert (kind, str(path.relative_to(folder))) in faults(folder)
+
+
+@pytest.mark.parametrize("pattern", [p for p in COMMITTED if "00003" not in p])
+def test_a_missing_file_is_found(folder: Path, pattern: str) -> None:
+    path = one(folder, pattern)
+    path.unlink()
+    assert ("missing", str(path.relative_to(folder))) in faults(folder)
+
+
+def resealed(path: Path, change: Callable[[dict], None]) -> None:
+    record = json.loads(path.read_text())
+    record.pop("digest")
+    change(record)
+    path.write_bytes(sealed_json(record))
+
+
+def test_a_wrong_parent_is_found(folder: Path) -> None:
+    path = folder / "batches/round-00001/manifest.json"
+    resealed(path, lambda record: record["parents"][0].update(sha256="0" * 64))
+    assert faults(folder) == [
+        ("wrong parent", "batches/round-00001/manifest.json"),
+        ("wrong parent", "checkpoints/round-00002/manifest.json"),  # it names the old manifest
+    ]
+
+
+def test_a_parent_of_another_round_is_found(folder: Path) -> None:
+    manifest = json.loads((folder / "rollouts/round-00000/manifest.json").read_text())
+    assert manifest["parents"][0]["slot"] == "checkpoints/round-00000"
+    path = folder / "rollouts/round-00002/manifest.json"
+    other = json.loads((folder / "batches/round-00000/manifest.json").read_text())["parents"][0]
+    resealed(path, lambda record: record.update(parents=[other]))
+    found = faults(folder)
+    assert ("wrong parent", "rollouts/round-00002/manifest.json") in found
+
+
+def test_newer_versions_are_told_from_damage(folder: Path) -> None:
+    path = folder / "batches/round-00001/manifest.json"
+    resealed(path, lambda record: record.update(version=99))
+    assert ("newer version", "batches/round-00001/manifest.json") in faults(folder)
+    path = folder / "run.json"
+    resealed(path, lambda record: record.update(version=99))
+    assert ("newer version", "run.json") in faults(folder)
+
+
+def test_a_newer_table_is_found(folder: Path) -> None:
+    path = folder / "metrics/round-00001.parquet"
+    table = pq.read_table(path)
+    metadata = dict(table.schema.metadata) | {b"marin_rl.schema_version": b"99"}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    assert faults(folder) == [("newer version", "metrics/round-00001.parquet")]
+
+
+def test_a_newer_file_of_pairs_is_found(folder: Path) -> None:
+    run = Run.open(str(folder.parent), "run")
+    pair = PreferencePair(
+        id="x", messages=(Message(role="user", content="p"),), chosen="a", rejected="b"
+    )
+    commit_pairs(run, [pair], decided="f", extra={})
+    assert faults(folder) == []
+    path = one(folder, "pairs/*.parquet")
+    table = pq.read_table(path)
+    metadata = dict(table.schema.metadata) | {b"marin_rl.schema_version": b"99"}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    digest = {"sha256": sha256_of(path.read_bytes()), "bytes": path.stat().st_size}
+    resealed(folder / "pairs/manifest.json", lambda record: record["parts"][0].update(digest))
+    assert faults(folder) == [("newer version", str(path.relative_to(folder)))]
+
+
+def test_a_damaged_tombstone_is_named(folder: Path) -> None:
+    run = Run.open(str(folder.parent), "run")
+    assert collect(run, rule_of(run, 2, None)).garbage
+    path = folder / "checkpoints/round-00001/pruned.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert faults(folder) == [("altered", "checkpoints/round-00001/pruned.json")]
+
+
+def test_orphans_are_found_and_leftovers_are_harmless(folder: Path) -> None:
+    for name in (
+        "batches/round-00001/notes.txt",
+        "rollouts/round-00001/shard-0007.parquet",
+        "checkpoints/old.bin",
+        "metrics/extra.parquet",
+    ):
+        shutil.copy(folder / "rollouts/round-00000/shard-0000.parquet", folder / name)
+    found = faults(folder)
+    assert {name for kind, name in found if kind == "orphan"} == {
+        "batches/round-00001/notes.txt",
+        "rollouts/round-00001/shard-0007.parquet",
+        "checkpoints/old.bin",
+        "metrics/extra.parquet",
+    }
+
+
+def test_what_attempts_left_is_named_and_does_not_count(folder: Path) -> None:
+    run = Run.open(str(folder.parent), "run")
+    late = f"batches/round-00001/batches-{new_attempt()}-0000.parquet"
+    unfinished = f"checkpoints/round-00004/{new_attempt()}/d/array"
+    for key in (late, unfinished, ".run.json.0123456789abcdef.tmp"):
+        run.store.put_part(key, b"12")
+    assert faults(folder) == [("leftover", late), ("leftover", unfinished)]
+    assert check_run(str(folder.parent), "run").whole
+
+
+def test_slots_before_the_first_round_are_checked_and_shared(folder: Path) -> None:
+    """Preference pairs and a reward model, as whoever learns one commits them."""
+    run = Run.open(str(folder.parent), "run")
+    attempt, above = new_attempt(), ()
+    for slot in ("pairs", "reward_model/step-00002"):
+        run.store.put_part(f"{slot}/{slot[:5]}-{attempt}.bin", slot.encode())
+        part = part_of(f"{slot[:5]}-{attempt}.bin", slot.encode())
+        made = new_manifest(slot, attempt=attempt, fingerprint="f", parts=[part], parents=above)
+        above = (parent_of(ref_of(commit_manifest(run.store, made))),)
+    assert faults(folder) == []
+    fork_run(run, 2, "fork")
+    fork = Run.open(str(folder.parent), "fork")
+    assert fork.store.children("pairs") == run.store.children("pairs")
+    assert fork.folder.list() == ["run.json"]
+    (folder / f"reward_model/step-00002/rewar-{attempt}.bin").write_bytes(b"?")
+    (folder / "pairs/manifest.json").unlink()
+    assert faults(folder) == [
+        ("missing", "pairs/manifest.json"),
+        ("leftover", f"pairs/pairs-{attempt}.bin"),
+        ("truncated", f"reward_model/step-00002/rewar-{attempt}.bin"),
+    ]
+
+
+def test_a_round_that_was_closed_without_its_checkpoint_is_found(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints/round-00003")
+    assert faults(folder) == [("missing", "checkpoints/round-00003/manifest.json")]
+
+
+def test_an_empty_file_is_found(folder: Path) -> None:
+    path = folder / "rollouts/round-00001/shard-0001.parquet"
+    path.write_bytes(b"")
+    assert faults(folder) == [("truncated", "rollouts/round-00001/shard-0001.parquet")]
+
+
+def test_a_fork_is_checked_with_what_it_shares(folder: Path) -> None:
+    fork_run(Run.open(str(folder.parent), "run"), 2, "fork")
+    assert check_run(str(folder.parent), "fork").faults == ()
+    path = folder / "rollouts/round-00001/shard-0001.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
+    later = folder / "rollouts/round-00002/shard-0001.parquet"
+    later.unlink()  # the fork does not reach it
+    (fault,) = check_run(str(folder.parent), "fork").faults
+    assert (fault.kind, fault.place) == ("truncated", str(path))
+
+
+def test_an_ancestor_that_is_another_run_now_is_found(folder: Path) -> None:
+    fork_run(Run.open(str(folder.parent), "run"), 2, "fork")
+    resealed(folder / "run.json", lambda record: record.update(attempt="another"))
+    (fault,) = check_run(str(folder.parent), "fork").faults
+    assert fault.kind == "wrong parent"
+    assert fault.place == str(folder.parent / "fork/run.json")
+
+
+def test_nothing_to_check_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ObjectMissing, match="nothing lies in"):
+        check_run(str(tmp_path), "absent")
+
+
+LATE = ("rollouts", "batches", "checkpoints", "metrics")
+
+
+class Meanwhile(LocalStore):
+    """A run in which rounds are played while it is listed: `unseen` was walked by before them.
+
+    What is asked for later is answered as it is by then.
+    """
+
+    def __init__(self, folder: Path, unseen: tuple[str, ...]) -> None:
+        super().__init__(str(folder))
+        self._unseen = unseen
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        found = super().list(prefix)
+        return found if prefix else [key for key in found if not key.startswith(self._unseen)]
+
+
+def test_rounds_that_are_committed_while_the_run_is_listed_are_no_faults(folder: Path) -> None:
+    """Whichever folders were walked before two rounds were in them."""
+    (folder / "rollouts/round-00003/shard-0000.parquet").unlink()
+    last = {kind: (f"{kind}/round-00001", f"{kind}/round-00002") for kind in LATE}
+    last["checkpoints"] = ("checkpoints/round-00002", "checkpoints/round-00003")
+    for kinds in chain.from_iterable(combinations(LATE, n) for n in range(1, 5)):
+        store = Meanwhile(folder, tuple(key for kind in kinds for key in last[kind]))
+        inventory = take_inventory(store)
+        assert [*link_faults(store, inventory), *gap_faults(store, inventory)] == [], kinds
+        assert [slot for slot in inventory.slots if slot.manifest is None] == [], kinds
+
+
+def test_an_export_of_a_run_that_plays_meanwhile_can_be_verified(folder: Path) -> None:
+    store = Meanwhile(folder, ("batches/round-00002", "checkpoints/round-00003"))
+    run = replace(Run.open(str(folder.parent), "run"), store=store)
+    made = write_archive(run, folder.parent / "run.tar", everything=True)
+    assert verify_archive(made.path).faults == ()
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_what_is_gone_is_still_missed(folder: Path, kind: str) -> None:
+    number = 2 if kind == "checkpoints" else 1
+    gone = one(folder, f"{kind}/round-0000{number}*")
+    gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+    name = gone.relative_to(folder) if kind == "metrics" else gone.relative_to(folder) / MANIFEST
+    assert set(faults(folder)) == {("missing", str(name))}
+
+
+def test_retention_between_the_listing_and_the_hashes_is_no_fault(folder: Path) -> None:
+    run = Run.open(str(folder.parent), "run")
+
+    class Retiring(Operations):
+        def next(self, name: str, url: str) -> str | None:
+            if name == "read" and "/checkpoints/" in url and not self.count:
+                self.count = 1
+                assert collect(run, rule_of(run, 2, None)).garbage
+            return None
+
+    with suffering(Retiring(Plan())):
+        assert faults(folder) == []
+
+
+def test_objects_elsewhere_are_checked_too() -> None:
+    run = whole_run("memory://fsck", 1)
+    assert check_run("memory://fsck", "run").faults == ()
+    run.store.delete("rollouts/round-00000/shard-0001.parquet")
+    (fault,) = check_run("memory://fsck", "run").faults
+    assert (fault.kind, fault.place) == (
+        "missing",
+        "memory://fsck/run/rollouts/round-00000/shard-0001.parquet",
+    )

@@ -1,0 +1,401 @@
+"""gc: what it takes, what it never takes, and whom it asks first."""
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import configuration
+from whole_runs import FILES, checkpoint, play, whole_run
+
+from marin_rl.config import RetentionConfig
+from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing
+from marin_rl.storage.commits import (
+    ATTEMPT_LIFETIME_S,
+    commit_manifest,
+    new_attempt,
+    new_manifest,
+    read_manifest,
+)
+from marin_rl.storage.forks import borrowed_from, fork_run
+from marin_rl.storage.fsck import check_run
+from marin_rl.storage.gc import CLOCKS_APART_S, Collection, collect, retire, rule_of
+from marin_rl.storage.injection import Operations, Plan, suffering
+from marin_rl.storage.pruning import commit_tombstone
+from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed, latest_checkpoint
+
+ROUNDS = 5
+KEEP = RetentionConfig(checkpoints_last=2, checkpoints_every=3)
+SOON = datetime.now(UTC) + timedelta(hours=2)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    whole_run(str(root), ROUNDS)
+    return root
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Run:
+    shutil.copytree(made / "run", tmp_path / "run")
+    return Run.open(str(tmp_path), "run")
+
+
+def told(found: Collection) -> list[tuple[str, str]]:
+    return [(item.reason, item.key) for item in found.garbage]
+
+
+def everything(run: Run) -> list[str]:
+    return [key for key in run.folder.list() if key != ".lock"]
+
+
+def has_arrays(run: Run, round: int) -> bool:
+    """Whether every array of a checkpoint is there."""
+    found = read_manifest(run.store, checkpoint_slot(round))
+    assert found is not None
+    names = [part.name for part in found[0].parts if "/" in part.name]
+    there = run.store.list(checkpoint_slot(round))
+    return len(names) == len(FILES) and all(f"{found[0].slot}/{n}" in there for n in names)
+
+
+def test_a_whole_run_has_no_garbage(run: Run) -> None:
+    before = everything(run)
+    assert collect(run).garbage == ()
+    assert everything(run) == before
+
+
+def test_what_a_late_attempt_left_in_a_committed_slot_goes(run: Run) -> None:
+    before, attempt = everything(run), new_attempt()
+    keys = [
+        f"batches/round-00001/batches-{attempt}-0000.parquet",
+        f"batches/round-00001/dispositions-{attempt}.parquet",
+        f"checkpoints/round-00002/{attempt}/d/array",
+        f"checkpoints/round-00002/scores-{attempt}-0000.parquet",
+    ]
+    for key in keys:
+        run.store.put_part(key, b"12345")
+    found = collect(run, dry_run=True)
+    assert told(found) == [("unreferenced", key) for key in keys]
+    assert found.bytes == 20
+    assert set(everything(run)) == {*before, *keys}  # nothing was deleted
+    assert told(collect(run)) == told(found)
+    assert everything(run) == before
+    folder = run.store.local_path(f"checkpoints/round-00002/{attempt}")
+    assert folder is not None
+    assert not folder.exists()
+
+
+def test_an_attempt_that_did_not_commit_goes_once_its_process_is_gone(run: Run) -> None:
+    keys = [
+        f"batches/round-00005/batches-{new_attempt()}-0000.parquet",
+        f"checkpoints/round-00006/{new_attempt()}/d/array",
+    ]
+    for key in keys:
+        run.store.put_part(key, b"1")
+    assert collect(run).garbage == ()  # so young that it may be of another machine
+    with run.lock():
+        found = collect(run, now=SOON)
+        assert found.live
+        assert found.garbage == ()
+    assert told(collect(run, now=SOON)) == [("uncommitted", key) for key in keys]
+
+
+def test_where_no_lock_can_tell_an_attempt_goes_when_it_can_commit_no_more() -> None:
+    run = whole_run("memory://gc-uncommitted", 1)
+    key = f"batches/round-00001/batches-{new_attempt()}-0000.parquet"
+    run.store.put_part(key, b"1")
+    now = datetime.now(UTC)
+    dead = timedelta(seconds=ATTEMPT_LIFETIME_S + CLOCKS_APART_S)
+    assert collect(run, now=now + dead - timedelta(seconds=60)).garbage == ()
+    assert told(collect(run, now=now + dead + timedelta(seconds=60))) == [("uncommitted", key)]
+
+
+def test_an_attempt_as_old_as_that_commits_no_more(run: Run) -> None:
+    old = datetime.now(UTC) - timedelta(seconds=ATTEMPT_LIFETIME_S + 1)
+    attempt = f"{old:%Y%m%dT%H%M%S}-0123456789abcdef"
+    late = new_manifest("batches/round-00009", attempt=attempt, fingerprint="f")
+    with pytest.raises(CommitExpired, match=r"began 69120\d s ago, expected less than 691200 s"):
+        commit_manifest(run.store, late)
+    assert committed(run, "batches/round-00009") is None
+    # What another attempt committed is adopted all the same.
+    winner = new_manifest("batches/round-00009", attempt=new_attempt(), fingerprint="f")
+    assert commit_manifest(run.store, winner) == winner
+    assert commit_manifest(run.store, late) == winner
+
+
+def test_temporary_files_of_killed_writers_go_by_age(run: Run) -> None:
+    old = "rollouts/round-00001/.shard-0000.parquet.0123456789abcdef.tmp"
+    young = "metrics/.round-00009.parquet.0123456789abcdef.tmp"
+    for key in (old, young, ".probe-0123456789abcdef"):
+        run.store.put_part(key, b"1234")
+    for key in (old, ".probe-0123456789abcdef"):
+        path = run.store.local_path(key)
+        assert path is not None
+        os.utime(path, (time.time() - 4000, time.time() - 4000))
+    assert told(collect(run)) == [("temporary", ".probe-0123456789abcdef"), ("temporary", old)]
+    assert young in everything(run)
+
+
+def test_files_that_are_not_ours_and_shards_stay(run: Run) -> None:
+    kept = [
+        "batches/round-00001/notes.txt",
+        "rollouts/round-00001/shard-0007.parquet",
+        "rollouts/round-00009/shard-0000.parquet",
+        "exports/round-00001/model.safetensors",
+        "README",
+    ]
+    for key in kept:
+        run.store.put_part(key, b"mine")
+    assert collect(run, KEEP, now=SOON + timedelta(days=99), dry_run=True).skipped == ()
+    collect(run, now=SOON + timedelta(days=99))
+    assert set(kept) <= set(everything(run))
+
+
+def test_retention_keeps_the_last_and_every_nth(run: Run) -> None:
+    before = everything(run)
+    found = collect(run, KEEP)
+    gone = {key.split("/")[1] for _, key in told(found)}
+    assert gone == {"round-00001", "round-00002"}  # of 0 … 5: 4 and 5 are last, 0 and 3 every third
+    assert {item.reason for item in found.garbage} == {"retention"}
+    tombs = {f"checkpoints/round-0000{n}/pruned.json" for n in (1, 2)}
+    assert set(everything(run)) == {*before, *tombs} - {item.key for item in found.garbage}
+    assert [has_arrays(run, number) for number in range(6)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    latest = latest_checkpoint(run)
+    assert latest is not None
+    assert latest.slot == checkpoint_slot(5)
+    scores = [key for key in everything(run) if "round-00002/scores-" in key]
+    assert len(scores) == 1
+    assert collect(run, KEEP).garbage == ()
+    checked = check_run(run.config.root, "run")
+    assert (checked.whole, checked.faults, checked.pruned) == (True, (), len(found.garbage))
+
+
+def test_what_a_killed_gc_left_goes_the_next_time(run: Run) -> None:
+    manifest = read_manifest(run.store, checkpoint_slot(1))
+    assert manifest is not None
+    commit_tombstone(run.store, manifest[0], {})
+    assert check_run(run.config.root, "run").whole
+    found = collect(run)  # without any rule
+    assert {key.split("/")[1] for _, key in told(found)} == {"round-00001"}
+
+
+def test_the_checkpoints_that_the_policy_is_held_to_stay(tmp_path: Path) -> None:
+    held = {"kl_coefficient": 0.1, "reference": "refreshed", "reference_every_rounds": 3}
+    run = whole_run(str(tmp_path), ROUNDS, shards=1, objective=held)
+    gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
+    assert gone == {"round-00000", "round-00001", "round-00002"}
+
+
+def test_a_fork_keeps_what_it_reaches(run: Run) -> None:
+    fork = fork_run(run, 2, "fork")
+    assert borrowed_from(run).by == ("fork",)
+    play(fork, 2, latest_checkpoint(fork) or pytest.fail("no checkpoint"))
+    gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
+    assert gone == {"round-00003"}
+    assert all(has_arrays(fork, number) for number in range(4))
+    assert collect(fork, rule_of(fork, 2, None)).garbage == ()  # its first checkpoints are not its
+    shutil.rmtree(Path(run.config.root, "fork"))
+    gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
+    assert gone == {"round-00000", "round-00001", "round-00002"}
+
+
+def test_a_run_that_starts_from_a_checkpoint_keeps_it(run: Run) -> None:
+    start = f"{run.config.root}/run/checkpoints/round-00001"
+    policy = {"init": "checkpoint", "checkpoint": start}
+    other = run.config.model_copy(
+        update={"run_id": "other", "policy": run.config.policy.model_copy(update=policy)}
+    )
+    Run.create_or_open(other)
+    gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
+    assert gone == {"round-00000", "round-00002", "round-00003"}
+
+
+def test_a_neighbour_that_cannot_be_read_may_be_a_fork(run: Run) -> None:
+    folder = Path(run.config.root, "neighbour")
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    Path(run.config.root, "a file").write_text("of somebody")
+    assert collect(run).garbage == ()  # nothing but retention needs to know
+    with pytest.raises(CorruptObject, match="neighbour"):
+        collect(run, KEEP)
+
+
+def test_a_neighbour_that_vanishes_while_it_is_read_is_absent(run: Run) -> None:
+    class Vanishing(Operations):
+        def next(self, name: str, url: str) -> str | None:
+            if name == "read" and url.endswith("gone/run.json"):
+                shutil.rmtree(Path(run.config.root, "gone"))
+            return None
+
+    fork_run(run, 1, "gone")
+    with suffering(Vanishing(Plan())):
+        assert collect(Run.open(run.config.root, "run"), rule_of(run, 2, None)).garbage
+    assert borrowed_from(run).by == ()
+
+
+class Asked(Operations):
+    """Counts what is asked of neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__(Plan())
+        self.seen: list[str] = []
+
+    def next(self, name: str, url: str) -> str | None:
+        if "neighbour" in url:
+            self.seen.append(name)
+        return None
+
+
+def test_retention_reads_a_neighbour_once_a_round(tmp_path: Path) -> None:
+    run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
+    for number in range(8):
+        other = run.config.model_copy(update={"run_id": f"neighbour-{number}"})
+        Run.create_or_open(other)
+    asked = Asked()
+    with suffering(asked):
+        retire(run)
+        assert asked.seen == ["read"] * 16  # before and after the tombstones
+        play(run, 3, latest_checkpoint(run) or pytest.fail("no checkpoint"))
+        asked.seen.clear()
+        retire(run)
+        assert not has_arrays(run, 2)
+        assert asked.seen == ["read"] * 8
+
+
+def test_a_fork_by_the_name_of_a_run_that_is_known_is_seen(tmp_path: Path) -> None:
+    """What this process knows of a name is no ground to delete anything."""
+    run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
+    fork_run(run, 0, "fork")
+    retire(run)
+    assert [has_arrays(run, number) for number in range(4)] == [True, False, True, True]
+    shutil.rmtree(tmp_path / "fork")
+    fork_run(run, 2, "fork")
+    play(run, 3, latest_checkpoint(run) or pytest.fail("no checkpoint"))
+    retire(run)
+    assert has_arrays(run, 2)
+
+
+def test_a_slot_whose_manifest_cannot_be_read_is_let_alone(run: Run) -> None:
+    path = run.store.local_path("checkpoints/round-00001/manifest.json")
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1])
+    before = everything(run)
+    found = collect(run, rule_of(run, 2, None), now=SOON, dry_run=True)
+    assert found.skipped == ("checkpoints/round-00001",)
+    assert "round-00001" not in {key.split("/")[1] for _, key in told(found)}
+    assert everything(run) == before
+
+
+def test_where_the_rule_cannot_be_read_all_is_kept(run: Run) -> None:
+    path = run.store.local_path(f"checkpoints/round-0000{ROUNDS}/manifest.json")
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1])
+    run = replace(run, config=run.config.model_copy(update={"retention": KEEP}))
+    found = collect(run)
+    assert (found.garbage, found.skipped) == ((), (f"checkpoints/round-0000{ROUNDS}",))
+    with pytest.raises(CorruptObject, match=f"round-0000{ROUNDS}"):
+        rule_of(run, last=5)
+
+
+def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run) -> None:
+    """What is left of it is worth a search for the manifest, in a backup or a lost+found."""
+    run.store.delete("checkpoints/round-00001/manifest.json")
+    before = everything(run)
+    found = collect(run, now=SOON)
+    assert found.skipped == ("checkpoints/round-00001",)
+    assert everything(run) == before
+
+
+def test_the_rule_of_the_configuration_is_asked_after_every_round(tmp_path: Path) -> None:
+    run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
+    with run.lock():  # as the flow does that plays it
+        retire(run)
+    assert [has_arrays(run, number) for number in range(4)] == [False, False, True, True]
+    keeping = whole_run(str(tmp_path / "other"), 3)
+    retire(keeping)
+    assert all(has_arrays(keeping, number) for number in range(4))
+
+
+def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path) -> None:
+    run = whole_run(str(tmp_path), 4, retention={"checkpoints_last": 2, "checkpoints_every": 3})
+    retire(run)
+    assert [has_arrays(run, number) for number in range(5)] == [True, False, False, True, True]
+    play(run, 4, latest_checkpoint(run) or pytest.fail("no checkpoint"))
+    before = everything(run)
+    # What lies below one that was given up was judged before.
+    manifest = run.store.local_path("checkpoints/round-00001/manifest.json")
+    assert manifest is not None
+    manifest.write_bytes(b"unread")
+    retire(run)
+    assert everything(run) == before  # 3 stays as every third does
+    play(run, 5, latest_checkpoint(run) or pytest.fail("no checkpoint"))
+    retire(run)
+    assert [has_arrays(run, number) for number in (3, 4, 5, 6)] == [True, False, True, True]
+
+
+def test_the_rule_is_that_of_whoever_continued_the_run(tmp_path: Path) -> None:
+    begun = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2, "checkpoints_every": 9})
+    retention = RetentionConfig(checkpoints_last=50, checkpoints_every=9)
+    continued = Run.create_or_open(begun.config.model_copy(update={"retention": retention}))
+    assert rule_of(Run.open(str(tmp_path), "run")).checkpoints_last == 2
+    checkpoint(continued, 4, extra=as_continued(continued))
+    run = Run.open(str(tmp_path), "run")
+    assert rule_of(run) == retention
+    assert collect(run).garbage == ()
+    assert rule_of(run, last=5) == RetentionConfig(checkpoints_last=5, checkpoints_every=9)
+    assert rule_of(run, every=3) == RetentionConfig(checkpoints_last=50, checkpoints_every=3)
+
+
+def test_a_fork_does_not_go_by_its_parents_rule(tmp_path: Path) -> None:
+    retention = {"checkpoints_last": 50}
+    parent = Run.create_or_open(configuration(str(tmp_path), retention=retention))
+    checkpoint(parent, 0, extra=as_continued(parent))
+    fork = fork_run(parent, 0, "fork", ["retention.checkpoints_last=3"])
+    assert rule_of(fork).checkpoints_last == 3
+
+
+def test_rules_that_mean_nothing_are_refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match="checkpoints_every is 3, which means nothing"):
+        rule_of(run, None, 3)
+    with pytest.raises(ConfigError, match="greater than or equal to 2"):
+        rule_of(run, 1, None)
+
+
+def test_a_checkpoint_written_twice_keeps_its_winner(run: Run) -> None:
+    start = committed(run, checkpoint_slot(0))
+    assert start is not None
+    again = checkpoint(run, 0)
+    assert again.reused
+    assert again.sha256 == start.sha256
+    found = collect(run)
+    assert {item.reason for item in found.garbage} == {"unreferenced"}
+    assert has_arrays(run, 0)
+
+
+def test_arrays_that_retention_took_are_missed_by_that_name(tmp_path: Path) -> None:
+    from marin_rl.storage.checkpoints import commit_checkpoint, restore_checkpoint
+
+    run, tree = whole_run(str(tmp_path), 0), {"parameters": {"weight": np.arange(6.0)}}
+    refs = [
+        commit_checkpoint(
+            run, checkpoint_slot(n), tree, content={}, parents=[], totals={}, extra={}
+        )
+        for n in (1, 2, 3)
+    ]
+    collect(run, rule_of(run, 2, None))
+    restored = restore_checkpoint(run, refs[1], tree)
+    assert restored["parameters"]["weight"].tolist() == list(range(6))
+    with pytest.raises(ObjectMissing, match="given up by the run's retention"):
+        restore_checkpoint(run, refs[0], tree)

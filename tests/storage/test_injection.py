@@ -1,0 +1,214 @@
+"""Faults on purpose: that they happen where they are told to, and nowhere else."""
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault_groups import groups
+from fault_names import NamedOperations
+
+from marin_rl.errors import ConfigError, ObjectMissing, StoreUnavailable
+from marin_rl.storage.filesystem import MemoryStore, ObjectStore, PutOutcome, open_store, probe
+from marin_rl.storage.injection import DELAY_S, KINDS, VARIABLE, FaultyStore, parse, suffering
+
+CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
+
+
+Opened = Callable[[str], ObjectStore]
+
+
+@pytest.fixture(params=["local", "memory"])
+def faulty(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Opened:
+    """Opens a store whose operation number 2 suffers; its log makes each plan a new one."""
+
+    def opened(kind: str) -> ObjectStore:
+        monkeypatch.setenv(VARIABLE, f"{kind}:2,log:{tmp_path / kind}")
+        where = str(tmp_path / "root")
+        return open_store(where if request.param == "local" else f"memory:/{where}")
+
+    return opened
+
+
+def test_no_store_is_faulty_unless_asked_for(tmp_path: Path) -> None:
+    assert VARIABLE not in os.environ
+    assert not isinstance(open_store(str(tmp_path)), FaultyStore)
+    assert isinstance(open_store("memory://x"), MemoryStore)
+
+
+@pytest.mark.parametrize(
+    "text", ["kill:3", "fail", "fail:0", "fail:-1", "fail:x", "log:", ",", "17"]
+)
+def test_unknown_words_are_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"expected KIND:N .* one of kill-before, .*Unset it"):
+        parse(text)
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=VARIABLE):
+        open_store(str(tmp_path))
+
+
+def test_every_kind_is_understood() -> None:
+    plan = parse(",".join(f"{kind}:{n}" for n, kind in enumerate(KINDS, start=1)) + ",log:/x")
+    assert [fault.kind for fault in plan.faults] == list(KINDS)
+    assert [fault.at for fault in plan.faults] == list(range(1, len(KINDS) + 1))
+    assert plan.log == Path("/x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "there"),
+    [
+        ("fail", UNKNOWN, False),
+        ("lose-reply", UNKNOWN, True),
+        ("duplicate", EXISTS, True),
+        ("delay", CREATED, True),
+    ],
+)
+def test_a_create_suffers(faulty: Opened, kind: str, outcome: PutOutcome, there: bool) -> None:  # noqa: FBT001
+    store = faulty(kind)
+    assert store.put_if_absent("a", b"a") is CREATED
+    began = time.monotonic()
+    assert store.put_if_absent("slot", b"mine") is outcome
+    assert (time.monotonic() - began >= DELAY_S) == (kind == "delay")
+    assert store.children() == (["a", "slot"] if there else ["a"])
+    assert store.put_if_absent("slot", b"mine") is (EXISTS if there else CREATED)
+    assert store.read("slot") == b"mine"
+
+
+def test_a_late_create_arrives_when_nobody_waits(faulty: Opened) -> None:
+    store = faulty("late")
+    store.put_part("a", b"a")
+    assert store.put_if_absent("slot", b"first") is UNKNOWN
+    assert store.put_if_absent("slot", b"second") is CREATED
+    time.sleep(2 * DELAY_S)
+    assert store.read("slot") == b"second"
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
+def test_other_operations_get_no_answer(faulty: Opened, kind: str) -> None:
+    store = faulty(kind).at("run")
+    store.put_part("a", b"a")
+    with pytest.raises(StoreUnavailable, match=rf"run/a: no answer, .*\({VARIABLE}\)"):
+        store.read("a")
+    assert store.read("a") == b"a"
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
+def test_that_an_object_is_missing_is_an_answer_too(faulty: Opened, kind: str) -> None:
+    store = faulty(kind)
+    with pytest.raises(ObjectMissing):
+        store.read("nothing")
+    with pytest.raises(StoreUnavailable):
+        store.read("nothing")
+
+
+def test_a_probe_is_not_fooled_by_its_own_create_sent_twice(faulty: Opened) -> None:
+    store = faulty("duplicate")
+    store.put_part("a", b"a")
+    probe(store)
+    assert store.children() == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
+def test_a_probe_without_an_answer_says_that_it_may_pass(faulty: Opened, kind: str) -> None:
+    store = faulty(kind)
+    store.put_part("a", b"a")
+    with pytest.raises(StoreUnavailable) as caught:
+        probe(store)
+    assert caught.value.transient
+
+
+def test_operations_of_all_stores_are_counted_and_told(faulty: Opened, tmp_path: Path) -> None:
+    store = faulty("delay")
+    inside = store.at("run")
+    inside.put_part("x/a", b"a")
+    inside.put_if_absent("x/b", b"b")
+    assert store.list() == ["run/x/a", "run/x/b"]
+    assert inside.children("x") == ["a", "b"]
+    assert inside.size("x/a") == 1
+    inside.delete("x/a")
+    path = inside.local_path("x/b")
+    told = [line.split() for line in (tmp_path / "delay").read_text().splitlines()]
+    names = ["write", "create", "list", "children", "size", "delete"]
+    assert [name for _, name, _ in told] == names + ["path"] * (path is not None)
+    assert [int(number) for number, _, _ in told] == list(range(1, len(told) + 1))
+    assert told[0][2] == inside.url_of("x/a")
+
+
+def test_a_faulty_store_survives_pickling(faulty: Opened) -> None:
+    store = pickle.loads(pickle.dumps(faulty("delay")))
+    assert isinstance(store, FaultyStore)
+
+
+CREATE = """
+import sys
+from marin_rl.storage.filesystem import open_store
+store = open_store(sys.argv[1])
+store.put_part("slot/part", b"0123456789")
+store.put_if_absent("slot/manifest", b"0123456789")
+store.read("nothing")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        ("kill-before:2", {"part": 10}),
+        ("kill-amid:1", {"part": 5}),
+        ("kill-amid:2", {"part": 10, ".manifest.*.tmp": 5}),
+        ("kill-after:2", {"part": 10, "manifest": 10}),
+        ("kill-after:3", {"part": 10, "manifest": 10}),
+    ],
+)
+def test_a_kill_leaves_what_a_real_one_would(fault: str, left: dict, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CREATE, str(tmp_path)],
+        env={**os.environ, VARIABLE: fault},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    found = {path: path.stat().st_size for path in (tmp_path / "slot").iterdir()}
+    assert len(found) == len(left)
+    assert all(
+        any(p.match(name) and found[p] == size for p in found) for name, size in left.items()
+    )
+
+
+def test_operations_are_known_by_what_they_are_asked_for(tmp_path: Path) -> None:
+    """Another attempt's names, in another run, with a fault that is met at a retry."""
+    seen = []
+    for attempt in ("20261121T231145-1c4fd9803ee54856", "20261122T000000-5b608889f75334c8"):
+        root = tmp_path / attempt
+        met = tmp_path / f"{attempt}.met"
+        operations = NamedOperations(str(root), {"write run/a/*/x #2": "fail"}, met)
+        with suffering(operations):
+            store = open_store(str(root)).at("run")
+        store.put_part(f"a/{attempt}/x", b"x")
+        with pytest.raises(StoreUnavailable):
+            store.put_part(f"a/{attempt}/x", b"x")
+        store.put_part(f"a/{attempt}/x", b"x")
+        assert met.read_text() == "write run/a/*/x #2\n"
+        assert operations.names.waiting == {}
+        seen.append(operations.names.seen)
+    assert seen[0] == seen[1] == [f"write run/a/*/x #{n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("apart", [1, 3, 5, 100])
+def test_groups_have_every_kind_at_every_name_once(apart: int) -> None:
+    names, kinds = [f"read {n} #1" for n in range(23)], ("fail", "late", "delay")
+    found = groups(names, kinds, apart)
+    cases = [case for group in found for case in group]
+    assert len(cases) == len(set(cases)) == len(names) * len(kinds)
+    assert len(found) == min(apart, len(names)) * len(kinds)
+    for group in found:
+        places = [names.index(name) for _, name in group]
+        assert all(b - a == apart for a, b in itertools.pairwise(places))

@@ -1,0 +1,127 @@
+"""Files of preference pairs: what is accepted, what is refused and where, and a run's own copy."""
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from marin_rl.config import parse_config
+from marin_rl.errors import CommitConflict, InputError
+from marin_rl.storage.pairs import commit_pairs, committed_pairs, read_pairs, write_pairs
+from marin_rl.storage.runs import Run
+from marin_rl.types import Message, PreferencePair
+
+TOKENS = {"tokenizer_digest": "t", "chat_template_digest": "c"}
+
+
+def full() -> PreferencePair:
+    """A pair with everything."""
+    return PreferencePair(
+        id="run/round-00000/group-00001",
+        messages=(Message(role="system", content="é"), Message(role="user", content="say")),
+        chosen="yes",
+        rejected="",
+        margin=0.5,
+        split="eval",
+        source="run",
+        chosen_id="r/1",
+        rejected_id="r/2",
+        chosen_reward=1.0,
+        rejected_reward=-0.25,
+        chosen_token_ids=np.array([3, 4], np.int32),
+        rejected_token_ids=np.array([3], np.int32),
+        **TOKENS,
+    )
+
+
+def file_of(folder: Path, *rows: object) -> Path:
+    path = folder / "pairs.jsonl"
+    path.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
+    return path
+
+
+def fields(pair: PreferencePair) -> dict[str, object]:
+    found = {name: getattr(pair, name) for name in PreferencePair.__dataclass_fields__}
+    tokens = ("chosen_token_ids", "rejected_token_ids")
+    return found | {name: None if found[name] is None else found[name].tolist() for name in tokens}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_is_written_is_read_again(tmp_path, suffix):
+    plain = PreferencePair(id="b", messages=full().messages, chosen="x", rejected="y")
+    write_pairs(tmp_path / f"pairs.{suffix}", [full(), plain])
+    found = read_pairs(tmp_path / f"pairs.{suffix}").pairs
+    assert [fields(pair) for pair in found] == [fields(full()), fields(plain)]
+
+
+def test_a_prompt_is_enough_and_a_name_is_made_from_the_words(tmp_path):
+    row = {"prompt": "2+2", "chosen": "4", "rejected": "5", "margin": 1}
+    pair, other = read_pairs(file_of(tmp_path, row, row | {"rejected": "6"})).pairs
+    assert pair.messages == (Message(role="user", content="2+2"),)
+    assert (pair.margin, pair.split, pair.chosen_token_ids) == (1.0, None, None)
+    assert len(pair.id) == 16
+    assert pair.id != other.id
+
+
+def test_columns_of_other_libraries_parquet_are_read(tmp_path):
+    path = tmp_path / "pairs.parquet"
+    columns = {"prompt": ["a", "b"], "chosen": ["1", "2"], "rejected": ["2", "1"]}
+    pq.write_table(pa.table(columns), path)
+    assert [pair.chosen for pair in read_pairs(path).pairs] == ["1", "2"]
+
+
+GOOD = {"prompt": "p", "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"chosen": 3}, "line 2, field chosen: .* string, found 3"),
+        ({"margn": 1.0}, r"line 2, field margn: Extra inputs .*known: id, prompt, .*margin"),
+        ({"margin": -1.0}, "line 2, field margin: .*greater than or equal to 0, found -1.0"),
+        ({"split": "test"}, "line 2, field split: .*'train' or 'eval'.*found 'test'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "line 2: .*exactly one of the fields"),
+        ({"rejected": "a"}, "line 2: .*chosen and rejected hold the same answer"),
+        ({"chosen_token_ids": [1], **TOKENS}, "line 2: .*all together, or none"),
+        ({"id": "x"}, "line 2, field id: 'x' is there twice"),
+        (
+            {"prompt": None, "messages": [{"role": "robot", "content": "x"}]},
+            r"line 2, field messages\.0\.role: .*'robot'",
+        ),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_field(tmp_path, wrong, told):
+    path = file_of(tmp_path, GOOD | {"id": "x"}, GOOD | wrong)
+    with pytest.raises(InputError, match=told):
+        read_pairs(path)
+
+
+def test_what_is_no_file_of_pairs_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"reward_model\.pairs: cannot read"):
+        read_pairs(tmp_path / "absent.jsonl")
+    with pytest.raises(InputError, match="has no rows"):
+        read_pairs(file_of(tmp_path))
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    with pytest.raises(InputError, match="line 1 is not JSON"):
+        read_pairs(tmp_path / "broken.jsonl")
+    (tmp_path / "broken.parquet").write_text("{\n")
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        read_pairs(tmp_path / "broken.parquet")
+    long = {"chosen_token_ids": [2**40], "rejected_token_ids": [1], **TOKENS}
+    path = file_of(tmp_path, GOOD | long)
+    with pytest.raises(InputError, match="does not fit in 32 bits"):
+        read_pairs(path)
+
+
+def test_a_run_keeps_its_pairs_and_refuses_others(tmp_path):
+    run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "r"}))
+    ref = commit_pairs(run, [full()], decided="f" * 64, extra={"file": "x"})
+    assert ref.slot == "pairs"
+    assert ref.summary == {"pairs": 1.0, "held_out": 1.0}
+    assert [fields(pair) for pair in committed_pairs(run, ref)] == [fields(full())]
+    assert commit_pairs(run, [full()], decided="f" * 64, extra={}).reused
+    with pytest.raises(CommitConflict):
+        commit_pairs(run, [full()], decided="e" * 64, extra={})
