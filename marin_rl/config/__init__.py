@@ -1,0 +1,88 @@
+"""The one configuration tree: frozen, typed, ranged, resolved once and written into the run.
+
+A section a class, by topic: policy.py, sampling.py, serving.py, batching.py, objective.py,
+training.py, orchestration.py, and run.py over all of them. section.py says what a section is and
+which of its keys are free; keys.py names keys; loading.py reads YAML, and no other file is read.
+Others import from here alone.
+"""
+
+from marin_rl.config.batching import BatchingConfig, FiltersConfig
+from marin_rl.config.keys import differences, free_keys, known_keys
+from marin_rl.config.loading import RECIPE, load_config, override, parse_config
+from marin_rl.config.objective import ObjectiveConfig
+from marin_rl.config.orchestration import (
+    EvaluationConfig,
+    FlowConfig,
+    RetentionConfig,
+    TrackersConfig,
+)
+from marin_rl.config.policy import MeshConfig, ModelConfig, ModelFamily, PolicyConfig
+from marin_rl.config.run import Config
+from marin_rl.config.sampling import (
+    EnvironmentConfig,
+    LearnedRewardConfig,
+    RolloutsConfig,
+    SamplingConfig,
+)
+from marin_rl.config.section import (
+    ABSENT,
+    FREE,
+    Count,
+    Seconds,
+    Section,
+    SetName,
+    content,
+    is_free,
+    leaves_no_trace,
+    section_of,
+)
+from marin_rl.config.serving import EngineConfig, InferenceConfig, ServerConfig
+from marin_rl.config.training import (
+    CriticConfig,
+    RewardModelConfig,
+    SFTConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ABSENT",
+    "FREE",
+    "RECIPE",
+    "BatchingConfig",
+    "Config",
+    "Count",
+    "CriticConfig",
+    "EngineConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "FiltersConfig",
+    "FlowConfig",
+    "InferenceConfig",
+    "LearnedRewardConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "ModelFamily",
+    "ObjectiveConfig",
+    "PolicyConfig",
+    "RetentionConfig",
+    "RewardModelConfig",
+    "RolloutsConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "Seconds",
+    "Section",
+    "ServerConfig",
+    "SetName",
+    "TrackersConfig",
+    "TrainingConfig",
+    "content",
+    "differences",
+    "free_keys",
+    "is_free",
+    "known_keys",
+    "leaves_no_trace",
+    "load_config",
+    "override",
+    "parse_config",
+    "section_of",
+]

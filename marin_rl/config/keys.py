@@ -1,0 +1,44 @@
+"""The keys of the tree by their dotted names: which there are, which are free, which differ.
+
+Leaves out reading and setting them (loading.py).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from marin_rl.config.run import Config
+from marin_rl.config.section import Section, is_free, section_of
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, each as `key: old -> new`, sorted."""
+    lines: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {json.dumps(a)} -> {json.dumps(b)}")
+    return lines
+
+
+def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of the keys that may differ when a run is continued."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        if is_free(info):
+            keys.append(prefix + name)
+        elif (inner := section_of(info.annotation)) is not None:
+            keys += free_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of every key of the tree, sections included."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        keys.append(prefix + name)
+        if (inner := section_of(info.annotation)) is not None:
+            keys += known_keys(inner, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,249 @@
+"""What is maximised, as choices that can be combined, and which of them go together.
+
+Leaves out the critic's own settings and the optimizer (training.py).
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from marin_rl.config.section import ABSENT, Count, Section
+
+# What is divided by a spread must be 0 where that is: less the mean of those it is the spread of.
+SCALES_NEEDING_A_BASELINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"reinforce": ("group_std", "batch_std"), "reinforce_batch": ("group_std",)}
+)
+
+
+class ObjectiveConfig(Section):
+    """What is maximised: orthogonal choices instead of named trainers (docs/objectives.md)."""
+
+    advantage: Literal[
+        "rloo", "grpo", "dr_grpo", "reinforce", "reinforce_batch", "maxrl", "pass_at_k", "gae"
+    ] = Field(
+        default="rloo", description="baseline that a reward is held against; gae: training.critic"
+    )
+    advantage_scale: Literal[
+        "default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening"
+    ] = Field(
+        default="default",
+        description="divisor; default: group_std for grpo, token_whitening for gae, else none",
+    )
+    pass_k: Count = Field(default=4, le=4096, description="k of pass_at_k")
+    success_threshold: float = Field(
+        default=1.0, description="reward from which pass_at_k counts a success"
+    )
+    turn_discount: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="discount from turn to turn: each turn's own return is held against those of "
+        "the group's turns of its place; null: the rollout's reward counts for all of it",
+        json_schema_extra=ABSENT,
+    )
+    surrogate: Literal["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"] = Field(
+        default="ppo_clip", description="how the importance ratio enters"
+    )
+    ratio_level: Literal["token", "sequence", "sequence_mean"] = Field(
+        default="sequence",
+        description="ratio of a token, of the completion, or its geometric mean per token",
+    )
+    clip_low: float = Field(
+        default=0.2, ge=0, lt=1, description="ratio is clipped below 1 - clip_low"
+    )
+    clip_high: float = Field(
+        default=0.2, ge=0, le=100, description="ratio is clipped above 1 + clip_high"
+    )
+    clip_dual: float | None = Field(
+        default=None, gt=1, le=1000, description="largest ratio where the advantage is negative"
+    )
+    cispo_clip_low: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="cispo: weights are at least 1 - this; null: no bound",
+        json_schema_extra=ABSENT,
+    )
+    sapo_temperature_positive: float = Field(
+        default=1.0, gt=0, le=1000, description="sapo's steepness where the advantage is positive"
+    )
+    sapo_temperature_negative: float = Field(
+        default=1.05, gt=0, le=1000, description="sapo's steepness elsewhere"
+    )
+    aggregation: Literal[
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "sequence_mean_token_sum_norm",
+    ] = Field(default="sequence_mean_token_sum", description="how token losses become one number")
+    kl_coefficient: float = Field(
+        default=0.0, ge=0, le=100, description="weight of KL to the reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = Field(
+        default="k3", description="Schulman's estimators; the last has k3's value, k2's gradient"
+    )
+    kl_placement: Literal["loss", "reward"] = Field(
+        default="loss", description="a term of the loss, or taken off the reward per completion"
+    )
+    kl_target: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="nats per completion that an adaptive kl_coefficient steers to; null: fixed",
+    )
+    kl_rate: float = Field(
+        default=0.1, gt=0, le=1, description="adaptive: proportional gain per round"
+    )
+    reference: Literal["first", "refreshed", "average"] = Field(
+        default="first",
+        description="checkpoint 0, the last of every so many rounds, or the policy's average",
+    )
+    reference_every_rounds: Count = Field(
+        default=10, description="refreshed: rounds that a reference is kept for"
+    )
+    reference_decay: float = Field(
+        default=0.99, gt=0, lt=1, description="average: share of the old average in each step"
+    )
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, le=100, description="weight of the policy's entropy, maximised"
+    )
+    importance_correction: Literal["none", "truncated", "masked"] = Field(
+        default="none", description="weight of trainer over sampler probability, beside the ratio"
+    )
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token", description="what that weight is taken over"
+    )
+    correction_low: float = Field(
+        default=0.0, ge=0, le=1, description="masked: smaller weights become 0"
+    )
+    correction_high: float = Field(
+        default=2.0, ge=1, le=1000, description="larger weights are cut (truncated) or 0 (masked)"
+    )
+    overlong: Literal["keep", "mask", "soft_penalty"] = Field(
+        default="keep", description="completions that reach, or come near, max_tokens"
+    )
+    overlong_buffer: float = Field(
+        default=0.2, gt=0, le=1, description="soft_penalty: last share of max_tokens it grows over"
+    )
+    overlong_penalty: float = Field(
+        default=1.0, ge=0, le=1000, description="soft_penalty: taken off the reward at max_tokens"
+    )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "ObjectiveConfig":
+        self._surrogate_goes_together()
+        self._advantage_goes_together()
+        self._kl_goes_together()
+        return self
+
+    def _surrogate_goes_together(self) -> None:
+        if self.surrogate == "gspo" and self.ratio_level != "sequence_mean":
+            raise ValueError(
+                f"surrogate gspo needs ratio_level sequence_mean, found {self.ratio_level}"
+            )
+        if self.surrogate == "dppo" and self.ratio_level != "token":
+            raise ValueError(f"surrogate dppo needs ratio_level token, found {self.ratio_level}")
+        if self.clip_dual is not None and self.surrogate not in ("ppo_clip", "gspo"):
+            raise ValueError(f"clip_dual is for ppo_clip and gspo, found {self.surrogate}")
+        if self.cispo_clip_low is not None and self.surrogate != "cispo":
+            raise ValueError(f"cispo_clip_low is for cispo, found {self.surrogate}")
+
+    def _advantage_goes_together(self) -> None:
+        if self.turn_discount is not None:
+            self._turns_go_together()
+        if self.advantage == "gae":
+            self._goes_with_a_critic()
+        if self.advantage_scale in SCALES_NEEDING_A_BASELINE.get(self.advantage, ()):
+            raise ValueError(
+                f"advantage_scale {self.advantage_scale} divides by a spread that is 0 where "
+                f"rewards are equal, and advantage {self.advantage} is not 0 there: expected none, "
+                "batch_whitening or token_whitening"
+            )
+        if self.overlong == "soft_penalty" and self.advantage in ("maxrl", "pass_at_k"):
+            needs = {
+                "maxrl": "needs rewards of at least 0",
+                "pass_at_k": "would count a success that is penalised at all as a failure",
+            }
+            raise ValueError(
+                f"overlong soft_penalty takes something off rewards, and advantage "
+                f"{self.advantage} {needs[self.advantage]}: expected keep or mask"
+            )
+
+    def _kl_goes_together(self) -> None:
+        if self.kl_coefficient == 0 and self.kl_target is not None:
+            raise ValueError(
+                f"kl_target is {self.kl_target}, but kl_coefficient 0 stays 0 whatever it is "
+                "multiplied by: expected a first kl_coefficient above 0"
+            )
+        if self.kl_coefficient == 0 and self.reference == "average":
+            raise ValueError(
+                "reference average keeps a copy of the parameters that kl_coefficient 0 never "
+                "looks at: expected a kl_coefficient above 0, or reference first"
+            )
+        if self.advantage == "gae":
+            return
+        linear = ("rloo", "dr_grpo", "reinforce", "reinforce_batch")
+        scales = ("default", "none", "token_whitening")
+        if self.kl_placement == "reward" and (
+            self.advantage not in linear or self.advantage_scale not in scales
+        ):
+            raise ValueError(
+                f"kl_placement reward needs an advantage that is linear in the rewards "
+                f"({', '.join(linear)}, with scale none or token_whitening) or gae, found "
+                f"{self.advantage} with scale {self.advantage_scale}"
+            )
+        if self.kl_by_token and self.ratio_level != "token":
+            raise ValueError(
+                "KL in the reward of every token makes advantages that differ from token to token, "
+                f"and needs ratio_level token, found {self.ratio_level}"
+            )
+
+    def _turns_go_together(self) -> None:
+        if self.advantage in ("gae", "pass_at_k"):
+            raise ValueError(
+                f"turn_discount has no meaning with advantage {self.advantage}: expected null "
+                "(training.critic.gamma discounts from token to token)"
+            )
+        if self.ratio_level != "token":
+            raise ValueError(
+                "turn_discount makes advantages that differ from turn to turn and needs "
+                f"ratio_level token, found {self.ratio_level}"
+            )
+        if self.kl_in_reward:
+            raise ValueError(
+                "turn_discount goes with kl_placement loss: found reward, which is a reward of the "
+                "whole completion"
+            )
+
+    def _goes_with_a_critic(self) -> None:
+        scales = ("default", "none", "batch_whitening", "token_whitening")
+        if self.advantage_scale not in scales:
+            raise ValueError(
+                f"advantage gae has a scale of {', '.join(scales)}: found {self.advantage_scale}"
+            )
+        if self.ratio_level != "token":
+            raise ValueError(
+                "advantage gae differs from token to token and needs ratio_level token, found "
+                f"{self.ratio_level}"
+            )
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether rewards, and so advantages, are what they are only when KL is known."""
+        return self.kl_placement == "reward" and self.kl_coefficient > 0
+
+    @property
+    def kl_by_token(self) -> bool:
+        """Whether KL to come is taken off the advantage of each token, before whitening.
+
+        A critic is told of it by rewards instead, whatever the scale.
+        """
+        whitens = self.advantage_scale == "token_whitening"
+        return self.kl_in_reward and whitens and self.advantage != "gae"
+
+    @property
+    def whitens_tokens(self) -> bool:
+        """Whether the training stage whitens advantages, over the trained tokens of the round."""
+        return self.kl_by_token or (self.advantage == "gae" and self.advantage_scale != "none")

@@ -1,0 +1,143 @@
+"""A whole run: every section, and what must fit together across them.
+
+What must fit within a section stands with it.
+"""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from marin_rl.config.batching import BatchingConfig, FiltersConfig
+from marin_rl.config.objective import ObjectiveConfig
+from marin_rl.config.orchestration import (
+    EvaluationConfig,
+    FlowConfig,
+    RetentionConfig,
+    TrackersConfig,
+)
+from marin_rl.config.policy import MeshConfig, PolicyConfig
+from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
+from marin_rl.config.section import ABSENT, FREE, Count, Section
+from marin_rl.config.serving import InferenceConfig
+from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
+
+# Baselines that no group has: of nothing, of the round, of a critic.
+GROUPS_OF_ONE = ("gae", "reinforce", "reinforce_batch")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run_id: str = Field(
+        default="debug", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of the run"
+    )
+    root: str = Field(
+        default="runs", description="folder or fsspec URL that holds runs", json_schema_extra=FREE
+    )
+    storage_options: dict[str, Any] = Field(
+        default={},
+        description="fsspec options (endpoint, project; never secrets)",
+        json_schema_extra=FREE,
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="root of every random number of the run"
+    )
+    rounds: Count = Field(
+        default=10, le=1_000_000, description="rounds to reach", json_schema_extra=FREE
+    )
+    policy: PolicyConfig = PolicyConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    inference: InferenceConfig = InferenceConfig()
+    filters: FiltersConfig = FiltersConfig()
+    batching: BatchingConfig = BatchingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    training: TrainingConfig = TrainingConfig()
+    sft: SFTConfig = SFTConfig()
+    reward_model: RewardModelConfig | None = Field(
+        default=None,
+        description="what the flow reward-model trains; null: nothing",
+        json_schema_extra=ABSENT,
+    )
+    evaluation: EvaluationConfig = EvaluationConfig()
+    mesh: MeshConfig = MeshConfig()
+    trackers: TrackersConfig = TrackersConfig()
+    flow: FlowConfig = FlowConfig()
+    retention: RetentionConfig = RetentionConfig()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> "Config":
+        if self.sampling.max_tokens >= self.policy.context_length:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
+                f"policy.context_length ({self.policy.context_length})"
+            )
+        buckets = self.batching.length_buckets
+        if buckets and buckets[-1] < self.policy.context_length:
+            raise ValueError(
+                f"batching.length_buckets end at {buckets[-1]}: the largest must reach "
+                f"policy.context_length ({self.policy.context_length})"
+            )
+        if self.sft.environment is not None and self.sft.environment.reward_model is not None:
+            raise ValueError("sft.environment.reward_model: a warm start scores nothing; remove it")
+        row = self.batching.row_tokens
+        if self.batching.packing != "none" and row is not None and row < self.policy.context_length:
+            raise ValueError(
+                f"batching.row_tokens is {row}: a row must hold policy.context_length "
+                f"({self.policy.context_length})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_and_groups(self) -> "Config":
+        gae, rollouts = self.objective.advantage == "gae", self.rollouts
+        if gae and self.training.critic is None:
+            raise ValueError(
+                "objective.advantage gae needs a critic: expected training.critic, found null "
+                "(recipes/ppo.yaml sets both)"
+            )
+        if self.training.critic is not None and not gae:
+            raise ValueError(
+                "training.critic is for objective.advantage gae: found "
+                f"{self.objective.advantage}, which would not look at its values"
+            )
+        needs_others = self.objective.advantage not in GROUPS_OF_ONE
+        if needs_others and min(rollouts.group_size, rollouts.group_size_min) < 2:
+            raise ValueError(
+                "rollouts.group_size and group_size_min are at least 2, for a baseline of the "
+                f"group needs others: found {rollouts.group_size} and {rollouts.group_size_min}; 1 "
+                f"needs objective.advantage {', '.join(GROUPS_OF_ONE)}"
+            )
+        k = self.objective.pass_k
+        if self.objective.advantage == "pass_at_k" and k >= rollouts.group_size:
+            raise ValueError(
+                f"objective.pass_k is {k} and rollouts.group_size {rollouts.group_size}: the best "
+                "of k tells members of a group apart only where k is less than there are of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_is_near_one(self) -> "Config":
+        """What is sampled anew must be on policy to the objective, and what is old must not be."""
+        objective, sampling = self.objective, self.sampling
+        if objective.importance_correction != "none":
+            return self
+        narrowed = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+        if narrowed and objective.surrogate != "reinforce":
+            raise ValueError(
+                f"sampling.top_p {sampling.top_p:g} and top_k {sampling.top_k} with "
+                "objective.importance_correction none: log-probabilities are those of the tokens "
+                "that these leave, the trainer's of all tokens, so ratios are far from 1 before "
+                "the first update. Set importance_correction to truncated or masked, whose ratio "
+                "is the trainer's own, or sample with top_p 1 and top_k 0"
+            )
+        stale = self.batching.staleness_rounds_max
+        if stale and objective.surrogate == "reinforce":
+            raise ValueError(
+                f"batching.staleness_rounds_max is {stale}, but objective.surrogate reinforce "
+                "takes every rollout for one of the policy that it updates: set "
+                "objective.importance_correction to truncated or masked, or choose a surrogate "
+                "with a ratio (ppo_clip, say)"
+            )
+        return self

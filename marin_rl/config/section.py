@@ -1,0 +1,82 @@
+"""What every section of the configuration is: frozen, typed, ranged, with marks on its fields.
+
+Fields marked `FREE` may differ when a run is continued: they change how, when or how far a run
+goes, never what its slots contain. All others are the run's *content* and are part of fingerprints.
+Sections marked `ABSENT` leave no trace while they are null: runs from before them stay what they
+were.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from pydantic.fields import FieldInfo
+
+FREE: dict[str, Any] = {"free": True}
+ABSENT: dict[str, Any] = {"absent": True}
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """Base of every node: unknown keys are errors, values never change, NaN is refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in dump(self).items()
+            if value is not None or not leaves_no_trace(fields[name])
+        }
+
+
+def content(node: Section) -> dict[str, Any]:
+    """The part of a section that decides what its slots contain: everything but free fields."""
+    result: dict[str, Any] = {}
+    for name, info in type(node).model_fields.items():
+        if is_free(info):
+            continue
+        value = getattr(node, name)
+        if value is None and leaves_no_trace(info):
+            continue
+        if isinstance(value, Section):
+            inner = content(value)
+            if inner:
+                result[name] = inner
+        elif isinstance(value, dict) and _holds_sections(value):
+            result[name] = {key: content(each) for key, each in value.items()}
+        else:
+            result[name] = json.loads(json.dumps(value))
+    return result
+
+
+def _holds_sections(value: dict[str, Any]) -> bool:
+    return any(isinstance(each, Section) for each in value.values())
+
+
+def is_free(info: FieldInfo) -> bool:
+    """Whether a key may differ when a run is continued."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("free"))
+
+
+def leaves_no_trace(info: FieldInfo) -> bool:
+    """Whether a key is left out of everything that is written while it is null."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("absent"))
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section behind an annotation `Section` or `Section | None`, if it is one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None

@@ -1,0 +1,207 @@
+"""Where completions come from: the embedded engine, the servers we run, remote endpoints.
+
+With the limits that a server holds its callers to. Leaves out what is asked for (sampling.py).
+"""
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from marin_rl.config.section import FREE, Count, Seconds, Section
+
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
+_ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:\d{1,5})?")
+
+
+class EngineConfig(Section):
+    """The embedded engine: fixed slots, decoded in chunks."""
+
+    slots: Count = Field(default=128, le=65536, description="sequences decoded side by side")
+    chunk_steps: Count = Field(
+        default=16, le=4096, description="decode steps on the device between two looks at the queue"
+    )
+    prefill_rows: Count = Field(default=16, le=65536, description="prompts prefilled in one call")
+    lanes: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="parts of the slots that are computed side by side; "
+        "0: one per core on a CPU, for small models; else one",
+        json_schema_extra=FREE,
+    )
+
+
+class ServerConfig(Section):
+    """Who may call a server that we run, how much they may ask of it, and how long it waits."""
+
+    admin_key_variable: str = Field(
+        default="MARIN_RL_ADMIN_KEY",
+        description="environment variable that holds the bearer token of the admin routes",
+        json_schema_extra=FREE,
+    )
+    hosts_allowed: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="Host names answered beside the one bound; '*.example.org' for all below it",
+        json_schema_extra=FREE,
+    )
+    origins_allowed: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="web origins that browsers may call from (CORS), like https://app.example.org",
+        json_schema_extra=FREE,
+    )
+    body_bytes_max: Count = Field(
+        default=16 * 2**20,
+        le=2**30,
+        description="bytes of a request's body; beyond: 413",
+        json_schema_extra=FREE,
+    )
+    header_bytes_max: int = Field(
+        default=65536,
+        ge=1024,
+        le=2**20,
+        description="bytes of a request's line and headers; beyond: 431",
+        json_schema_extra=FREE,
+    )
+    prompt_tokens_max: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of a prompt; null: what the context holds",
+        json_schema_extra=FREE,
+    )
+    new_tokens_max: int | None = Field(
+        default=None,
+        ge=1,
+        description="new tokens per completion; null: what the context leaves",
+        json_schema_extra=FREE,
+    )
+    samples_max: Count = Field(
+        default=4096, le=2**20, description="n of a request", json_schema_extra=FREE
+    )
+    prompts_max: Count = Field(
+        default=1024, le=2**20, description="prompts of a request", json_schema_extra=FREE
+    )
+    samples_queued_max: Count = Field(
+        default=65536,
+        le=2**24,
+        description="samples that wait for a slot; beyond: 503",
+        json_schema_extra=FREE,
+    )
+    connections_max: Count = Field(
+        default=2048,
+        le=65536,
+        description="open connections; beyond: the one idle for longest is closed, else 503",
+        json_schema_extra=FREE,
+    )
+    requests_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="requests a bearer token may make in the long run; beyond: 429; null: any",
+        json_schema_extra=FREE,
+    )
+    requests_burst: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="requests at once after a pause; null: those of one second, at least 1",
+        json_schema_extra=FREE,
+    )
+    header_timeout_s: Seconds = Field(
+        default=10.0,
+        description="seconds until a connection's next request head is there; beyond: closed",
+        json_schema_extra=FREE,
+    )
+    body_timeout_s: Seconds = Field(
+        default=60.0, description="seconds for a body; beyond: 408", json_schema_extra=FREE
+    )
+    queue_timeout_s: Seconds = Field(
+        default=600.0,
+        description="seconds until a request's first slot; beyond: 503",
+        json_schema_extra=FREE,
+    )
+    request_timeout_s: Seconds = Field(
+        default=3600.0,
+        description="seconds for a whole answer; beyond: 504",
+        json_schema_extra=FREE,
+    )
+    drain_timeout_s: Seconds = Field(
+        default=30.0,
+        description="seconds that running requests get to end after SIGTERM",
+        json_schema_extra=FREE,
+    )
+    access_log: bool = Field(
+        default=True,
+        description="one JSON line a request on stderr, if `marin-rl serve` runs it",
+        json_schema_extra=FREE,
+    )
+    log_prompts: bool = Field(
+        default=False,
+        description="write request bodies to the access log, for debugging",
+        json_schema_extra=FREE,
+    )
+
+    @model_validator(mode="after")
+    def _bursts_have_a_rate(self) -> "ServerConfig":
+        if self.requests_burst is not None and self.requests_per_second is None:
+            raise ValueError("requests_burst: expected with requests_per_second only")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_names(self) -> "ServerConfig":
+        for name in self.hosts_allowed:
+            if not _HOST.fullmatch(name):
+                raise ValueError(f"hosts_allowed: expected a host name without a port: {name!r}")
+        for origin in self.origins_allowed:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"origins_allowed: expected scheme://host[:port], found {origin!r}"
+                )
+        return self
+
+
+class InferenceConfig(Section):
+    """Where completions come from: the embedded server, or remote OpenAI-compatible endpoints."""
+
+    endpoints: tuple[str, ...] = Field(
+        default=(),
+        description="base URLs ending in /v1; empty: serve from this process",
+        json_schema_extra=FREE,
+    )
+    model: str = Field(default="policy", description="name the policy is served under")
+    api_key_variable: str = Field(
+        default="MARIN_RL_API_KEY",
+        description="environment variable that holds the bearer token",
+        json_schema_extra=FREE,
+    )
+    publish: Literal["none", "update_weights_from_disk"] = Field(
+        default="none",
+        description="how remote endpoints take new weights: by SGLang's route, or not at all",
+        json_schema_extra=FREE,
+    )
+    publish_root: str | None = Field(
+        default=None,
+        description="folder that this process and the endpoints share; null: the run's exports/",
+        json_schema_extra=FREE,
+    )
+    requests_in_flight_max: Count = Field(
+        default=64, le=65536, description="concurrent requests of one shard", json_schema_extra=FREE
+    )
+    request_timeout_s: Seconds = Field(
+        default=600.0, description="seconds for one completion request", json_schema_extra=FREE
+    )
+    request_attempts_max: Count = Field(
+        default=5, le=100, description="tries per request, with back-off", json_schema_extra=FREE
+    )
+    canary_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="largest |engine - trainer| of a canary logprob, in nats; null: 0.001 where "
+        "policy.compute_dtype is float32, 0.25 where it is bfloat16",
+        json_schema_extra=FREE,
+    )
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
