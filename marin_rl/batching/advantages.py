@@ -1,9 +1,13 @@
-"""Group-relative advantages: what each rollout's reward is worth against its group's.
+"""Advantages: what each rollout's reward is worth against a baseline.
 
-One function per estimator over one group, and one over a whole round of adjacent groups (what
-processing uses; tested equal). Rewards are float64; NaN marks a rollout that has none or is masked
-out: it is left out of the baseline and gets 0. A group with fewer than two valid rewards carries no
-signal: all 0, and the caller filters it. Axes: G members of a group, N rollouts of a round.
+An estimator names the baseline, a scale what the difference is divided by; the methods of the field
+are pairs of the two (docs/objectives.md). One function per estimator over one group, and one over a
+whole round of adjacent groups (what processing uses; tested equal). Rewards are float64; NaN marks
+a rollout that has none or is masked out: it is left out of every mean and gets 0. A group with
+fewer than two valid rewards carries no signal against its own mean: all 0, and the caller filters
+it. Returns over time are in returns.py.
+
+Axes: G members of a group, N rollouts of a round, P groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +17,22 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-GRPO_EPSILON = 1e-4  # TRL's; it only matters where the spread is of that order
+# TRL's; it only matters where the spread is of that order. Added to the root, not under it.
+EPSILON = 1e-4
+# Whitening over tokens has this under the root instead, as everybody has it.
+WHITENING_VARIANCE_MIN = 1e-8
+
+Rewards = Float64[np.ndarray, " G"]
+RoundRewards = Float64[np.ndarray, " N"]
 
 
-def rewards_array(rewards: Sequence[float | None]) -> Float64[np.ndarray, " G"]:
+def rewards_array(rewards: Sequence[float | None]) -> Rewards:
     """Rewards as float64, None as NaN; infinities count as missing too."""
     values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def rloo(reward_G: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
+def rloo(reward_G: Rewards) -> Rewards:
     """`A_i = r_i - mean_{j != i} r_j`, the exact leave-one-out baseline.
 
     Ahmadian et al. 2024, "Back to Basics", equation 8 (REINFORCE leave-one-out).
@@ -34,9 +44,7 @@ def rloo(reward_G: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
     return dr_grpo(reward_G) * (n / (n - 1))
 
 
-def grpo(
-    reward_G: Float64[np.ndarray, " G"], epsilon: float = GRPO_EPSILON
-) -> Float64[np.ndarray, " G"]:
+def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Rewards:
     """`A_i = (r_i - mean r) / (std r + epsilon)`, std with ddof 1 as TRL and verl have it.
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.2.
@@ -47,7 +55,7 @@ def grpo(
     return dr_grpo(reward_G) / (reward_G[valid].std(ddof=1) + epsilon)
 
 
-def dr_grpo(reward_G: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
+def dr_grpo(reward_G: Rewards) -> Rewards:
     """`A_i = r_i - mean r`: GRPO without the division by the spread.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2. Rewards that are all equal
@@ -59,9 +67,60 @@ def dr_grpo(reward_G: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
     return np.where(valid, reward_G - reward_G[valid].mean(), 0.0)
 
 
-ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
-    {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo}
-)
+def maxrl(reward_G: Rewards) -> Rewards:
+    """`A_i = (r_i - mean r) / mean r`: ascends the log of the success rate instead of the rate.
+
+    Tajwar et al. 2026, "Maximum Likelihood RL", arXiv:2602.02710. Rewards must be at least 0; a
+    group whose mean is 0 has no success to learn from and gives 0. Raises ValueError for a negative
+    reward.
+    """
+    valid = np.isfinite(reward_G)
+    if (reward_G[valid] < 0).any():
+        raise ValueError(f"maxrl needs rewards of at least 0, found {reward_G[valid].min():g}")
+    mean = reward_G[valid].mean() if valid.any() else 0.0
+    return dr_grpo(reward_G) / mean if mean > 0 else np.zeros_like(reward_G)
+
+
+def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Rewards:
+    """The advantage of the best of k, worked out over all subsets of k members.
+
+    Chen et al. 2025, "Pass@k Training", equations 10 to 15: with n members, f of them failed
+    (reward below `threshold`), `R = 1 - C(f, k) / C(n, k)` and `s = sqrt(R (1 - R))`, a success has
+    `(1 - R) / s` and a failure `(1 - R - C(f - 1, k - 1) / C(n - 1, k - 1)) / s`. All 0 where every
+    subset, or none, has a success. Raises ValueError unless 1 <= k <= n.
+    """
+    valid = np.isfinite(reward_G)
+    n = int(valid.sum())
+    if n < 2:
+        return np.zeros_like(reward_G)
+    success = np.greater_equal(reward_G, threshold, where=valid, out=np.zeros(len(valid), bool))
+    failed = n - int(success.sum())
+    good, bad = _pass_at_k_values(np.array([n]), np.array([failed]), k)
+    return np.where(valid, np.where(success, good[0], bad[0]), 0.0)
+
+
+def _pass_at_k_values(
+    count_P: Int64[np.ndarray, " P"], failed_P: Int64[np.ndarray, " P"], k: int
+) -> tuple[Float64[np.ndarray, " P"], Float64[np.ndarray, " P"]]:
+    """The advantage of a success and of a failure in groups of so many members."""
+    if k < 1 or (count_P[count_P >= 2] < k).any():
+        raise ValueError(
+            f"pass_at_k needs 1 <= k <= the group's valid rewards, found k = {k} and a group of "
+            f"{count_P[count_P >= 2].min(initial=k)}: lower objective.pass_k"
+        )
+    none_P = _subsets_ratio(failed_P, count_P, k)  # no success among k: 1 - R
+    others_P = _subsets_ratio(failed_P - 1, count_P - 1, k - 1)
+    spread_P = np.sqrt(none_P * (1 - none_P))
+    divisor_P = np.where(spread_P > 0, spread_P, np.inf)
+    return none_P / divisor_P, (none_P - others_P) / divisor_P
+
+
+def _subsets_ratio(
+    part_P: Int64[np.ndarray, " P"], whole_P: Int64[np.ndarray, " P"], k: int
+) -> Float64[np.ndarray, " P"]:
+    """C(part, k) / C(whole, k), as a product of k fractions; 0 where part < k."""
+    factors = [np.maximum(part_P - i, 0) / np.maximum(whole_P - i, 1) for i in range(k)]
+    return np.prod([np.ones(len(part_P)), *factors], axis=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +134,7 @@ class GroupStatistics:
 
 
 def group_statistics(
-    reward_N: Float64[np.ndarray, " N"], group_N: Int64[np.ndarray, " N"], groups: int
+    reward_N: RoundRewards, group_N: Int64[np.ndarray, " N"], groups: int
 ) -> GroupStatistics:
     """Statistics over the valid rewards of each of `groups` groups; `group_N` is in [0, groups).
 
@@ -97,25 +156,175 @@ def group_statistics(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageChoice:
+    """Which baseline and which scale; `pass_k` and `success_threshold` are for pass_at_k alone."""
+
+    estimator: str = "rloo"
+    scale: str = "default"
+    pass_k: int = 1
+    success_threshold: float = 1.0
+
+    @property
+    def within_groups(self) -> bool:
+        """Whether a group of equal rewards has no signal, whatever the other groups did."""
+        return self.estimator not in ("reinforce", "reinforce_batch", "gae")
+
+    @property
+    def members_min(self) -> int:
+        """The fewest valid rewards of a group that is trained on."""
+        if self.estimator == "pass_at_k":
+            return self.pass_k
+        return 2 if self.within_groups else 1
+
+
 def round_advantages(
-    reward_N: Float64[np.ndarray, " N"],
+    reward_N: RoundRewards,
     group_N: Int64[np.ndarray, " N"],
     groups: int,
-    estimator: str,
-) -> Float64[np.ndarray, " N"]:
-    """The advantages of all groups of a round at once, equal to `ESTIMATORS` group by group."""
+    choice: AdvantageChoice,
+    tokens_N: Int64[np.ndarray, " N"] | None = None,
+) -> RoundRewards:
+    """The advantages of all rollouts of a round, 0 where there is no reward.
+
+    Estimators: those of one group (`ESTIMATORS` and pass_at_k), `reinforce` (the reward itself) and
+    `reinforce_batch` (less the mean over the round); `gae` is 0 here, for it waits for a critic's
+    values (training/critic.py). Scales: `none`; `group_std` and `batch_std`,
+    the std (ddof 1) of the rewards of the group or round; `batch_whitening`, which subtracts the
+    mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
+    the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
+    2025, section 3); `default` is group_std for grpo, none for others. Raises ValueError where
+    token_whitening is not told the tokens.
+    """
     statistics = group_statistics(reward_N, group_N, groups)
-    signal: Bool[np.ndarray, " P"] = (statistics.count >= 2) & (statistics.spread > 0)
-    centred = reward_N - statistics.mean[group_N]
-    scaled = centred * _scale(statistics, estimator)[group_N]
-    return np.where(np.isfinite(reward_N) & signal[group_N], scaled, 0.0)
+    valid_N: Bool[np.ndarray, " N"] = np.isfinite(reward_N)
+    raw_N = _BASELINES[choice.estimator](reward_N, group_N, statistics, choice)
+    raw_N = np.where(valid_N, raw_N, 0.0)
+    if choice.scale == "token_whitening":
+        if tokens_N is None:
+            raise ValueError("token_whitening needs the number of tokens of every rollout")
+        return np.where(valid_N, whitened(raw_N, np.where(valid_N, tokens_N, 0)), 0.0)
+    return _scaled(raw_N, reward_N, group_N, statistics, choice)
 
 
-def _scale(statistics: GroupStatistics, estimator: str) -> Float64[np.ndarray, " P"]:
-    if estimator == "rloo":
-        return statistics.count / np.maximum(statistics.count - 1, 1)
-    if estimator == "grpo":
-        return 1.0 / (statistics.std + GRPO_EPSILON)
-    if estimator == "dr_grpo":
-        return np.ones_like(statistics.mean)
-    raise ValueError(f"expected an advantage of {', '.join(ESTIMATORS)}, found {estimator!r}")
+def whitened(
+    value_N: Float64[np.ndarray, " N"], count_N: Int64[np.ndarray, " N"]
+) -> Float64[np.ndarray, " N"]:
+    """`(v - mean) / sqrt(var + 1e-8)` of values that stand for so many equal ones each; ddof 1."""
+    total = int(count_N.sum())
+    mean = float((value_N * count_N).sum()) / max(total, 1)
+    squares = float((np.square(value_N - mean) * count_N).sum())
+    return (value_N - mean) / np.sqrt(squares / max(total - 1, 1) + WHITENING_VARIANCE_MIN)
+
+
+_Baseline = Callable[
+    [np.ndarray, np.ndarray, GroupStatistics, AdvantageChoice], Float64[np.ndarray, " N"]
+]
+
+
+def _against_group(reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics) -> np.ndarray:
+    """r - mean of the group; exactly 0 in groups of one or of equal rewards."""
+    signal_P = (s.count >= 2) & (s.spread > 0)
+    return np.where(signal_P[group_N], reward_N - s.mean[group_N], 0.0)
+
+
+def _rloo_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    factor_P = s.count / np.maximum(s.count - 1, 1)
+    return _against_group(reward_N, group_N, s) * factor_P[group_N]
+
+
+def _mean_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    return _against_group(reward_N, group_N, s)
+
+
+def _maxrl_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    if np.nanmin(reward_N, initial=0.0) < 0:
+        raise ValueError(f"maxrl needs rewards of at least 0, found {np.nanmin(reward_N):g}")
+    divisor_P = np.where(s.mean > 0, s.mean, np.inf)
+    return _against_group(reward_N, group_N, s) / divisor_P[group_N]
+
+
+def _pass_at_k_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, choice: AdvantageChoice
+) -> np.ndarray:
+    valid_N = np.isfinite(reward_N)
+    threshold = choice.success_threshold
+    success_N = np.greater_equal(
+        reward_N, threshold, where=valid_N, out=np.zeros(len(valid_N), bool)
+    )
+    failed_P = np.bincount(group_N[valid_N & ~success_N], minlength=len(s.count))
+    good_P, bad_P = _pass_at_k_values(s.count, failed_P, choice.pass_k)
+    values_N = np.where(success_N, good_P[group_N], bad_P[group_N])
+    return np.where(s.count[group_N] >= 2, values_N, 0.0)
+
+
+def _reinforce_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    return reward_N
+
+
+def _no_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    return np.zeros_like(reward_N)
+
+
+def _batch_round(
+    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
+) -> np.ndarray:
+    valid = reward_N[np.isfinite(reward_N)]
+    if len(valid) < 2 or np.ptp(valid) == 0.0:
+        return np.zeros_like(reward_N)
+    return reward_N - valid.mean()
+
+
+ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
+    {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
+)
+
+_BASELINES: Mapping[str, _Baseline] = MappingProxyType(
+    {
+        "rloo": _rloo_round,
+        "grpo": _mean_round,
+        "dr_grpo": _mean_round,
+        "maxrl": _maxrl_round,
+        "pass_at_k": _pass_at_k_round,
+        "reinforce": _reinforce_round,
+        "reinforce_batch": _batch_round,
+        "gae": _no_round,
+    }
+)
+
+
+def _scaled(
+    advantage_N: np.ndarray,
+    reward_N: np.ndarray,
+    group_N: np.ndarray,
+    statistics: GroupStatistics,
+    choice: AdvantageChoice,
+) -> Float64[np.ndarray, " N"]:
+    default = "group_std" if choice.estimator == "grpo" else "none"
+    valid_N = np.isfinite(reward_N)
+    match default if choice.scale == "default" else choice.scale:
+        case "none":
+            return advantage_N
+        case "group_std":
+            return advantage_N / (statistics.std[group_N] + EPSILON)
+        case "batch_std":
+            return advantage_N / (_std(reward_N[valid_N]) + EPSILON)
+        case "batch_whitening":
+            values = advantage_N[valid_N]
+            centred_N = advantage_N - (values.mean() if len(values) else 0.0)
+            return np.where(valid_N, centred_N / (_std(values) + EPSILON), 0.0)
+    raise AssertionError(choice.scale)
+
+
+def _std(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -1,5 +1,6 @@
 """Advantages: numbers by hand, TRL's own numbers, and the laws that every baseline obeys."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,10 +11,15 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from marin_rl.batching.advantages import (
+    EPSILON,
     ESTIMATORS,
+    WHITENING_VARIANCE_MIN,
+    AdvantageChoice,
     dr_grpo,
     group_statistics,
     grpo,
+    maxrl,
+    pass_at_k,
     rewards_array,
     rloo,
     round_advantages,
@@ -40,6 +46,34 @@ def test_dr_grpo_by_hand() -> None:
     assert_array_equal(dr_grpo(np.array([0.0, 1.0, 5.0])), [-2.0, -1.0, 3.0])
 
 
+def test_maxrl_by_hand() -> None:
+    # mean 1/4: three failures at -1, a success at 3
+    assert_array_equal(maxrl(np.array([0.0, 0.0, 1.0, 0.0])), [-1.0, -1.0, 3.0, -1.0])
+    assert_array_equal(maxrl(np.zeros(3)), np.zeros(3))
+    with pytest.raises(ValueError, match="at least 0, found -1"):
+        maxrl(np.array([-1.0, 1.0]))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("successes", range(6))
+def test_pass_at_k_is_the_mean_over_all_subsets(k: int, successes: int) -> None:
+    reward = np.array([1.0] * successes + [0.5] * (5 - successes))
+    subsets = list(itertools.combinations(range(5), k))
+    passed = np.array([float(reward[list(subset)].max() >= 1.0) for subset in subsets])
+    spread = passed.std()
+    expected = np.zeros(5)
+    if spread > 0:
+        for member in range(5):
+            mine = [member in subset for subset in subsets]
+            expected[member] = (passed[mine].mean() - passed.mean()) / spread
+    assert_allclose(pass_at_k(reward, k, 1.0), expected, atol=1e-12)
+
+
+def test_pass_at_k_needs_k_members() -> None:
+    with pytest.raises(ValueError, match=r"found k = 3 and a group of 2: lower objective\.pass_k"):
+        pass_at_k(np.array([1.0, 0.0, np.nan]), 3, 1.0)
+
+
 def test_missing_rewards_stay_out_of_the_baseline() -> None:
     assert_array_equal(rloo(np.array([np.nan, 1.0, 3.0])), [0.0, -2.0, 2.0])
     assert_array_equal(rloo(rewards_array([None, 1.0, float("inf"), 3.0])), [0.0, -2.0, 0.0, 2.0])
@@ -56,17 +90,18 @@ def test_agrees_with_trl(case: dict) -> None:
     components = np.array([rewards_array(_numbers(row)) for row in case["rewards"]])
     present = np.isfinite(components).any(axis=1)
     reward = np.where(present, np.nansum(components * case["weights"], axis=1), np.nan)
-    if "beta" in case:
-        reward = reward - case["beta"] * np.array(case["kl"])
     if "clip" in case:
         reward = np.clip(reward, *case["clip"])
+    if "beta" in case:
+        reward = reward - case["beta"] * np.array(case["kl"])
     groups = np.arange(len(reward)) // case["group_size"]
-    ours = np.concatenate(
-        [ESTIMATORS[case["estimator"]](reward[groups == g]) for g in range(groups.max() + 1)]
-    )
-    assert_allclose(ours, case["advantages"], rtol=1e-4, atol=1e-4)
-    whole = round_advantages(reward, groups, int(groups.max()) + 1, case["estimator"])
+    choice = AdvantageChoice(estimator=case["estimator"], scale=case.get("scale", "default"))
+    whole = round_advantages(reward, groups, int(groups.max()) + 1, choice)
     assert_allclose(whole, case["advantages"], rtol=1e-4, atol=1e-4)
+    if choice.scale == "default":
+        alone = ESTIMATORS[case["estimator"]]
+        ours = np.concatenate([alone(reward[groups == g]) for g in range(groups.max() + 1)])
+        assert_allclose(ours, case["advantages"], rtol=1e-4, atol=1e-4)
 
 
 @given(st.lists(REWARDS, max_size=9))
@@ -80,7 +115,9 @@ def test_rloo_is_the_leave_one_out_difference(rewards: list[float | None]) -> No
     assert_allclose(rloo(reward), expected, rtol=1e-9, atol=1e-9)
 
 
-@given(st.lists(REWARDS, min_size=1, max_size=9), st.sampled_from(sorted(ESTIMATORS)))
+@given(
+    st.lists(REWARDS, min_size=1, max_size=9), st.sampled_from(sorted({*ESTIMATORS} - {"maxrl"}))
+)
 def test_advantages_sum_to_zero_and_ignore_a_constant(
     rewards: list[float | None], name: str
 ) -> None:
@@ -97,16 +134,17 @@ def test_advantages_sum_to_zero_and_ignore_a_constant(
     st.randoms(use_true_random=False),
 )
 def test_a_round_equals_its_groups(groups: list[list[float | None]], name: str, random) -> None:
-    rewards = np.concatenate([rewards_array(group) for group in groups])
+    rewards = np.abs(np.concatenate([rewards_array(group) for group in groups]))
     numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    expected = np.concatenate([ESTIMATORS[name](rewards_array(group)) for group in groups])
+    expected = np.concatenate([ESTIMATORS[name](np.abs(rewards_array(g))) for g in groups])
+    choice = AdvantageChoice(estimator=name)
     assert_allclose(
-        round_advantages(rewards, numbers, len(groups), name), expected, rtol=1e-9, atol=1e-9
+        round_advantages(rewards, numbers, len(groups), choice), expected, rtol=1e-9, atol=1e-9
     )
     # Order carries nothing: a shuffled round gives the same numbers to the same rollouts.
     order = list(range(len(rewards)))
     random.shuffle(order)
-    shuffled = round_advantages(rewards[order], numbers[order], len(groups), name)
+    shuffled = round_advantages(rewards[order], numbers[order], len(groups), choice)
     assert_allclose(shuffled, expected[order], rtol=1e-9, atol=1e-9)
 
 
@@ -118,9 +156,83 @@ def test_statistics_by_hand() -> None:
     assert_allclose(found.std, [np.sqrt(4.5), 0.0])
 
 
-def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="rloo, grpo, dr_grpo, found 'gae'"):
-        round_advantages(np.zeros(2), np.zeros(2, np.int64), 1, "gae")
+REWARD = np.array([1.0, 3.0, np.nan, 2.0, 2.0, 7.0])
+GROUP = np.array([0, 0, 0, 1, 1, 1])
+
+
+def advantages(estimator: str, scale: str = "default", **more: int | float) -> np.ndarray:
+    return round_advantages(
+        REWARD, GROUP, 2, AdvantageChoice(estimator=estimator, scale=scale, **more)
+    )
+
+
+def test_baselines_over_the_round_by_hand() -> None:
+    assert_array_equal(advantages("reinforce"), [1, 3, 0, 2, 2, 7])
+    assert_array_equal(advantages("reinforce_batch"), [-2, 0, 0, -1, -1, 4])  # mean 3
+
+
+def test_scales_by_hand() -> None:
+    std = np.sqrt((4 + 0 + 1 + 1 + 16) / 4)  # of the round's rewards, ddof 1
+    assert_allclose(advantages("dr_grpo", "batch_std")[:2], np.array([-1, 1]) / (std + EPSILON))
+    assert_allclose(
+        advantages("dr_grpo", "group_std")[:2], [-1 / (2**0.5 + EPSILON)] * np.array([1, -1])
+    )
+    assert_allclose(advantages("dr_grpo", "group_std"), advantages("grpo"))
+    whitened = advantages("reinforce_batch", "batch_whitening")  # REINFORCE++
+    assert_allclose(whitened, np.array([-2, 0, 0, -1, -1, 4]) / (std + EPSILON))
+    valid = whitened[np.isfinite(REWARD)]
+    assert_allclose([valid.mean(), valid.std(ddof=1)], [0, 1], atol=1e-4)
+
+
+def masked_whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Whitening of [N, T] as verl, tunix and TRL's PPO have it: written out over the tokens."""
+    tokens = values[mask]
+    variance = ((tokens - tokens.mean()) ** 2).sum() / (len(tokens) - 1)
+    return (values - tokens.mean()) / np.sqrt(variance + WHITENING_VARIANCE_MIN) * mask
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_batch", "dr_grpo", "rloo"])
+def test_token_whitening_is_over_every_token_of_every_rollout(estimator: str) -> None:
+    tokens = np.array([1, 4, 2, 3, 2, 5])
+    mask = (np.arange(5) < tokens[:, None]) & np.isfinite(REWARD)[:, None]
+    raw = np.broadcast_to(advantages(estimator, "none")[:, None], mask.shape)
+    choice = AdvantageChoice(estimator=estimator, scale="token_whitening")
+    found = round_advantages(REWARD, GROUP, 2, choice, tokens)
+    assert_allclose(found[:, None] * mask, masked_whiten(raw, mask), rtol=1e-9, atol=1e-9)
+    assert found[2] == 0.0  # no reward
+
+
+def test_token_whitening_of_a_round_of_equal_rewards_is_zero_and_needs_the_tokens() -> None:
+    choice = AdvantageChoice(estimator="reinforce", scale="token_whitening")
+    equal, group, tokens = np.full(4, 0.1), np.array([0, 0, 1, 1]), np.array([1, 2, 3, 4])
+    assert_allclose(round_advantages(equal, group, 2, choice, tokens), 0.0, atol=1e-9)
+    nothing = round_advantages(np.full(4, np.nan), group, 2, choice, tokens)
+    assert_array_equal(nothing, np.zeros(4))
+    with pytest.raises(ValueError, match="needs the number of tokens"):
+        round_advantages(equal, group, 2, choice)
+
+
+def test_pass_at_k_of_a_round_is_that_of_its_groups() -> None:
+    found = advantages("pass_at_k", pass_k=2, success_threshold=3.0)
+    alone = [pass_at_k(REWARD[group == GROUP], 2, 3.0) for group in (0, 1)]
+    assert_allclose(found, np.concatenate(alone))
+    assert (found != 0).any()
+
+
+def test_only_group_baselines_are_blind_to_a_group_of_equal_rewards() -> None:
+    within = [AdvantageChoice(estimator=name).within_groups for name in (*ESTIMATORS, "pass_at_k")]
+    assert all(within)
+    assert not AdvantageChoice(estimator="reinforce_batch").within_groups
+
+
+def test_a_group_of_one_is_enough_where_its_mean_is_no_baseline() -> None:
+    found = {
+        name: AdvantageChoice(estimator=name, pass_k=3).members_min
+        for name in (*ESTIMATORS, "pass_at_k", "reinforce", "reinforce_batch", "gae")
+    }
+    assert found == dict.fromkeys(ESTIMATORS, 2) | {
+        "pass_at_k": 3, "reinforce": 1, "reinforce_batch": 1, "gae": 1,
+    }  # fmt: skip
 
 
 def _numbers(row: list[float | str]) -> list[float]:

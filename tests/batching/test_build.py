@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from marin_rl.batching.build import bucket, build_round
+from marin_rl.batching.build import build_round
+from marin_rl.batching.plan import bucket
 from marin_rl.config import BatchingConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
 from marin_rl.storage.audit import audit_round
@@ -101,12 +102,108 @@ def test_every_fate_has_its_reason(tmp_path: Path) -> None:
     assert audit_round(run, 4).balanced
 
 
+def test_kl_in_the_reward_is_a_signal_where_rewards_are_equal(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"kl_coefficient": 0.1, "kl_placement": "reward"})
+    _built(run, [group("g", [1.0, 1.0, 1.0])])
+    assert set(_fates(run).values()) == {"consumed"}
+
+
+def test_whitening_over_tokens_weighs_a_rollout_by_its_length(tmp_path: Path) -> None:
+    chosen = {"advantage": "reinforce", "advantage_scale": "token_whitening"}
+    run = _run(tmp_path, objective=chosen)
+    first = rollout("g/0", reward=0.0, completion=[7, 8, 9])
+    second = rollout("g/1", index=1, reward=1.0, completion=[4])
+    (batch,) = read_batches(run, _built(run, [group_of("g", [first, second])]))
+    # of the tokens' 0, 0, 0, 1: mean 1/4, variance (ddof 1) 1/4
+    found = batch.advantages[batch.loss_mask == 1]
+    assert_allclose(found, [-0.5, -0.5, -0.5, 1.5], rtol=1e-6)
+
+
 def test_without_the_filter_a_flat_group_is_trained_on_with_advantage_zero(tmp_path: Path) -> None:
     run = _run(tmp_path, filters={"zero_signal": False})
     ref = _built(run, [group("g", [1.0, 1.0, 1.0])])
     (batch,) = read_batches(run, ref)
     assert set(_fates(run).values()) == {"consumed"}
     assert not batch.advantages.any()
+
+
+def test_an_overlong_completion_is_in_the_baseline_and_not_trained_on(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"overlong": "mask"})
+    members = [rollout(f"a/{i}", index=i, reward=float(i)) for i in range(2)]
+    cut_off = rollout("a/2", index=2, status="truncated", reward=5.0)
+    _built(run, [group_of("a", [*members, cut_off])])
+    assert _fates(run) == {"a/0": "consumed", "a/1": "consumed", "a/2": "overlong"}
+    assert read_dispositions(run, 0)["advantage"].to_pylist() == [-3.0, -1.5, None]
+    assert audit_round(run, 0).balanced
+
+
+def test_a_long_completion_loses_reward_and_keeps_its_own_in_the_record(tmp_path: Path) -> None:
+    objective = {"overlong": "soft_penalty", "overlong_buffer": 1.0, "overlong_penalty": 2.0}
+    run = _run(tmp_path, objective=objective)
+    limit = run.config.sampling.max_tokens
+    short = rollout("a/0", completion=(7, 8), reward=1.0)
+    long = rollout("a/1", index=1, completion=(7, 8, 9, 10), reward=1.0)
+    ref = _built(run, [group_of("a", [short, long])])
+    advantages = read_dispositions(run, 0)["advantage"].to_pylist()
+    assert advantages == pytest.approx([2.0 * 2 / limit, -2.0 * 2 / limit])
+    assert read_dispositions(run, 0)["reward"].to_pylist() == [1.0, 1.0]
+    (batch,) = read_batches(run, ref)
+    returned = [row[row != 0][0] for row in batch.returns]
+    assert returned == pytest.approx([1 - 2.0 * 2 / limit, 1 - 2.0 * 4 / limit])
+
+
+def test_a_baseline_of_the_round_learns_from_a_flat_group(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "reinforce_batch"})
+    _built(run, [group("a", [1.0, 1.0]), group("b", [0.0, 2.0])])
+    assert set(_fates(run).values()) == {"consumed"}
+    assert read_dispositions(run, 0)["advantage"].to_pylist() == [0.0, 0.0, -1.0, 1.0]
+    other = _run(tmp_path / "other", objective={"advantage": "reinforce_batch"})
+    _built(other, [group("a", [1.0, 1.0]), group("b", [0.0, 0.0])])
+    assert read_dispositions(other, 0)["advantage"].to_pylist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_a_critic_learns_from_a_group_of_one_and_from_a_flat_one(tmp_path: Path) -> None:
+    run = _run(
+        tmp_path,
+        objective={"advantage": "gae", "ratio_level": "token"},
+        training={"critic": {}},
+        rollouts={"group_size": 1, "group_size_min": 1},
+    )
+    lone = rollout("a/0", reward=0.5, prompt=[5, 6], completion=[7, 8])
+    ref = _built(run, [group_of("a", [lone]), group("b", [1.0, 1.0])])
+    assert set(_fates(run).values()) == {"consumed"}
+    assert read_dispositions(run, 0)["advantage"].to_pylist() == [None] * 3
+    (batch,) = read_batches(run, ref)
+    assert_array_equal(batch.advantages, 0.0)
+    assert_array_equal(batch.returns[0, :5], [0, 0, 0.5, 0.5, 0])
+
+
+def test_pass_at_k_drops_groups_of_fewer_than_k(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "pass_at_k", "pass_k": 3})
+    _built(run, [group("a", [0.0, 1.0]), group("b", [0.0, 0.0, 0.0, 1.0])])
+    fates = _fates(run)
+    assert {fates["a/0"], fates["a/1"]} == {"short_group"}
+    assert fates["b/0"] == "consumed"
+
+
+@pytest.mark.parametrize(("advantage", "worth"), [("reinforce", 1.0), ("reinforce_batch", 0.5)])
+def test_groups_of_one_are_trained_on_without_a_groups_baseline(
+    tmp_path: Path, advantage: str, worth: float
+) -> None:
+    alone = {"group_size": 1, "group_size_min": 1}
+    run = _run(tmp_path, objective={"advantage": advantage}, rollouts=alone)
+    _built(run, [group("a", [1.0]), group("b", [0.0])])
+    table = read_dispositions(run, 0)
+    assert table["disposition"].to_pylist() == ["consumed"] * 2
+    assert table["advantage"].to_pylist() == [worth, worth - 1.0]
+
+
+def test_rewards_that_an_advantage_is_not_made_for_are_told(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "maxrl"})
+    with pytest.raises(
+        ConfigError, match=r"objective\.advantage: maxrl needs rewards of at least 0"
+    ):
+        _built(run, [group("a", [-1.0, 1.0])])
 
 
 def test_a_short_group_is_measured_against_the_configured_size(tmp_path: Path) -> None:
@@ -142,7 +239,10 @@ SHORT: dict[str, Any] = {"policy": {"context_length": 8}, "sampling": {"max_toke
 
 @pytest.mark.parametrize(
     ("longest", "buckets", "length"),
-    [(1, (), 32), (32, (), 32), (33, (), 64), (700, (), 1024), (7, (8, 16), 8), (9, (8, 16), 16)],
+    [
+        *[(1, (), 32), (32, (), 32), (33, (), 48), (48, (), 48), (49, (), 64), (65, (), 96)],
+        *[(97, (), 128), (700, (), 768), (769, (), 1024), (7, (8, 16), 8), (9, (8, 16), 16)],
+    ],
 )
 def test_the_smallest_bucket_that_fits(longest: int, buckets: tuple, length: int) -> None:
     assert bucket(longest, BatchingConfig(length_buckets=buckets)) == length

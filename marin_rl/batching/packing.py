@@ -1,0 +1,327 @@
+"""Several sequences in one row, and one prompt for all completions of a group.
+
+Owns where each kept rollout of a round goes (`pack`) and the filling of such rows from the shards
+(`fill_packed`). Leaves out what is kept and what it is worth (plan.py), and rows of one sequence.
+
+In a row, completions have the segments 1, 2, … in the order of their rollouts. Where prompts are
+shared, they are segments of their own, numbered after the completions; a completion's positions
+then go on where its prompt's end, and that is how a reader tells: a segment that begins at a
+position above 0 continues the last segment before it that begins at 0.
+
+Axes: K kept rollouts of a round in shard order, T tokens of a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Float64, Int64
+
+from marin_rl.batching import turns
+from marin_rl.errors import ConfigError, CorruptObject
+from marin_rl.storage.batches import StepRows
+from schemas.batches import ARRAYS, INTEGER_ARRAYS
+
+Integers = Int64[np.ndarray, " K"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Where the K kept rollouts of a round are.
+
+    `row_K` counts within the step, `segment_K` from 1 within the row; `start_K` is the column of
+    the rollout's first own token, `prompt_start_K` that of its prompt, which is another rollout's
+    where `shared_K` holds. `apart` tells that prompts are segments of their own.
+    """
+
+    step_K: Integers
+    row_K: Integers
+    segment_K: Integers
+    start_K: Integers
+    prompt_start_K: Integers
+    prompt_segment_K: Integers
+    shared_K: Bool[np.ndarray, " K"]
+    apart: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of all steps."""
+        return int(sum(self.rows_of(step) for step in np.unique(self.step_K).tolist()))
+
+    def rows_of(self, step: int) -> int:
+        """Rows of one step."""
+        return int(self.row_K[self.step_K == step].max(initial=-1)) + 1
+
+
+def pack(
+    prompt_K: Integers,
+    sampled_K: Integers,
+    group_K: Integers,
+    *,
+    row_tokens: int,
+    sequences_per_step: int,
+    share: bool,
+) -> Packing:
+    """Rollouts into rows of `row_tokens`, in order; a row is left when the next does not fit.
+
+    With `share`, a rollout whose group's prompt lies in the current row adds its completion alone,
+    and a group that would not fit into what is left of a row begins a new one. Raises ConfigError
+    for a rollout longer than a row.
+    """
+    longest = int((prompt_K + sampled_K).max(initial=0))
+    if longest > row_tokens:
+        raise ConfigError(
+            f"a sequence of {longest} tokens does not fit into batching.row_tokens ({row_tokens}): "
+            "raise it, or lower sampling.max_tokens"
+        )
+    packer = _Packer(row_tokens, share)
+    if len(group_K) == 0:
+        return packer.packing()
+    whole = _group_tokens(prompt_K, sampled_K, group_K, sequences_per_step)
+    for k, (prompt, sampled, group) in enumerate(
+        zip(prompt_K.tolist(), sampled_K.tolist(), group_K.tolist(), strict=True)
+    ):
+        if k and k % sequences_per_step == 0:
+            packer.next_step()
+        packer.put(prompt, sampled, group, whole[k])
+    return packer.packing()
+
+
+def _group_tokens(
+    prompt_K: Integers, sampled_K: Integers, group_K: Integers, per_step: int
+) -> list[int]:
+    """Tokens of each rollout's group within its step, the prompt counted once."""
+    step_K = np.arange(len(group_K)) // per_step
+    _, index = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
+    index = index.reshape(-1)
+    sums = np.bincount(index, weights=sampled_K)[index].astype(np.int64)
+    return (sums + prompt_K).tolist()
+
+
+class _Packer:
+    """The row that is being filled, and what has been placed so far."""
+
+    def __init__(self, row_tokens: int, share: bool) -> None:  # noqa: FBT001
+        self._row_tokens, self._share = row_tokens, share
+        self._step = self._row = self._filled = self._segments = self._prompts = 0
+        self._prompt: tuple[int, int, int, int] | None = None  # group, tokens, column, number
+        self._placed: list[tuple[int, int, int, int, int, int, bool]] = []
+
+    def next_step(self) -> None:
+        """Begin a step: its rows count from 0."""
+        self._step, self._row = self._step + 1, -1
+        self._next_row()
+
+    def _next_row(self) -> None:
+        self._row, self._filled, self._segments, self._prompts = self._row + 1, 0, 0, 0
+        self._prompt = None
+
+    def put(self, prompt: int, sampled: int, group: int, whole: int) -> None:
+        """Place a rollout; `whole` is what its group needs in all."""
+        here = self._prompt is not None and self._prompt[:2] == (group, prompt)
+        if here and self._filled + sampled <= self._row_tokens:
+            self._add(sampled, shared=True)
+            return
+        needed = whole if self._share and whole <= self._row_tokens else prompt + sampled
+        if self._filled + needed > self._row_tokens:
+            self._next_row()
+        if self._share:
+            self._prompt = group, prompt, self._filled, self._prompts
+            self._prompts += 1
+            self._filled += prompt
+            self._add(sampled, shared=False)
+        else:
+            self._add(prompt + sampled, shared=False)
+
+    def _add(self, tokens: int, *, shared: bool) -> None:
+        self._segments += 1
+        _, _, column, number = self._prompt or (0, 0, self._filled, 0)
+        self._placed.append(
+            (self._step, self._row, self._segments, self._filled, column, number, shared)
+        )
+        self._filled += tokens
+
+    def packing(self) -> Packing:
+        """All that was placed."""
+        table = np.array(self._placed, np.int64).reshape(-1, 7).T
+        step_K, row_K, segment_K, start_K, column_K, number_K, shared_K = table
+        begins = np.flatnonzero(segment_K == 1)
+        counts = np.diff(np.append(begins, len(segment_K)))
+        completions_K = np.repeat(counts, counts)
+        return Packing(
+            step_K=step_K,
+            row_K=row_K,
+            segment_K=segment_K,
+            start_K=start_K,
+            prompt_start_K=column_K,
+            prompt_segment_K=completions_K + number_K + 1,
+            shared_K=shared_K.astype(bool),
+            apart=self._share,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is known of the kept rollouts before their tokens are read."""
+
+    index_K: Integers
+    prompt_K: Integers
+    sampled_K: Integers
+    advantage_K: Float64[np.ndarray, " K"]
+    reward_K: Float64[np.ndarray, " K"]
+
+
+def fill_packed(
+    packing: Packing, kept: Kept, row_tokens: int, light: pa.Table, row_groups: Iterator[pa.Table]
+) -> Iterator[StepRows]:
+    """The rows of each step in turn, out of row groups with the token columns.
+
+    Raises CorruptObject when the row groups are not those the plan was made from, ConfigError when
+    the members of a group were given different prompts.
+    """
+    done = start = step = 0
+    rows = _Rows(packing, kept, row_tokens, 0)
+    for table in row_groups:
+        stop = int(np.searchsorted(kept.index_K, start + table.num_rows))
+        while done < stop:
+            of_step = int(np.searchsorted(packing.step_K, step + 1))
+            upto = min(stop, of_step)
+            rows.put(slice(done, upto), table, start)
+            done = upto
+            if done == of_step:
+                yield rows.finished(light)
+                step += 1
+                rows = _Rows(packing, kept, row_tokens, step)
+        start += table.num_rows
+    if start != light.num_rows:
+        raise CorruptObject(f"expected {light.num_rows} rollouts, found {start} in the shards")
+
+
+class _Rows:
+    """The arrays of one step while they are being filled."""
+
+    def __init__(self, packing: Packing, kept: Kept, row_tokens: int, step: int) -> None:
+        self._packing, self._kept, self._length, self._step = packing, kept, row_tokens, step
+        shape = packing.rows_of(step), row_tokens
+        self._arrays = {
+            name: np.zeros(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
+            for name in ARRAYS
+        }
+
+    def put(self, these: slice, table: pa.Table, start: int) -> None:
+        """Write the rollouts `these` of the kept, whose tokens are in `table` from row `start`."""
+        packing, kept = self._packing, self._kept
+        row_k, prompt_k = packing.row_K[these] * self._length, kept.prompt_K[these]
+        sampled_k, shared_k = kept.sampled_K[these], packing.shared_K[these]
+        columns = {name: _flat(table, name) for name in ("token_ids", "loss_mask", "logprobs")}
+        source_k = columns["token_ids"][1][kept.index_K[these] - start]
+        self._check(columns, kept.index_K[these] - start, prompt_k + sampled_k, table)
+        own_k = np.where(shared_k, 0, prompt_k)
+        completion_k = packing.start_K[these] + np.where(packing.apart, 0, own_k)
+        tokens = _ranges(row_k + completion_k, source_k + prompt_k, sampled_k)
+        self._write(columns, *tokens, prompt_k, sampled_k, packing.segment_K[these])
+        prompt_at = row_k + packing.prompt_start_K[these]
+        segment_k = packing.prompt_segment_K[these] if packing.apart else packing.segment_K[these]
+        owned = _ranges(prompt_at, source_k, own_k)
+        self._write(columns, *owned, np.zeros_like(own_k), own_k, segment_k)
+        self._spread(tokens[0], these)
+        mask = self._arrays["loss_mask"].reshape(-1)[tokens[0]]
+        for name in {turns.RETURNS, turns.ADVANTAGES}.intersection(table.column_names):
+            values, _ = _flat(table, name)
+            self._arrays[name].reshape(-1)[tokens[0]] = values[tokens[1]] * mask
+        self._compare(columns, prompt_at, source_k, np.where(shared_k, prompt_k, 0), table)
+
+    def _write(
+        self,
+        columns: dict[str, tuple[np.ndarray, np.ndarray]],
+        to: np.ndarray,
+        source: np.ndarray,
+        first_k: np.ndarray,
+        counts_k: np.ndarray,
+        segment_k: np.ndarray,
+    ) -> None:
+        flat = {name: array.reshape(-1) for name, array in self._arrays.items()}
+        flat["token_ids"][to] = columns["token_ids"][0][source]
+        mask = columns["loss_mask"][0][source].astype(np.int32)
+        flat["loss_mask"][to] = mask
+        flat["policy_logprobs"][to] = columns["logprobs"][0][source] * mask
+        flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
+        flat["positions"][to] = np.repeat(first_k, counts_k) + _counted(counts_k)
+
+    def _spread(self, to: np.ndarray, these: slice) -> None:
+        """Advantages and returns, over the trained tokens of each completion."""
+        counts_k = self._kept.sampled_K[these]
+        mask = self._arrays["loss_mask"].reshape(-1)[to]
+        for name, values in (
+            ("advantages", self._kept.advantage_K),
+            ("returns", self._kept.reward_K),
+        ):
+            spread = np.repeat(values[these].astype(np.float32), counts_k)
+            self._arrays[name].reshape(-1)[to] = spread * mask
+
+    def _check(
+        self,
+        columns: dict[str, tuple[np.ndarray, np.ndarray]],
+        at: np.ndarray,
+        expected: np.ndarray,
+        table: pa.Table,
+    ) -> None:
+        for name, (_, offsets) in columns.items():
+            wrong = np.flatnonzero(offsets[at + 1] - offsets[at] != expected)
+            if len(wrong):
+                rollout = table["rollout_id"][int(at[wrong[0]])].as_py()
+                raise CorruptObject(
+                    f"rollout {rollout}: expected {expected[wrong[0]]} {name}, as its counts say, "
+                    f"found {(offsets[at + 1] - offsets[at])[wrong[0]]}"
+                )
+
+    def _compare(
+        self,
+        columns: dict[str, tuple[np.ndarray, np.ndarray]],
+        at: np.ndarray,
+        source: np.ndarray,
+        counts: np.ndarray,
+        table: pa.Table,
+    ) -> None:
+        to, from_ = _ranges(at, source, counts)
+        placed = self._arrays["token_ids"].reshape(-1)[to]
+        if not np.array_equal(placed, columns["token_ids"][0][from_]):
+            raise ConfigError(
+                f"rollouts from {table['rollout_id'][0].as_py()} on: members of a group were given "
+                "different prompts, which cannot be shared; set batching.packing to 'sequences'"
+            )
+
+    def finished(self, light: pa.Table) -> StepRows:
+        """What is written."""
+        of_step = np.flatnonzero(self._packing.step_K == self._step)
+        rows = self._packing.row_K[of_step]
+        counts = np.bincount(rows, minlength=len(self._arrays["token_ids"]))
+        offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        taken = pa.array(self._kept.index_K[of_step])
+        rollout_ids, environments = (
+            pa.ListArray.from_arrays(offsets, light[name].combine_chunks().take(taken))
+            for name in ("rollout_id", "environment")
+        )
+        return StepRows(arrays=self._arrays, rollout_ids=rollout_ids, environments=environments)
+
+
+def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A list column as flat values, and where each list begins and the last one ends."""
+    column = table[name].combine_chunks()
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    return column.flatten().to_numpy(zero_copy_only=False), offsets - offsets[0]
+
+
+def _counted(counts: np.ndarray) -> np.ndarray:
+    """0 … n-1 for every n of `counts`, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+
+
+def _ranges(
+    to: np.ndarray, source: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Index pairs that copy `counts[i]` entries from `source[i]` to `to[i]` on."""
+    step = _counted(counts)
+    return np.repeat(to, counts) + step, np.repeat(source, counts) + step

@@ -1,0 +1,152 @@
+"""Preference pairs as rows of tokens: what is held out, which pairs a step takes, how they lie.
+
+Pure NumPy. The two answers of a pair are neighbouring rows, the chosen one first. Which pairs a
+step takes is a function of the seed and the step alone; what is held out, of the prompt alone, so
+that no prompt is on both sides.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+from jaxtyping import Bool, Float32, Int32, Int64
+
+from marin_rl.batching.sequences import ChatTokenizer, chat_tokens
+from marin_rl.errors import InputError
+from marin_rl.types import Message, PreferencePair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairBatch:
+    """P pairs as B = 2P rows: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one.
+
+    `inside` is True on tokens and False on the padding after them.
+    """
+
+    token_ids: Int32[np.ndarray, "B T"]
+    inside: Bool[np.ndarray, "B T"]
+    margins: Float32[np.ndarray, " P"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTokenizer:
+    """What turns pairs into tokens, and what makes it the same as another."""
+
+    tokenizer: ChatTokenizer
+    tokenizer_digest: str
+    chat_template_digest: str
+    vocab_size: int
+    context_length: int
+
+    def tokenized(
+        self, pairs: Sequence[PreferencePair], held_out_fraction: float
+    ) -> list[PreferencePair]:
+        """The pairs with tokens and split filled in; tokens that are there are kept.
+
+        Raises InputError naming pair and field for tokens of another tokenizer, ids beyond the
+        vocabulary, answers longer than the context, and where all pairs are held out.
+        """
+        filled = [self._filled(pair, held_out_fraction) for pair in pairs]
+        if all(pair.split == "eval" for pair in filled):
+            raise InputError(
+                f"all {len(filled)} pairs are held out: expected some to train on; lower "
+                "reward_model.held_out_fraction, or give pairs of more prompts"
+            )
+        return filled
+
+    def _filled(self, pair: PreferencePair, held_out_fraction: float) -> PreferencePair:
+        self._check_digests(pair)
+        held_out = is_held_out(pair.messages, held_out_fraction)
+        return dataclasses.replace(
+            pair,
+            split=pair.split or ("eval" if held_out else "train"),
+            chosen_token_ids=self._tokens(pair, "chosen", pair.chosen_token_ids),
+            rejected_token_ids=self._tokens(pair, "rejected", pair.rejected_token_ids),
+            tokenizer_digest=self.tokenizer_digest,
+            chat_template_digest=self.chat_template_digest,
+        )
+
+    def _check_digests(self, pair: PreferencePair) -> None:
+        for field in ("tokenizer_digest", "chat_template_digest"):
+            expected, found = getattr(self, field), getattr(pair, field)
+            if found not in (None, expected):
+                raise InputError(
+                    f"pair {pair.id}, field {field}: expected {expected[:12]}, found {found[:12]}: "
+                    "its token ids are another tokenizer's; set policy.tokenizer to that one, or "
+                    "leave tokens and digests out, so that the texts count"
+                )
+
+    def _tokens(
+        self, pair: PreferencePair, field: str, given: Int32[np.ndarray, " T"] | None
+    ) -> Int32[np.ndarray, " T"]:
+        where = f"pair {pair.id}, field {field}"
+        if given is None:
+            try:
+                answer = pair.chosen if field == "chosen" else pair.rejected
+                given, _ = chat_tokens(self.tokenizer, pair.messages, answer)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
+        elif int(given.min()) < 0 or int(given.max()) >= self.vocab_size:
+            raise InputError(
+                f"{where}_token_ids: expected ids from 0 to {self.vocab_size - 1}, found "
+                f"{int(given.min())} to {int(given.max())}"
+            )
+        if len(given) > self.context_length:
+            raise InputError(
+                f"{where}: prompt and answer have {len(given)} tokens, but policy.context_length "
+                f"is {self.context_length}: raise it, or leave the pair out"
+            )
+        return given
+
+
+def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
+    """Whether the pairs of a prompt are held out: by a hash of it, so that new pairs move none."""
+    text = orjson.dumps([[message.role, message.content] for message in messages])
+    part = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+    return part < fraction
+
+
+def pairs_of_step(count: int, per_step: int, seed: int, step: int) -> Int64[np.ndarray, " P"]:
+    """Which of `count` pairs step `step` takes: each once before any is taken again."""
+    numbers = np.arange(step * per_step, (step + 1) * per_step)
+    epochs, places = np.divmod(numbers, count)
+    found = np.empty(per_step, np.int64)
+    for epoch in np.unique(epochs):
+        order = np.random.default_rng((seed, int(epoch))).permutation(count)
+        found[epochs == epoch] = order[places[epochs == epoch]]
+    return found
+
+
+def longest(pairs: Sequence[PreferencePair]) -> int:
+    """Tokens of the longest answer, prompt included."""
+    return max(len(ids) for pair in pairs for ids in _both(pair))
+
+
+def pair_batch(pairs: Sequence[PreferencePair], margin: float, length: int) -> PairBatch:
+    """Pairs with tokens as rows of `length`; a pair without a margin of its own gets `margin`."""
+    rows = [ids for pair in pairs for ids in _both(pair)]
+    token_ids, inside = padded(rows, len(rows), length)
+    margins = [margin if pair.margin is None else pair.margin for pair in pairs]
+    return PairBatch(token_ids=token_ids, inside=inside, margins=np.array(margins, np.float32))
+
+
+def padded(
+    sequences: Sequence[Int32[np.ndarray, " _"]], rows: int, length: int
+) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Sequences as `rows` rows of `length` tokens, and where their tokens are; the rest is 0."""
+    lengths = np.zeros(rows, np.int64)
+    lengths[: len(sequences)] = [len(ids) for ids in sequences]
+    inside = np.arange(length) < lengths[:, None]
+    token_ids = np.zeros(inside.shape, np.int32)
+    token_ids[inside] = np.concatenate(sequences)
+    return token_ids, inside
+
+
+def _both(pair: PreferencePair) -> Iterator[Int32[np.ndarray, " _"]]:
+    assert pair.chosen_token_ids is not None, f"pair {pair.id} has no tokens yet"
+    assert pair.rejected_token_ids is not None, f"pair {pair.id} has no tokens yet"
+    yield pair.chosen_token_ids
+    yield pair.rejected_token_ids

@@ -1,0 +1,299 @@
+"""What becomes of every rollout of a round: dropped and why, or trained on, where, and worth what.
+
+Decided from the light columns alone, before any token is read. A rollout is a candidate in the
+round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
+it can be trained on at most once. What staleness bounds is the age of the policy that sampled it,
+which is above 0 when generation runs ahead of training.
+
+Axes: N rollouts of a round in shard order, P groups.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Float64, Int64
+
+from marin_rl.batching.advantages import AdvantageChoice, group_statistics, round_advantages
+from marin_rl.batching.packing import Packing, pack
+from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
+from marin_rl.config import BatchingConfig, Config, ObjectiveConfig
+from marin_rl.errors import ConfigError
+from marin_rl.rollouts import filters
+from schemas.batches import DISPOSITIONS
+
+SHORTEST_BUCKET = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """What becomes of each of the N rollouts of a round, in shard order.
+
+    `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` is their row in the
+    round (step * rows_per_step + row), -1 for others; `length` the padded length in tokens. Where
+    the round is to be `valued` by a critic, advantages are 0 so far. `turns` has the advantages of
+    turns where they have their own; `advantage_N` then is their mean over a rollout's tokens.
+    """
+
+    disposition_N: np.ndarray
+    reason_N: np.ndarray
+    reward_N: Float64[np.ndarray, " N"]
+    advantage_N: Float64[np.ndarray, " N"]
+    tokens_N: Int64[np.ndarray, " N"]
+    place_N: Int64[np.ndarray, " N"]
+    length: int
+    rows_per_step: int
+    packing: Packing | None = None
+    valued: bool = False
+    turns: TurnAdvantages | None = None
+
+    @property
+    def kept_N(self) -> Bool[np.ndarray, " N"]:
+        """The rollouts that are trained on."""
+        return self.place_N >= 0
+
+    def places_N(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Step, row and segment (from 1) of each kept rollout."""
+        if self.packing is None:
+            step_N, row_N = np.divmod(self.place_N, self.rows_per_step)
+            return step_N, row_N, np.ones_like(self.place_N)
+        columns = (self.packing.step_K, self.packing.row_K, self.packing.segment_K)
+        places = tuple(np.zeros_like(self.place_N) for _ in columns)
+        for place, column in zip(places, columns, strict=True):
+            place[self.kept_N] = column
+        return places[0], places[1], places[2]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all steps."""
+        return int(self.kept_N.sum()) if self.packing is None else self.packing.rows
+
+    def reasons_counted(self) -> dict[str, int]:
+        """How many rollouts were dropped, by `disposition/reason`, sorted."""
+        dropped = ~self.kept_N
+        names, counts = np.unique(
+            [
+                f"{kind}/{reason}"
+                for kind, reason in zip(
+                    self.disposition_N[dropped], self.reason_N[dropped], strict=True
+                )
+            ],
+            return_counts=True,
+        )
+        return dict(zip(names.tolist(), counts.tolist(), strict=True))
+
+
+def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
+    """Decide, from the light columns of all rollouts of a round.
+
+    Raises ConfigError as `bucket` does, and for rewards that the advantage is not made for.
+    """
+    objective = config.objective
+    reward_N = _shaped_rewards(light, config)
+    tokens_N = numbers(light, "n_prompt_tokens") + numbers(light, "n_completion_tokens")
+    group_N, groups = _groups(light)
+    disposition_N, reason_N = _before_groups(light, reward_N, config, round)
+    eligible_N = np.where(disposition_N == "", reward_N, np.nan)
+    choice = advantage_choice(objective)
+    statistics = group_statistics(eligible_N, group_N, groups)
+    fewest = max(config.rollouts.group_size_min, choice.members_min)
+    short_P = filters.short(statistics.count, fewest)
+    _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
+    compared_N = np.where(short_P[group_N], np.nan, eligible_N)
+    worth = _worth(light, compared_N, group_N, groups, objective)
+    if config.filters.zero_signal and choice.within_groups and not objective.kl_in_reward:
+        flat_P = filters.zero_signal(worth.spread_P)
+        _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
+    if objective.overlong == "mask":
+        _drop(disposition_N, reason_N, filters.truncated(statuses(light)), "filtered", "overlong")
+    kept_N = disposition_N == ""
+    disposition_N[kept_N] = "consumed"
+    kept = int(kept_N.sum())
+    per_step = config.batching.sequences_per_step or max(kept, 1)
+    packing = _packing(light, kept_N, group_N, config.batching, per_step)
+    return RoundPlan(
+        disposition_N=disposition_N,
+        reason_N=reason_N,
+        reward_N=reward_N,
+        advantage_N=np.where(kept_N, worth.advantage_N, 0.0),
+        tokens_N=tokens_N,
+        place_N=np.where(kept_N, np.cumsum(kept_N) - 1, -1),
+        length=_length(int(tokens_N[kept_N].max(initial=1)), config.batching),
+        rows_per_step=per_step,
+        packing=packing,
+        valued=choice.estimator == "gae",
+        turns=worth.turns,
+    )
+
+
+def bucket(longest: int, config: BatchingConfig) -> int:
+    """The padded length: the smallest bucket of at least `longest` tokens.
+
+    Where none are configured: 32, 48, 64, 96, 128 and so on, so that less than a third is padding.
+    Raises ConfigError where the configured buckets end below it.
+    """
+    if not config.length_buckets:
+        power = max(SHORTEST_BUCKET, 1 << max(longest - 1, 0).bit_length())
+        between = power * 3 // 4
+        return between if between >= max(longest, SHORTEST_BUCKET) else power
+    for length in config.length_buckets:
+        if length >= longest:
+            return length
+    raise ConfigError(
+        f"batching.length_buckets end at {config.length_buckets[-1]}, but a sequence of "
+        f"{longest} tokens is to be trained on: add a bucket of at least that, or lower "
+        "sampling.max_tokens"
+    )
+
+
+def advantage_choice(objective: ObjectiveConfig) -> AdvantageChoice:
+    """The part of an objective that advantages depend on; what comes after KL is left to it."""
+    return AdvantageChoice(
+        estimator=objective.advantage,
+        scale="none" if objective.whitens_tokens else objective.advantage_scale,
+        pass_k=objective.pass_k,
+        success_threshold=objective.success_threshold,
+    )
+
+
+def _length(longest: int, config: BatchingConfig) -> int:
+    return bucket(longest, config) if config.packing == "none" else config.row_tokens or longest
+
+
+def _packing(
+    light: pa.Table, kept_N: np.ndarray, group_N: np.ndarray, config: BatchingConfig, per_step: int
+) -> Packing | None:
+    if config.packing == "none" or config.row_tokens is None:
+        return None
+    return pack(
+        numbers(light, "n_prompt_tokens")[kept_N],
+        numbers(light, "n_completion_tokens")[kept_N],
+        group_N[kept_N],
+        row_tokens=config.row_tokens,
+        sequences_per_step=per_step,
+        share=config.packing == "shared_prompt",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worth:
+    """Advantages of rollouts, of their turns where these have their own, and groups' spreads."""
+
+    advantage_N: Float64[np.ndarray, " N"]
+    spread_P: Float64[np.ndarray, " P"]
+    turns: TurnAdvantages | None = None
+
+
+def _worth(
+    light: pa.Table,
+    reward_N: Float64[np.ndarray, " N"],
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    objective: ObjectiveConfig,
+) -> _Worth:
+    choice, discount = advantage_choice(objective), objective.turn_discount
+    parted = Turns.of(light) if looks_at_turns(objective) else None
+    try:
+        if parted is None or discount is None:
+            tokens_N = None if parted is None else parted.trained_n
+            return _Worth(
+                advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N),
+                spread_P=group_statistics(reward_N, group_N, groups).spread,
+            )
+        found = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
+    except ValueError as error:
+        raise ConfigError(f"objective.advantage: {error}") from error
+    return _Worth(advantage_N=found.mean_n, spread_P=found.spread_P, turns=found)
+
+
+def looks_at_turns(objective: ObjectiveConfig) -> bool:
+    """Whether advantages depend on where a rollout's trained tokens and rewards are."""
+    by_token = advantage_choice(objective).scale == "token_whitening"
+    return objective.turn_discount is not None or (by_token and objective.advantage != "gae")
+
+
+def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
+    """The environment's rewards, less what the objective takes off for length."""
+    reward_N = numbers(light, "reward", np.float64)
+    objective = config.objective
+    if objective.overlong != "soft_penalty":
+        return reward_N
+    return reward_N - filters.overlong_penalty(
+        numbers(light, "n_completion_tokens"),
+        config.sampling.max_tokens,
+        objective.overlong_buffer,
+        objective.overlong_penalty,
+    )
+
+
+def _before_groups(
+    light: pa.Table, reward_N: np.ndarray, config: Config, round: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(disposition, reason) of what is dropped for its own sake; "" where nothing speaks so far."""
+    status_N = statuses(light)
+    sampled_N = numbers(light, "n_completion_tokens")
+    disposition_N = np.full(len(reward_N), "", dtype=object)
+    reason_N = disposition_N.copy()
+    failed_N = filters.failed(status_N, reward_N, sampled_N)
+    broken_N = (status_N == "error") | (status_N == "aborted")
+    reason_N[failed_N] = np.where(sampled_N == 0, "no_tokens", "no_reward")[failed_N]
+    reason_N[broken_N] = status_N[broken_N]
+    disposition_N[failed_N] = "failed"
+    versions_N = numbers(light, "policy_version_min")
+    old_N = filters.stale(versions_N, round, config.batching.staleness_rounds_max)
+    _drop(disposition_N, reason_N, old_N, "stale", "policy_age")
+    if config.filters.truncated:
+        _drop(disposition_N, reason_N, filters.truncated(status_N), "filtered", "truncated")
+    return disposition_N, reason_N
+
+
+def _drop(
+    disposition_N: np.ndarray, reason_N: np.ndarray, mask_N: np.ndarray, kind: str, reason: str
+) -> None:
+    """Mark, in place, what the mask holds for and nothing has dropped before."""
+    newly_N = mask_N & (disposition_N == "")
+    disposition_N[newly_N] = kind
+    reason_N[newly_N] = reason
+
+
+def _groups(light: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
+    """Group numbers in order of appearance, and how many groups there are."""
+    encoded = light["group_id"].combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
+
+
+def statuses(light: pa.Table) -> np.ndarray:
+    """How each rollout ended, as `types.Rollout.status` has it."""
+    return light["status"].to_numpy(zero_copy_only=False)
+
+
+def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
+    """A column as numbers; null becomes NaN."""
+    return table[name].to_numpy(zero_copy_only=False).astype(dtype)
+
+
+def dispositions_table(plan: RoundPlan, light: pa.Table) -> pa.Table:
+    """One row per rollout of the round, in shard order."""
+    dropped = ~plan.kept_N
+    step_N, row_N, segment_N = plan.places_N()
+    columns = {
+        "rollout_id": light["rollout_id"],
+        "group_id": light["group_id"],
+        "round_generated": light["round"],
+        "environment": light["environment"],
+        "policy_version_min": light["policy_version_min"],
+        "policy_version_max": light["policy_version_max"],
+        "n_tokens": pa.array(plan.tokens_N.astype(np.int32)),
+        "disposition": pa.array(plan.disposition_N, pa.string()),
+        "reason": pa.array(plan.reason_N, pa.string(), mask=~dropped),
+        "step": _places(step_N, dropped),
+        "row": _places(row_N, dropped),
+        "segment": _places(segment_N, dropped),
+        "advantage": pa.array(plan.advantage_N, mask=dropped | plan.valued),
+        "reward": light["reward"],
+    }
+    return pa.table([columns[name] for name in DISPOSITIONS.names], schema=DISPOSITIONS)
+
+
+def _places(values: np.ndarray, missing: np.ndarray) -> pa.Array:
+    return pa.array(values.astype(np.int32), mask=missing)

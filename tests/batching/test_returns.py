@@ -1,0 +1,69 @@
+"""Returns over time against rlax's numbers, and against sums written out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from marin_rl.batching.returns import discounted_returns, gae, rewards_of
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
+
+
+def cases(name: str) -> list:
+    return [pytest.param(case, id=case["name"]) for case in GOLDEN["cases"] if case["fn"] == name]
+
+
+def inputs_of(case: dict) -> dict[str, np.ndarray]:
+    return {name: np.array(data, np.float64) for name, data in case["inputs"].items()}
+
+
+@pytest.mark.parametrize("case", cases("truncated_generalized_advantage_estimation"))
+def test_gae_is_that_of_rlax(case: dict) -> None:
+    given = inputs_of(case)
+    found = gae(given["r_t"], given["discount_t"], given["values"], case["args"]["lambda_"])
+    assert_allclose(found, case["outputs"]["advantages"], rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("case", cases("discounted_returns"))
+def test_discounted_returns_are_those_of_rlax(case: dict) -> None:
+    given = inputs_of(case)
+    found = discounted_returns(given["r_t"], given["discount_t"], float(given["v_t"][-1]))
+    assert_allclose(found, case["outputs"]["returns"], rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("case", cases("lambda_returns"))
+def test_gae_and_its_baseline_are_the_lambda_returns_of_rlax(case: dict) -> None:
+    given = inputs_of(case)
+    values = np.concatenate([[0.25], given["v_t"]])  # the first value cancels out
+    found = gae(given["r_t"], given["discount_t"], values, case["args"]["lambda_"])
+    assert_allclose(found + values[:-1], case["outputs"]["returns"], rtol=5e-5, atol=5e-5)
+
+
+def test_returns_by_hand() -> None:
+    found = discounted_returns(np.array([1.0, 0.0, 4.0]), np.array([0.5, 0.5, 0.5]), 8.0)
+    assert_allclose(found, [3.0, 4.0, 8.0])
+
+
+def test_an_episode_ends_where_the_discount_is_zero() -> None:
+    found = discounted_returns(np.array([1.0, 2.0, 4.0]), np.array([0.9, 0.0, 0.9]))
+    assert_allclose(found, [2.8, 2.0, 4.0])
+
+
+def test_lambda_one_is_return_less_value() -> None:
+    reward, discount = np.array([1.0, -2.0, 3.0]), np.array([0.9, 0.9, 0.0])
+    values = np.array([0.3, 0.1, -0.2, 5.0])
+    expected = discounted_returns(reward, discount) - values[:-1]
+    assert_allclose(gae(reward, discount, values, 1.0), expected)
+
+
+def test_a_value_is_needed_after_the_last_step() -> None:
+    with pytest.raises(ValueError, match="expected 3 values, found 2"):
+        gae(np.zeros(2), np.ones(2), np.zeros(2), 0.95)
+
+
+def test_rewards_are_found_again_in_their_undiscounted_returns() -> None:
+    returns, sequences = np.array([3.0, 3.0, 2.0, 0.5, 0.5, -1.0]), np.array([4, 4, 4, 7, 7, 9])
+    assert_allclose(rewards_of(returns, sequences), [0.0, 1.0, 2.0, 0.0, 0.5, -1.0])
