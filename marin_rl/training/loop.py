@@ -6,37 +6,44 @@ checkpoint 0 of a run.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
+from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, content
-from marin_rl.errors import NonFiniteUpdate
+from marin_rl.memory import give_back_freed_memory
+from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.batches import read_batches
 from marin_rl.storage.checkpoints import (
+    Beside,
     checkpoint_fingerprint,
     commit_checkpoint,
 )
-from marin_rl.storage.commits import committed_as
-from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.commits import committed_as, new_attempt
+from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed
+from marin_rl.storage.scores import ScoredStep, ScoresWriter
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.mesh import Layout, layout_of
-from marin_rl.training.model import (
-    matrix_mask,
-    with_gradient_checkpointing,
-    with_parameters,
+from marin_rl.training.accounts import RoundAccount, scored_step
+from marin_rl.training.foresight import Change, Foresight
+from marin_rl.training.model import with_parameters
+from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.program import (
+    check_finite,
+    fewer_rows,
+    fitted,
+    program_of,
+    score_rows,
+    take_step,
+    value_rows,
 )
-from marin_rl.training.optimizer import (
-    AdamW,
-    learning_rate_schedule,
-    make_optimizer,
-    policy_adamw,
-)
+from marin_rl.training.reference_policy import groups_of, kl_coefficient, reference_round
+from marin_rl.training.scoring import packing_of
 from marin_rl.training.state import (
     Identity,
     first_parameters,
@@ -45,52 +52,16 @@ from marin_rl.training.state import (
     restore_parameters,
     restore_state,
     sft_result,
-    state_like,
-    template_of,
     tree_of,
 )
-from marin_rl.training.step import (
-    Parameters,
-    Step,
-    StepSettings,
-    TrainState,
-    as_array,
-    make_step,
-    step_arrays,
-)
+from marin_rl.training.step import Parameters, Reference, StepSettings, TrainState, as_array
 from marin_rl.types import SlotRef, TrainingBatch
 
-PROGRAM_VERSION = 1  # counts up when the same batches would train other parameters
-
-# How a metric of several optimizer steps becomes one of the round; the others are means. What
-# compares trainer and sampler means something only before the first update of the round.
-LAST = ("lr", "updates/steps")
-FIRST = ("sampling/", "mismatch_kl")
+# Counts up when the same batches would train other parameters, or leave other scores.
+PROGRAM_VERSION = 4
 
 
-class Program:
-    """The compiled step of one run and one optimizer, and what a state looks like to it."""
-
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        adamw: AdamW,
-        settings: StepSettings,
-    ) -> None:
-        self.layout: Layout = layout_of(config.mesh)
-        self.template = template_of(config.policy, tokenizer)
-        if config.training.gradient_checkpointing:
-            self.template = with_gradient_checkpointing(self.template)
-        self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
-        self.like = state_like(self.template, self.optimizer)
-        self.step: Step = make_step(
-            self.template, self.optimizer, learning_rate_schedule(adamw), settings, self.layout
-        )
-
-    def place(self, state: TrainState) -> TrainState:
-        """The state on the devices, sharded as the step wants it."""
-        return self.layout.place_state(state, self.template, self.optimizer)
+Batches = Callable[[], Iterable[TrainingBatch]]  # the steps of a round, read anew at each call
 
 
 class Trainer:
@@ -100,7 +71,7 @@ class Trainer:
         config = run.config
         self._run, self._tokenizer = run, tokenizer
         self._names = TokenizerIdentity.of(tokenizer)
-        self._program = Program(
+        self._program = program_of(
             config,
             tokenizer,
             policy_adamw(config.training),
@@ -108,11 +79,13 @@ class Trainer:
                 objective=config.objective,
                 temperature=config.sampling.temperature or 1.0,
                 length_norm=config.sampling.max_tokens,
+                packing=packing_of(config.batching.packing),
                 compute_dtype=config.policy.compute_dtype,
+                critic=config.training.critic,
             ),
         )
         self._state: TrainState | None = None
-        self._reference: Parameters | None = None
+        self._held_to: tuple[int, Parameters] | None = None
         self.checkpoint: SlotRef | None = None
         self.identity: Identity | None = None
 
@@ -121,6 +94,12 @@ class Trainer:
         """The model of the loaded checkpoint: the trainer's own arrays, never written to."""
         assert self._state is not None, "no checkpoint is loaded"
         return with_parameters(self._program.template, self._state.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the loaded parameters."""
+        assert self._state is not None, "no checkpoint is loaded"
+        return sum(array.nbytes for array in self._state.parameters.values())
 
     def load(self, checkpoint: SlotRef) -> None:
         """Make `checkpoint` the current one; from memory when it is that already.
@@ -133,6 +112,8 @@ class Trainer:
         program = self._program
         state = restore_state(self._run, checkpoint, program.like, self._names)
         self._remember(program.place(state), checkpoint)
+        del state
+        give_back_freed_memory()
 
     def init_policy(self) -> SlotRef:
         """Commit checkpoint 0 as the configuration says, or return it if it is there."""
@@ -143,37 +124,140 @@ class Trainer:
         if (found := already_committed(run, slot, decisive, parents)) is not None:
             return found
         parameters = self._first_parameters(source)
-        state = fresh_state(parameters, self._program.optimizer, run.config.seed)
-        return self._commit(self._program.place(state), slot, decisive, parents, {})
+        program, averaged = self._program, self._program.like.average is not None
+        critic = program.critic and program.critic.first_state(parameters, program.template)
+        state = fresh_state(
+            parameters, program.optimizer, run.config.seed, averaged=averaged, critic=critic
+        )
+        ref = self._commit(self._program.place(state), slot, decisive, parents, {})
+        give_back_freed_memory()  # reading a model's folder frees several times its size
+        return ref
 
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train on a round's batches from `checkpoint`, and commit checkpoint `round` + 1.
 
-        The summary of the result holds the round's training metrics. A round without batches
-        commits the parameters unchanged. Raises NonFiniteUpdate when too many updates in a row were
-        not finite; nothing is committed then.
+        The summary of the result holds the round's training metrics; the scores of its tokens are
+        committed with it. A round without batches commits the parameters unchanged, and no scores.
+        Raises NonFiniteUpdate when too many updates in a row were not finite; nothing is committed
+        then.
         """
         slot, parents = checkpoint_slot(round + 1), (checkpoint, batches)
         decisive = decisive_content(self._run.config)
         if (found := already_committed(self._run, slot, decisive, parents)) is not None:
             return found
+        account, attempt = RoundAccount(self._tokenizer), new_attempt()
+        with ScoresWriter(self._run, round, attempt, account.eos_token_id) as scores:
+            state, totals = self._updated(round, batches, checkpoint, account, scores.write)
+            beside = Beside(attempt=attempt, parts=scores.parts)
+            return self._commit(state, slot, decisive, parents, totals, beside)
+
+    def replay_round(
+        self, round: int, batches: SlotRef, checkpoint: SlotRef
+    ) -> tuple[TrainState, dict[str, float]]:
+        """What `train_round` would commit, its state and its metrics; nothing is written.
+
+        Raises as `train_round` does.
+        """
+        account = RoundAccount(self._tokenizer)
+        return self._updated(round, batches, checkpoint, account, lambda scored: None)
+
+    def gradient(
+        self, round: int, batches: Batches, checkpoint: SlotRef
+    ) -> dict[str, Float32[np.ndarray, "..."]]:
+        """The mean over a round's steps of their gradients at the checkpoint, before clipping.
+
+        No step is taken, so that rounds of different numbers of steps compare; 0 without steps.
+        Raises as `load` does.
+        """
         self.load(checkpoint)
         assert self._state is not None
-        state, reference = self._state, self._reference_parameters()
-        self._forget()  # the optimizer state is donated from here on
-        total = int(batches.summary.get("steps", 0)) * self._run.config.training.epochs
-        rows: list[Mapping[str, float]] = []
-        for batch in self._batches(batches):
+        program, state = self._program, self._state
+        reference, read = self._reference(round, checkpoint), list(batches())
+        changes, _ = self._before_updates(round, lambda: read, state, reference, min(len(read), 1))
+        if self._run.config.objective.kl_placement == "reward":
+            reference = None
+        total = {
+            name: np.zeros(array.shape, np.float32) for name, array in state.parameters.items()
+        }
+        for step, batch in enumerate(read):
             arrays, used = self._arrays(batch)
-            state, metrics = take_step(self._program, state, reference, arrays, used)
+            arrays = changes[step](arrays) if changes else arrays
+            with program.layout.active():
+                placed = program.layout.place_rows(arrays)
+                found = program.gradient(state, reference, placed, as_array(used))
+            for name, array in found.items():
+                total[name] += np.asarray(array, np.float32) / len(read)
+        return total
+
+    def _updated(
+        self,
+        round: int,
+        batches: SlotRef,
+        checkpoint: SlotRef,
+        account: RoundAccount,
+        keep: Callable[[ScoredStep], None],
+    ) -> tuple[TrainState, dict[str, float]]:
+        """State and metrics after a round's updates; `keep` is given the scores of every step."""
+        self.load(checkpoint)
+        assert self._state is not None
+        state, reference = self._state, self._reference(round, checkpoint)
+        self._forget()  # the optimizer state is donated from here on
+        steps, epochs = int(batches.summary.get("steps", 0)), self._run.config.training.epochs
+        rows: list[Mapping[str, float]] = []
+        read = partial(read_batches, self._run, batches)
+        changes, told = self._before_updates(round, read, state, reference, steps * epochs)
+        if self._run.config.objective.kl_placement == "reward":
+            reference = None  # it has had its say, in the advantages
+        step = self._program.step_of(round)
+        for batch, change in self._steps(batches, changes):
+            arrays, used = self._arrays(batch)
+            arrays = change(arrays)
+            state, metrics, measured = take_step(
+                self._program, state, reference, arrays, used, step
+            )
+            metrics |= told
             check_finite(state, metrics, self._run.config.training.nonfinite_updates_max)
             rows.append(metrics)
-            self._publish(round, len(rows), total, metrics)
-        return self._commit(state, slot, decisive, parents, round_metrics(rows))
+            if len(rows) <= steps:  # the first pass
+                keep(scored_step(batch, arrays, measured, change.referred))
+                account.add(batch, self._program.template)
+            self._publish(round, len(rows), steps * epochs, metrics)
+        return state, over_steps(rows) | account.totals(epochs, self._program.layout.devices)
 
-    def _batches(self, batches: SlotRef) -> Iterator[TrainingBatch]:
+    def _steps(
+        self, batches: SlotRef, changes: Sequence[Change]
+    ) -> Iterator[tuple[TrainingBatch, Change]]:
+        """The batch of each optimizer step, epoch after epoch, and what else is known of it."""
         for _ in range(self._run.config.training.epochs):
-            yield from read_batches(self._run, batches)
+            for step, batch in enumerate(read_batches(self._run, batches)):
+                yield batch, changes[step] if changes else Change()
+
+    def _before_updates(
+        self,
+        round: int,
+        batches: Batches,
+        state: TrainState,
+        reference: Reference | None,
+        total: int,
+    ) -> tuple[list[Change], Mapping[str, float]]:
+        """What must be known of a round's rows before the first of `total` updates; its metrics."""
+        objective = self._run.config.objective
+        correcting = total > 1 and objective.importance_correction != "none"
+        penalising = reference is not None and objective.kl_placement == "reward"
+        if not total or not (correcting or penalising or state.critic is not None):
+            return [], {}
+        foresight = Foresight(objective, partial(score_rows, self._program))
+        read = list(batches())
+        cut = [self._arrays(batch) for batch in read]
+        if correcting:
+            foresight.correct(state.parameters, cut)
+        if reference is not None and penalising:
+            groups = {} if self._program.critic else groups_of(self._run, round)
+            foresight.penalise(reference, groups, read, cut)
+        if self._program.critic is not None:
+            values = partial(value_rows, self._program, state)
+            foresight.estimate(self._program.critic.config, values, read, cut)
+        return foresight.changes, foresight.metrics
 
     def _publish(self, round: int, done: int, total: int, metrics: Mapping[str, float]) -> None:
         publish(
@@ -191,24 +275,39 @@ class Trainer:
         config = self._run.config
         rollouts = config.rollouts.groups_per_round * config.rollouts.group_size
         rows_max = min(config.batching.sequences_per_step or rollouts, rollouts)
-        return fitted(batch, config.training.microbatch_sequences, rows_max)
+        microbatch = config.training.microbatch_sequences
+        if config.batching.packing != "none":
+            rows_max = fewer_rows(max(len(batch.token_ids), microbatch), rows_max)
+        return fitted(batch, microbatch, rows_max, self._program.layout)
 
-    def _reference_parameters(self) -> Parameters | None:
-        """Those of checkpoint 0, read once; None where no KL is asked for."""
-        if self._run.config.objective.kl_coefficient == 0:
+    def _reference(self, round: int, checkpoint: SlotRef) -> Reference | None:
+        """What the policy is held to in a round, read once; None where no KL is asked for."""
+        objective, state = self._run.config.objective, self._state
+        assert state is not None
+        if objective.kl_coefficient == 0:
             return None
-        if self._reference is None:
-            first = committed(self._run, checkpoint_slot(0))
-            assert first is not None, "checkpoint 0 is committed before any round is trained"
-            parameters = restore_parameters(self._run, first, self._program.like, self._names)
-            self._reference = self._program.layout.place_parameters(
-                parameters, self._program.template
-            )
-        return self._reference
+        coefficient = np.float32(kl_coefficient(self._run, checkpoint))
+        if state.average is not None:
+            return Reference(state.average, coefficient)
+        number = reference_round(objective, round)
+        if self._held_to is None or self._held_to[0] != number:
+            found = committed(self._run, checkpoint_slot(number))
+            assert found is not None, "the checkpoints before a round are committed"
+            program = self._program
+            parameters = restore_parameters(self._run, found, program.like, self._names)
+            placed = program.layout.place_parameters(parameters, program.template)
+            self._held_to = number, placed
+        return Reference(self._held_to[1], coefficient)
 
     def _first_content(self) -> dict[str, Any]:
         config = self._run.config
-        return {"program": PROGRAM_VERSION, "policy": content(config.policy), "seed": config.seed}
+        critic = config.training.critic
+        return {
+            "program": PROGRAM_VERSION,
+            "policy": content(config.policy),
+            "seed": config.seed,
+            **({} if critic is None else {"critic": critic.trunk}),
+        }
 
     def _first_parameters(self, sft: SlotRef | None) -> Parameters:
         config, like = self._run.config, self._program.like
@@ -225,6 +324,7 @@ class Trainer:
         decisive: Mapping[str, Any],
         parents: Sequence[SlotRef],
         metrics: Mapping[str, float],
+        beside: Beside | None = None,
     ) -> SlotRef:
         identity = Identity.of(state, self._names)
         ref = commit_checkpoint(
@@ -234,7 +334,8 @@ class Trainer:
             content=decisive,
             parents=parents,
             totals={name: value for name, value in metrics.items() if math.isfinite(value)},
-            extra=identity.as_dict(),
+            extra={**identity.as_dict(), **as_continued(self._run)},
+            beside=beside,
         )
         if ref.reused:  # another attempt was first: what it committed is the truth
             self.load(ref)
@@ -265,47 +366,6 @@ def decisive_content(config: Config) -> dict[str, Any]:
         "temperature": config.sampling.temperature,
         "max_tokens": config.sampling.max_tokens,
     }
-
-
-def fitted(batch: TrainingBatch, microbatch: int, rows_max: int) -> tuple[Any, int]:
-    """A batch in the fixed shape that steps of up to `rows_max` rows are compiled for."""
-    rows = min(microbatch, rows_max)
-    return step_arrays(batch, rows, -(-rows_max // rows))
-
-
-def take_step(
-    program: Program, state: TrainState, reference: Parameters | None, arrays: Any, used: int
-) -> tuple[TrainState, dict[str, float]]:
-    """One optimizer step, and its metrics fetched from the device at once."""
-    with program.layout.active():
-        placed = program.layout.place_rows(arrays)
-        state, metrics, _ = program.step(state, reference, placed, as_array(used))
-    return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-
-def check_finite(state: TrainState, metrics: Mapping[str, float], limit: int) -> None:
-    """Raise NonFiniteUpdate once `limit` updates in a row were refused."""
-    if metrics["updates/skipped"] and int(state.refused) >= limit:
-        raise NonFiniteUpdate(
-            f"{int(state.refused)} updates in a row were not finite (loss {metrics['loss']}, "
-            f"gradient norm {metrics['grad_norm']}) and were refused; expected fewer than {limit} "
-            "(training.nonfinite_updates_max). Lower training.learning_rate, or look at the "
-            "round's rewards and log-probabilities"
-        )
-
-
-def round_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a round from those of its optimizer steps; none for no steps."""
-    names = sorted({name for step in steps for name in step})
-    return {name: _reduced(name, [step[name] for step in steps if name in step]) for name in names}
-
-
-def _reduced(name: str, values: Sequence[float]) -> float:
-    if name in LAST:
-        return values[-1]
-    if name.startswith(FIRST):
-        return values[0]
-    return float(np.sum(values)) if name == "updates/skipped" else float(np.mean(values))
 
 
 def already_committed(

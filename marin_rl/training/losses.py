@@ -17,6 +17,10 @@ from marin_rl.config import ObjectiveConfig
 FloatBT = Float[Array, "B T"]
 IntBT = Int[Array, "B T"]
 
+# Logs of ratios are held within this, in nats, before exp is taken of them: float32 ends at 88, and
+# an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
+LOG_RATIO_MAX = 20.0
+
 
 def segment_sums(values_BT: FloatBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the sum of `values` over the position's own segment."""
@@ -26,6 +30,16 @@ def segment_sums(values_BT: FloatBT, segment_ids_BT: IntBT) -> FloatBT:
         return jax.ops.segment_sum(values_T, ids_T, num_segments=segments)[ids_T]
 
     return jax.vmap(of_row)(values_BT, segment_ids_BT)
+
+
+def sequence_shares(mask_BT: FloatBT, segment_ids_BT: IntBT) -> FloatBT:
+    """At each trained token 1 / the trained tokens of its sequence, 0 elsewhere."""
+    return mask_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
+
+
+def trained_sequences(mask_BT: FloatBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
+    """How many sequences have a trained token, to rounding; 1 where none has."""
+    return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
 def token_weights(
@@ -41,8 +55,7 @@ def token_weights(
     Only sequences with a trained token count. Weights are 0 off the mask; all are 0 when nothing
     is trained on.
     """
-    own_tokens_BT = jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
-    per_sequence_BT = mask_BT / own_tokens_BT
+    per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
     sequences = jnp.maximum(jnp.round(jnp.sum(per_sequence_BT)), 1.0)
     match aggregation:
@@ -66,11 +79,18 @@ def log_ratios(
 ) -> FloatBT:
     """Log importance ratio of each token, or at each token that of its whole completion.
 
-    token     log pi(y_t|...) - log pi_old(y_t|...)   (PPO, arXiv:1707.06347, eq. 6)
-    sequence  the sum of these over the completion    (RLOO, arXiv:2402.14740, section 3.2)
+    token          log pi(y_t|...) - log pi_old(y_t|...)   (PPO, arXiv:1707.06347, eq. 6)
+    sequence       the sum of these over the completion    (RLOO, arXiv:2402.14740, section 3.2)
+    sequence_mean  their mean over the completion          (GSPO, arXiv:2507.18071, eq. 7)
+
+    Held within -20 and 20, where exp is finite.
     """
-    token_BT = (logprobs_BT - old_logprobs_BT) * mask_BT
-    return token_BT if level == "token" else segment_sums(token_BT, segment_ids_BT)
+    log_BT = (logprobs_BT - old_logprobs_BT) * mask_BT
+    if level != "token":
+        log_BT = segment_sums(log_BT, segment_ids_BT)
+    if level == "sequence_mean":
+        log_BT = log_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
+    return jnp.clip(log_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
 def reinforce(logprobs_BT: FloatBT, advantages_BT: FloatBT) -> FloatBT:
@@ -79,19 +99,80 @@ def reinforce(logprobs_BT: FloatBT, advantages_BT: FloatBT) -> FloatBT:
 
 
 def ppo_clip(
-    log_ratios_BT: FloatBT, advantages_BT: FloatBT, clip_low: float, clip_high: float
+    log_ratios_BT: FloatBT,
+    advantages_BT: FloatBT,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None = None,
 ) -> FloatBT:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7)."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7).
+
+    With `clip_dual`, where A < 0 at most -clip_dual A (dual clip, arXiv:1912.09729, eq. 5).
+    """
     ratio_BT = jnp.exp(log_ratios_BT)
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    if clip_dual is not None:
+        floor_BT = clip_dual * advantages_BT
+        gain_BT = jnp.where(advantages_BT < 0, jnp.maximum(gain_BT, floor_BT), gain_BT)
+    return -gain_BT
+
+
+def cispo(
+    logprobs_BT: FloatBT,
+    log_ratios_BT: FloatBT,
+    advantages_BT: FloatBT,
+    clip_high: float,
+    clip_low: float | None = None,
+) -> FloatBT:
+    """-clip(r, 1 - clip_low, 1 + clip_high) A log pi, with no gradient through the ratio.
+
+    MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; None is no lower bound, as in the paper's runs. TRL
+    gives the cap itself, 1 + clip_high.
+    """
+    low = None if clip_low is None else 1.0 - clip_low
+    ratio_BT = jax.lax.stop_gradient(jnp.clip(jnp.exp(log_ratios_BT), low, 1.0 + clip_high))
+    return -ratio_BT * advantages_BT * logprobs_BT
+
+
+def sapo(
+    log_ratios_BT: FloatBT, advantages_BT: FloatBT, positive: float, negative: float
+) -> FloatBT:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of clipping.
+
+    tau is `positive` where A > 0, else `negative` (arXiv:2511.20347, eq. 5 and 6).
+    """
+    tau_BT = jnp.where(advantages_BT > 0, positive, negative)
+    gate_BT = jax.nn.sigmoid(tau_BT * (jnp.exp(log_ratios_BT) - 1.0)) * 4.0 / tau_BT
+    return -gate_BT * advantages_BT
+
+
+def dppo(
+    logprobs_BT: FloatBT,
+    log_ratios_BT: FloatBT,
+    advantages_BT: FloatBT,
+    low: float,
+    high: float,
+) -> FloatBT:
+    """-r A, but 0 where the update would push a probability further than `low` or `high` away.
+
+    The bound is on pi - pi_old itself (total variation of the token against the rest), not on their
+    ratio, so rare tokens may move (arXiv:2602.04879, section 4).
+    """
+    probability_BT = jnp.exp(logprobs_BT)
+    moved_BT = probability_BT - jnp.exp(logprobs_BT - log_ratios_BT)
+    risen_BT = (advantages_BT > 0) & (moved_BT > high)
+    fallen_BT = (advantages_BT < 0) & (moved_BT < -low)
+    kept_BT = jax.lax.stop_gradient(jnp.where(risen_BT | fallen_BT, 0.0, 1.0))
+    return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
 
 
 def kl_estimate(logprobs_BT: FloatBT, reference_logprobs_BT: FloatBT, estimator: str) -> FloatBT:
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
     With d = log pi - log ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) + d - 1
-    (Schulman, "Approximating KL divergence", 2020).
+    (Schulman, "Approximating KL divergence", 2020). The gradient of k2 is that of the KL itself,
+    k3's is not; k3_k2_gradient has the value of the one and the gradient of the other.
     """
     d_BT = logprobs_BT - reference_logprobs_BT
     match estimator:
@@ -100,8 +181,42 @@ def kl_estimate(logprobs_BT: FloatBT, reference_logprobs_BT: FloatBT, estimator:
         case "k2":
             return jnp.square(d_BT) / 2
         case "k3":
-            return jnp.expm1(-d_BT) + d_BT
+            return _k3(d_BT)
+        case "k3_k2_gradient":
+            k2_BT, k3_BT = jnp.square(d_BT) / 2, _k3(d_BT)
+            return k2_BT + jax.lax.stop_gradient(k3_BT - k2_BT)
     raise AssertionError(estimator)
+
+
+def _k3(d_BT: FloatBT) -> FloatBT:
+    return jnp.expm1(jnp.clip(-d_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)) + d_BT
+
+
+def correction_weights(
+    objective: ObjectiveConfig,
+    old_logprobs_BT: FloatBT,
+    sampler_logprobs_BT: FloatBT,
+    mask_BT: FloatBT,
+    segment_ids_BT: IntBT,
+) -> FloatBT:
+    """What each token's loss is multiplied with for having been drawn by another program.
+
+    The ratio of the trainer's probability, before any update, to the sampler's. truncated: cut at
+    `correction_high` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+    RL Training"). masked: 0 outside `correction_low` to `correction_high` (IcePop, Ling team 2025).
+    """
+    if objective.importance_correction == "none":
+        return jnp.ones_like(mask_BT)
+    level = objective.correction_level
+    log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, level)
+    weight_BT = jnp.exp(log_BT)
+    if objective.importance_correction == "truncated":
+        weight_BT = jnp.minimum(weight_BT, objective.correction_high)
+    else:
+        inside_BT = weight_BT >= objective.correction_low
+        inside_BT &= weight_BT <= objective.correction_high
+        weight_BT = jnp.where(inside_BT, weight_BT, 0.0)
+    return jax.lax.stop_gradient(weight_BT)
 
 
 def policy_losses(
@@ -114,15 +229,40 @@ def policy_losses(
 ) -> FloatBT:
     """The surrogate of each trained token, 0 elsewhere.
 
-    The loss of a completion's one ratio is spread evenly over its tokens, so that the tokens of a
-    sequence sum to it, and both ratio levels have the same gradient where the ratio is 1.
+    At ratio level `sequence` the loss of a completion's one ratio is spread evenly over its tokens,
+    so that they sum to it; at `sequence_mean` each token carries it whole, so that they average to
+    it. On policy, every surrogate at every level has the gradient of `reinforce`.
     """
     if objective.surrogate == "reinforce":
         return reinforce(logprobs_BT, advantages_BT) * mask_BT
     log_ratio_BT = log_ratios(
         logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT, objective.ratio_level
     )
-    losses_BT = ppo_clip(log_ratio_BT, advantages_BT, objective.clip_low, objective.clip_high)
-    if objective.ratio_level == "sequence":
+    losses_BT = _surrogate(objective, logprobs_BT, log_ratio_BT, advantages_BT)
+    if objective.ratio_level == "sequence" and objective.surrogate != "cispo":
         losses_BT = losses_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
     return losses_BT * mask_BT
+
+
+def _surrogate(
+    objective: ObjectiveConfig,
+    logprobs_BT: FloatBT,
+    log_ratios_BT: FloatBT,
+    advantages_BT: FloatBT,
+) -> FloatBT:
+    low, high = objective.clip_low, objective.clip_high
+    match objective.surrogate:
+        case "ppo_clip" | "gspo":
+            return ppo_clip(log_ratios_BT, advantages_BT, low, high, objective.clip_dual)
+        case "cispo":
+            lowest = objective.cispo_clip_low
+            return cispo(logprobs_BT, log_ratios_BT, advantages_BT, high, lowest)
+        case "sapo":
+            positive, negative = (
+                objective.sapo_temperature_positive,
+                objective.sapo_temperature_negative,
+            )
+            return sapo(log_ratios_BT, advantages_BT, positive, negative)
+        case "dppo":
+            return dppo(logprobs_BT, log_ratios_BT, advantages_BT, low, high)
+    raise AssertionError(objective.surrogate)

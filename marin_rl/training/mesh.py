@@ -4,21 +4,23 @@ The model names its axes, so a layout is two small mappings from those names to 
 one for what is stored, one for what is computed. The step is the same in either case.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
 import optax
 from haliax.partitioning import pspec_for_axis, set_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
+from marin_rl.training.critic import Critic
 from marin_rl.training.model import parameter_axes
 
 TENSOR = {"mlp": "tensor", "kv_head": "tensor", "heads": "tensor", "vocab": "tensor"}
@@ -35,8 +37,13 @@ class Layout:
 
     mesh: Mesh | None = None
 
+    @property
+    def devices(self) -> int:
+        """How many devices the arrays are spread over."""
+        return 1 if self.mesh is None else self.mesh.size
+
     def place_parameters(
-        self, parameters: dict[str, Any], template: LmHeadModel
+        self, parameters: dict[str, Any], template: eqx.Module
     ) -> dict[str, jax.Array]:
         """Parameters keyed by path, on the devices."""
         shardings = self.parameter_shardings(template)
@@ -44,32 +51,68 @@ class Layout:
             return {name: jax.device_put(array) for name, array in parameters.items()}
         return {name: jax.device_put(a, shardings[name]) for name, a in parameters.items()}
 
-    def place_state(self, state: Any, template: LmHeadModel, optimizer: Optimizer) -> Any:
+    def place_state(
+        self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
+    ) -> Any:
         """A training state on the devices; moments lie as their parameters do."""
         if self.mesh is None:
             return jax.tree.map(jax.device_put, state)
-        return self._state(state, template, optimizer, jax.device_put)
+        return self._state(state, template, optimizer, critic, jax.device_put)
 
-    def constrain_state(self, state: Any, template: LmHeadModel, optimizer: Optimizer) -> Any:
+    def constrain_state(
+        self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
+    ) -> Any:
         """Inside the step: keep everything where `place_state` puts it."""
         if self.mesh is None:
             return state
-        return self._state(state, template, optimizer, jax.lax.with_sharding_constraint)
+        return self._state(state, template, optimizer, critic, jax.lax.with_sharding_constraint)
 
-    def _state(self, state: Any, template: LmHeadModel, optimizer: Optimizer, put: Any) -> Any:
+    def _state(
+        self,
+        state: Any,
+        template: eqx.Module,
+        optimizer: Optimizer,
+        critic: Critic | None,
+        put: Any,
+    ) -> Any:
         assert self.mesh is not None
         shardings = self.parameter_shardings(template)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        moments = optax.tree_utils.tree_map_params(
-            optimizer,
-            put,
-            state.optimizer,
-            shardings,
-            transform_non_params=lambda leaf: put(leaf, everywhere),
-        )
+        moments = self._moments(state.optimizer, template, optimizer, put)
         small = {name: put(getattr(state, name), everywhere) for name in ("step", "rng", "refused")}
         parameters = jax.tree.map(put, dict(state.parameters), shardings)
-        return state._replace(parameters=parameters, optimizer=moments, **small)
+        average = None if state.average is None else jax.tree.map(put, state.average, shardings)
+        state = state._replace(parameters=parameters, optimizer=moments, average=average, **small)
+        if critic is None or state.critic is None:
+            return state
+        shardings = self.parameter_shardings(critic.template)
+        valuing = state.critic._replace(
+            parameters=jax.tree.map(put, dict(state.critic.parameters), shardings),
+            optimizer=self._moments(state.critic.optimizer, critic.template, critic.optimizer, put),
+            step=put(state.critic.step, everywhere),
+        )
+        return state._replace(critic=valuing)
+
+    def _moments(self, moments: Any, template: eqx.Module, optimizer: Optimizer, put: Any) -> Any:
+        """An optimizer's state, each moment where its parameter is, all else everywhere."""
+        assert self.mesh is not None
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return optax.tree_utils.tree_map_params(
+            optimizer,
+            put,
+            moments,
+            self.parameter_shardings(template),
+            transform_non_params=lambda leaf: put(leaf, everywhere),
+        )
+
+    def whole_rows(self, rows: int, together: int = 1) -> int:
+        """The fewest rows, `rows` or more, that data and fsdp share out evenly; of `together`.
+
+        What is more than `rows` is to be empty: it changes no loss and no gradient.
+        """
+        over = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        unit = math.lcm(over, together)
+        return -(-rows // unit) * unit
 
     def place_rows(self, arrays: Any) -> Any:
         """Arrays [M, R, T] with the rows of each microbatch spread over data and fsdp."""
@@ -78,7 +121,7 @@ class Layout:
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
         return jax.tree.map(lambda array: jax.device_put(array, sharding), arrays)
 
-    def parameter_shardings(self, template: LmHeadModel) -> dict[str, NamedSharding] | None:
+    def parameter_shardings(self, template: eqx.Module) -> dict[str, NamedSharding] | None:
         """The sharding of every parameter. Raises ConfigError where a size does not divide."""
         if self.mesh is None:
             return None

@@ -1,8 +1,8 @@
 """The door to Levanter: building, loading, saving and naming the parameters of a policy's model.
 
-A policy is one of Levanter's own modules, layers stacked, master weights in float32. This module
-refuses Hugging Face configurations that would load to a different function than they describe.
-Running a model over tokens is in scoring.py.
+A policy is one of Levanter's own modules, layers stacked, master weights in float32. Which families
+there are and which Hugging Face configurations are refused is in families.py; running a model over
+tokens is in scoring.py.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import haliax as hax
@@ -23,93 +23,66 @@ from haliax.nn.scan import ScanCheckpointPolicy
 from haliax.state_dict import to_state_dict
 from jax.sharding import Mesh
 from levanter.compat.hf_checkpoints import HFCheckpointConverter
-from levanter.layers.attention import AttentionBackend
-from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
-from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
-from levanter.models.qwen import Qwen3Config
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
-from transformers.models.llama import LlamaConfig as HfLlamaConfig
-from transformers.models.qwen3 import Qwen3Config as HfQwen3Config
 
-from marin_rl.config import ModelConfig, PolicyConfig
+from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import check_vocabulary, load_tokenizer
+from marin_rl.training.families import (
+    FAMILIES,
+    LevanterConfig,
+    checked_hf_config,
+    execution,
+    family_of,
+    levanter_config,
+)
 
-FAMILIES = {"llama": (LlamaConfig, HfLlamaConfig), "qwen3": (Qwen3Config, HfQwen3Config)}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ROPE_KEYS = {
-    "default": set[str](),
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-    "yarn": {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"},
-}
+LAYER_AXES = ("layer", "layers")
 
+# A policy, or whatever else is made of named arrays: a scalar model, a head alone.
+M = TypeVar("M", bound=eqx.Module)
 
 # ---------------------------------------------------------------- building
 
 
-def levanter_config(model: ModelConfig, context_length: int) -> LlamaConfig:
-    """The Levanter configuration of an architecture that is described by our own."""
-    cls, _ = FAMILIES[model.family]
-    return cls(
-        max_seq_len=context_length,
-        hidden_dim=model.hidden_size,
-        intermediate_dim=model.intermediate_size,
-        num_layers=model.layers,
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        head_dim=model.head_size,
-        initializer_range=model.initializer_range,
-        layer_norm_epsilon=model.norm_epsilon,
-        tie_word_embeddings=model.tie_embeddings,
-        rope=DefaultRotaryEmbeddingsConfig(theta=model.rope_theta),
-        **_execution(),
-    )
-
-
 def build_model(config: PolicyConfig, vocab_size: int, seed: int) -> LmHeadModel:
-    """A model with random weights: normal of std `initializer_range`, norms at 1.
+    """A model with random weights: normal of std `initializer_range`; norms scale by 1, biases 0.
 
     The weights are a function of (config, vocab_size, seed) alone, whatever the platform.
     """
     levanter = levanter_config(config.model, config.context_length)
     template = _template(levanter, vocab_size)
     weights = {
-        path: _initial(array, levanter.initializer_range, np.random.default_rng([seed, index]))
+        path: _initial(path, array, levanter, np.random.default_rng([seed, index]))
         for index, (path, array) in enumerate(_named_arrays(template).items())
     }
     return with_parameters(template, weights)
 
 
-def _initial(template: NamedArray, std: float, rng: np.random.Generator) -> np.ndarray:
+def _initial(
+    path: str, template: NamedArray, config: LevanterConfig, rng: np.random.Generator
+) -> np.ndarray:
     shape = tuple(axis.size for axis in template.axes)
-    if not is_matrix(template):
-        return np.ones(shape, np.float32)
-    return rng.standard_normal(shape, np.float32) * np.float32(std)
+    if is_matrix(path, template):
+        return rng.standard_normal(shape, np.float32) * np.float32(config.initializer_range)
+    start = 0.0 if _is_bias(path) else family_of(config).norm_start
+    return np.full(shape, start, np.float32)
 
 
-def is_matrix(array: NamedArray) -> bool:
-    """Whether a parameter is a matrix (embeddings included), not a norm's scale or a bias."""
-    return sum(axis.name != "layer" for axis in array.axes) >= 2
+def is_matrix(path: str, array: NamedArray) -> bool:
+    """Whether a parameter is a matrix (embeddings included), not a norm's scale or a bias.
+
+    A bias of attention has as many axes as a matrix, so the name decides; the axis over which
+    layers are stacked is called "layers" in Gemma and "layer" elsewhere.
+    """
+    return not _is_bias(path) and sum(axis.name not in LAYER_AXES for axis in array.axes) >= 2
 
 
-def _execution() -> dict[str, Any]:
-    """Choices that change speed and memory, never the function."""
-    # Levanter's default on a CPU is a blocked attention written for accelerators; at the lengths a
-    # CPU can train, the plain softmax is several times faster.
-    plain = jax.default_backend() == "cpu"
-    return {
-        "attn_backend": AttentionBackend.VANILLA if plain else None,
-        "gradient_checkpointing": False,
-        "scan_layers": True,
-    }
+def _is_bias(path: str) -> bool:
+    return path.endswith("/bias")
 
 
 def model_template(config: PolicyConfig, vocab_size: int) -> LmHeadModel:
@@ -123,14 +96,14 @@ def hf_template(folder: str | Path) -> LmHeadModel:
     return _template(*_hf_architecture(path))
 
 
-def _hf_architecture(path: Path) -> tuple[LlamaConfig, int]:
-    hf_config = _checked_hf_config(_read_hf_config(path), path)
-    cls, _ = FAMILIES[hf_config.model_type]
-    config = dataclasses.replace(cls.from_hf_config(hf_config), **_execution())
+def _hf_architecture(path: Path) -> tuple[LevanterConfig, int]:
+    hf_config: Any = checked_hf_config(_read_hf_config(path), path)
+    family = FAMILIES[hf_config.model_type]
+    config = dataclasses.replace(family.levanter.from_hf_config(hf_config), **execution())
     return config, hf_config.vocab_size
 
 
-def _template(config: LlamaConfig, vocab_size: int) -> LmHeadModel:
+def _template(config: LevanterConfig, vocab_size: int) -> LmHeadModel:
     """The module with shapes in place of arrays."""
     vocab = Axis("vocab", vocab_size)
     return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=jax.random.PRNGKey(0))
@@ -148,12 +121,12 @@ def _is_named(node: Any) -> bool:
     return isinstance(node, NamedArray)
 
 
-def named_parameters(model: LmHeadModel) -> dict[str, jax.Array]:
+def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
     """Every parameter by its path in the module, in a fixed order."""
     return {path: array.array for path, array in _named_arrays(model).items()}
 
 
-def with_parameters(model: LmHeadModel, parameters: Mapping[str, Any]) -> LmHeadModel:
+def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
     """The module with its parameters replaced; `parameters` is keyed as `named_parameters`."""
     axes = {path: array.axes for path, array in _named_arrays(model).items()}
     assert set(axes) == set(parameters), sorted(set(axes) ^ set(parameters))
@@ -167,12 +140,12 @@ def with_parameters(model: LmHeadModel, parameters: Mapping[str, Any]) -> LmHead
     return jax.tree_util.tree_map_with_path(replace, model, is_leaf=_is_named)
 
 
-def parameter_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: eqx.Module) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, of a model or of a template."""
     return {path: tuple(array.array.shape) for path, array in _named_arrays(model).items()}
 
 
-def parameter_axes(model: LmHeadModel) -> dict[str, tuple[Axis, ...]]:
+def parameter_axes(model: eqx.Module) -> dict[str, tuple[Axis, ...]]:
     """The named axes of every parameter."""
     return {path: array.axes for path, array in _named_arrays(model).items()}
 
@@ -188,12 +161,12 @@ def with_gradient_checkpointing(model: LmHeadModel) -> LmHeadModel:
     return eqx.tree_at(where, model, dataclasses.replace(layers, gradient_checkpointing=policy))
 
 
-def matrix_mask(model: LmHeadModel) -> dict[str, bool]:
+def matrix_mask(model: eqx.Module) -> dict[str, bool]:
     """For every parameter, whether weight decay applies to it."""
-    return {path: is_matrix(array) for path, array in _named_arrays(model).items()}
+    return {path: is_matrix(path, array) for path, array in _named_arrays(model).items()}
 
 
-def parameters_digest(model: LmHeadModel) -> str:
+def parameters_digest(model: eqx.Module) -> str:
     """SHA-256 over path, dtype, shape and bytes of every parameter, as hex."""
     return digest_of(named_parameters(model))
 
@@ -212,7 +185,7 @@ def digest_of(parameters: Mapping[str, Any]) -> str:
 
 
 def load_hf(folder: str | Path) -> LmHeadModel:
-    """Load a local Hugging Face folder of family Llama or Qwen3, weights as float32.
+    """Load a local Hugging Face folder of one of `FAMILIES`, weights as float32.
 
     Raises InputError, before reading any weight, when the folder is incomplete, when its
     configuration describes something that is not supported, or when its tokenizer gives ids that
@@ -226,7 +199,7 @@ def load_hf(folder: str | Path) -> LmHeadModel:
     converter = HFCheckpointConverter(
         type(config),
         reference_checkpoint=str(path),
-        HfConfigClass=FAMILIES["qwen3" if isinstance(config, Qwen3Config) else "llama"][1],
+        HfConfigClass=family_of(config).hf,
         tokenizer=tokenizer,
     )
     # Levanter places what it reads on the mesh it is called under; one device here, and the plain
@@ -288,16 +261,19 @@ def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str 
 
 
 def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    config = model.config
+    config: Any = model.config
+    family = family_of(config)
     tree = config.to_hf_config(model.Vocab.size).to_dict()
     theta, scaling = config.rope.to_hf_config()
-    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    # Levanter writes its default of YaRN's mscale, which Hugging Face means otherwise.
+    scaling = {key: value for key, value in (scaling or {}).items() if key != "mscale"}
     return tree | {
-        "architectures": [ARCHITECTURES[tree["model_type"]]],
-        "hidden_act": str(config.activation_function.name),
-        "head_dim": config.actual_head_size,
+        "architectures": [family.architecture],
+        "hidden_act": family.activation,
+        "head_dim": config.attention_config().head_size,
         "rope_theta": theta,
-        "rope_parameters": rope,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
         "dtype": "float32",
         "torch_dtype": "float32",
         "bos_token_id": tokenizer.bos_token_id,
@@ -309,7 +285,7 @@ def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dic
 def check_hf_support(folder: str | Path) -> None:
     """Raise InputError, reading no weight, if `load_hf` would refuse the folder's configuration."""
     path = Path(folder).resolve()
-    _checked_hf_config(_read_hf_config(path), path)
+    checked_hf_config(_read_hf_config(path), path)
 
 
 def _read_hf_config(path: Path) -> dict[str, Any]:
@@ -332,68 +308,3 @@ def _read_hf_config(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise InputError(f"{path / 'config.json'}: expected an object, found {tree!r:.80}")
     return tree
-
-
-def _checked_hf_config(tree: dict[str, Any], path: Path) -> Any:
-    """The configuration as transformers reads it, once nothing in it is unsupported."""
-    family = tree.get("model_type")
-    if family not in FAMILIES:
-        raise InputError(
-            f"{path}: model_type is {family!r}; expected one of {', '.join(sorted(FAMILIES))}"
-        )
-    rope_theta, rope_scaling = _rope_of(tree, path)
-    hf_config = FAMILIES[family][1](
-        **(tree | {"rope_theta": rope_theta, "rope_scaling": rope_scaling})
-    )
-    for expected, found in _unsupported(family, tree, hf_config):
-        raise InputError(
-            f"{path}: a {family} model with {found} is not supported, expected {expected}: it "
-            "would load and silently compute something else; choose another model"
-        )
-    return hf_config
-
-
-def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
-    """What of a configuration Levanter would ignore or misread, as (expected, found)."""
-    layer_types = set(tree.get("layer_types") or ["full_attention"])
-    window = family == "qwen3" and hf.use_sliding_window and hf.sliding_window is not None
-    head_size = hf.hidden_size // hf.num_attention_heads
-    odd_head = family == "llama" and tree.get("head_dim") not in (None, head_size)
-    partial_rotary = tree.get("partial_rotary_factor")
-    rules: list[tuple[bool, str, str]] = [
-        (bool(tree.get("attention_bias")), "attention_bias false", "attention_bias true"),
-        (bool(tree.get("mlp_bias")), "mlp_bias false", "mlp_bias true"),
-        (bool(window), "use_sliding_window false", "an active sliding window"),
-        (layer_types != {"full_attention"}, "full attention", f"layer types {layer_types}"),
-        (odd_head, f"head_dim {head_size} (hidden/heads)", f"head_dim {tree.get('head_dim')}"),
-        (partial_rotary not in (None, 1, 1.0), "full rotary", f"partial rotary {partial_rotary}"),
-        ("quantization_config" in tree, "plain weights", "quantized weights"),
-        (hf.hidden_act != "silu", "hidden_act silu", f"hidden_act {hf.hidden_act}"),
-    ]
-    return [(expected, found) for wrong, expected, found in rules if wrong]
-
-
-def _rope_of(tree: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from `rope_theta`/`rope_scaling` or from `rope_parameters`."""
-    parameters = dict(tree.get("rope_parameters") or {})
-    bases = {float(b) for b in (tree.get("rope_theta"), parameters.pop("rope_theta", None)) if b}
-    if len(bases) > 1:
-        raise InputError(
-            f"{path}: rope_theta and rope_parameters.rope_theta differ ({sorted(bases)}); expected "
-            "one rotary base; remove the wrong one from config.json"
-        )
-    scaling = dict(tree.get("rope_scaling") or parameters)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    scaling.pop("rope_theta", None)
-    base = next(iter(bases), 10_000.0)
-    if kind == "default" and not scaling:
-        return base, None
-    if kind not in ROPE_KEYS or set(scaling) - ROPE_KEYS[kind]:
-        raise InputError(
-            f"{path}: rotary scaling {kind!r} with {sorted(scaling)} is not supported; expected "
-            f"one of { {name: sorted(keys) for name, keys in ROPE_KEYS.items()} }"
-        )
-    if missing := {"factor", "original_max_position_embeddings"} - set(scaling):
-        raise InputError(f"{path}: rotary scaling {kind!r} lacks {sorted(missing)}; add them")
-    return base, {"rope_type": kind, **scaling}

@@ -6,13 +6,15 @@ before it enters the moments.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from marin_rl.config import SFTConfig, TrainingConfig
+from marin_rl.config import RewardModelConfig, SFTConfig, TrainingConfig
 
 Schedule = Callable[[ArrayLike], Array]
 
@@ -47,18 +49,18 @@ def policy_adamw(training: TrainingConfig) -> AdamW:
     )
 
 
-def sft_adamw(sft: SFTConfig, training: TrainingConfig) -> AdamW:
-    """The optimizer of the warm start; moments decay as in training."""
+def sft_adamw(settings: SFTConfig | RewardModelConfig, training: TrainingConfig) -> AdamW:
+    """The optimizer of the warm start, or of a reward model; moments decay as in training."""
     return AdamW(
-        learning_rate=sft.learning_rate,
-        warmup_steps=sft.warmup_steps,
-        schedule=sft.schedule,
-        decay_steps=sft.steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        schedule=settings.schedule,
+        decay_steps=settings.steps,
         beta1=training.beta1,
         beta2=training.beta2,
         epsilon=training.epsilon,
-        weight_decay=sft.weight_decay,
-        clip_norm=sft.gradient_clip_norm,
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.gradient_clip_norm,
     )
 
 
@@ -98,4 +100,22 @@ def make_optimizer(
             weight_decay=settings.weight_decay,
             mask=dict(decays),
         ),
+    )
+
+
+def guarded_update(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    parameters: Any,
+    moments: Any,
+    ok: Array,
+) -> tuple[Any, Any]:
+    """Parameters and moments after an update; as they were where it is not `ok`.
+
+    Multiplying an update by 0 would keep its NaN; `where` does not.
+    """
+    updates, after = optimizer.update(gradients, moments, parameters)
+    moved = optax.apply_updates(parameters, updates)
+    return jax.tree.map(
+        lambda new, old: jnp.where(ok, new, old), (moved, after), (parameters, moments)
     )

@@ -1,4 +1,4 @@
-"""Running a model over given tokens: log-probabilities and entropies, differentiable and chunked.
+"""Running a model over given tokens: log-probabilities, entropies, values; all in chunks.
 
 The activations are those of Levanter's own layers. What each token does by itself at the end, the
 last MLP, the final norm and the logits, is computed only where the mask is, a chunk of tokens at a
@@ -9,20 +9,25 @@ Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embed
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis
+from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Int
-from levanter.layers.attention import AttentionMask
-from levanter.models.llama import LlamaLMHeadModel
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.models.gemma import GemmaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.training.attention import RowAttention, Sight, sight_of
 
 TOKENS_PER_CHUNK = 256
 UNROLLED_LAYERS_MAX = 8
+
+Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 
 
 class TokenScores(NamedTuple):
@@ -30,6 +35,26 @@ class TokenScores(NamedTuple):
 
     logprobs: Float[Array, "B T"]
     entropies: Float[Array, "B T"]
+
+
+class Packing(NamedTuple):
+    """How rows are filled.
+
+    `packed_rows`: with several sequences, so that most of a row is out of most of its tokens'
+    sight; that changes speed and memory alone. `shared_prompts`: a segment that begins at a
+    position above 0 continues the last segment before it that begins at 0.
+    """
+
+    packed_rows: bool = False
+    shared_prompts: bool = False
+
+
+ALONE = Packing()
+
+
+def packing_of(layout: str) -> Packing:
+    """The packing that `batching.packing` names."""
+    return Packing(packed_rows=layout != "none", shared_prompts=layout == "shared_prompt")
 
 
 def token_logprobs(
@@ -40,123 +65,262 @@ def token_logprobs(
     mask_BT: Bool[Array, "B T"],
     *,
     temperature: float = 1.0,
+    packing: Packing = ALONE,
 ) -> TokenScores:
     """Log-probability (nats) of each masked token given its predecessors, and the entropy there.
 
     Both are of softmax(logits / temperature), in float32, and differentiable; both are 0 off the
-    mask. A token sees itself and what precedes it in its own segment. The mask must be False where
-    a segment begins, for nothing predicts a first token.
+    mask. A token sees itself and what precedes it in its own segment; with `shared_prompts`, a
+    segment that begins at a position above 0 also sees the one that it continues, and its first
+    token is predicted from that one's last. The mask must be False where a segment begins
+    otherwise, for nothing predicts a first token.
     """
-    llama = cast(LlamaLMHeadModel, model)
-    states_BTE = _before_last_mlp(llama, token_ids_BT, segment_ids_BT, positions_BT)
-    # Position t predicts token t + 1; rolling instead of slicing keeps the shapes round.
-    flat: Any = _scores_where(
-        states_BTE.reshape(-1, states_BTE.shape[-1]),
-        _Tail.of(llama),
-        jnp.roll(token_ids_BT, -1, axis=1).reshape(-1),
-        jnp.roll(mask_BT, -1, axis=1).reshape(-1),
-        temperature,
-    )
-    return TokenScores(*(jnp.roll(s.reshape(token_ids_BT.shape), 1, axis=1) for s in flat))
+    rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
+    return TokenScores(*_scored(model, rows, temperature=temperature, packing=packing))
 
 
-def _before_last_mlp(
-    model: LlamaLMHeadModel,
+def token_values(
+    model: LmHeadModel,
+    head: Head,
     token_ids_BT: Int[Array, "B T"],
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    packing: Packing = ALONE,
+) -> Float[Array, "B T"]:
+    """What `head` says of the states that masked tokens are predicted from; 0 off the mask.
+
+    That is the value of a token's past, before it is chosen. Rows are as in `token_logprobs`.
+    """
+    rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
+    (values_BT,) = _scored(model, rows, head, words=False, packing=packing)
+    return values_BT
+
+
+def token_logprobs_and_values(
+    model: LmHeadModel,
+    head: Head,
+    token_ids_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    packing: Packing = ALONE,
+) -> tuple[TokenScores, Float[Array, "B T"]]:
+    """`token_logprobs` and `token_values` of one model, from one pass."""
+    rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
+    logprobs_BT, entropies_BT, values_BT = _scored(
+        model, rows, head, temperature=temperature, packing=packing
+    )
+    return TokenScores(logprobs_BT, entropies_BT), values_BT
+
+
+def _scored(
+    model: LmHeadModel,
+    rows: tuple[Array, Array, Array, Array],
+    head: Head | None = None,
+    *,
+    words: bool = True,
+    temperature: float = 1.0,
+    packing: Packing = ALONE,
+) -> tuple[Array, ...]:
+    """Of the masked tokens of rows (ids, segments, positions, mask) log-probability and entropy,
+    as far as `words` are asked for, and what a scalar head says, as far as there is one.
+    """
+    token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
+    sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
+    if packing.packed_rows and prompts_BT is None and _is_plain(model):
+        prompts_BT = segment_ids_BT
+    states_BTE = _before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, prompts_BT)
+    flat: Any = _scores_where(
+        states_BTE.reshape(-1, states_BTE.shape[-1]),
+        _Tail.of(model, head, words=words),
+        token_ids_BT.reshape(-1),
+        sources_BT.reshape(-1),
+        mask_BT.reshape(-1),
+        temperature,
+    )
+    return tuple(scores.reshape(token_ids_BT.shape) for scores in flat)
+
+
+def final_states(
+    model: LmHeadModel,
+    token_ids_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+) -> Float[Array, "B T E"]:
+    """What the output head is given of every token, differentiable; for short rows, or few.
+
+    A token sees itself and what precedes it in its own segment (0 is padding).
+    """
+    states_BTE = _before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
+    tail = _Tail.of(model)
+    states = hax.named(states_BTE, ("batch", "position", "embed"))
+    return tail.final_norm(states + tail.mlp(tail.norm(states))).array
+
+
+def _predecessors(
+    segment_ids_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+    shared_prompts: bool,  # noqa: FBT001
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
+    """Of each token the flat index of the one it is predicted from, and its prompt's segment.
+
+    The latter only where prompts are shared, and its own segment where it has no prompt apart.
+    """
+    B, T = segment_ids_BT.shape
+    index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    rows_B1 = T * jnp.arange(B, dtype=jnp.int32)[:, None]
+    if not shared_prompts:
+        return rows_B1 + jnp.maximum(index_BT - 1, 0), None
+    before_BT = jnp.pad(segment_ids_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    begins_BT = segment_ids_BT != before_BT
+    roots_BT = jnp.where(begins_BT & (positions_BT == 0), index_BT, 0)
+    root_BT = jax.lax.cummax(roots_BT, axis=1)
+    prompts_BT = jnp.take_along_axis(segment_ids_BT, root_BT, axis=1)
+    continues_BT = begins_BT & (positions_BT > 0)
+    sources_BT = jnp.where(continues_BT, root_BT + positions_BT - 1, jnp.maximum(index_BT - 1, 0))
+    return rows_B1 + sources_BT, prompts_BT
+
+
+def _before_last_mlp(
+    model: Any,
+    token_ids_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+    prompts_BT: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T E"]:
     """Levanter's activations, up to where positions stop exchanging anything."""
     batch = Axis("batch", token_ids_BT.shape[0])
     position = Axis("position", token_ids_BT.shape[1])
     named = partial(hax.named, axis=(batch, position))
-    mask = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
+    layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
+    mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
+    if prompts_BT is not None:
+        layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)
     positions = named(positions_BT)
-    states = model.embeddings.embed(named(token_ids_BT))
-    *body, last = _blocks(model)
+    states = _embedded(model, named(token_ids_BT))
+    *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
         states = block(states, mask, pos_ids=positions)
     seen = last.self_attn(last.input_layernorm(states), mask, pos_ids=positions)
     return (states + seen).rearrange((batch, position, model.Embed)).array
 
 
-def _blocks(model: LlamaLMHeadModel) -> list[Any]:
+def _is_plain(model: Any) -> bool:
+    """Whether Levanter's own attention would look at every pair of a row's positions."""
+    attention = model.transformer.layers.stacked.self_attn
+    return attention.config.attn_backend is AttentionBackend.VANILLA
+
+
+def _with_sight(layers: Any) -> Any:
+    """The layers with an attention that takes a `Sight`."""
+    stacked = layers.stacked
+    changed = dataclasses.replace(stacked, self_attn=RowAttention.of(stacked.self_attn))
+    return dataclasses.replace(layers, stacked=changed)
+
+
+def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
+    """What enters the first layer. Gemma scales by the root of the width, rounded as the states."""
+    states = model.embeddings.embed(token_ids)
+    if isinstance(model, GemmaLMHeadModel):
+        states = states * jnp.sqrt(model.config.hidden_dim).astype(states.dtype)
+    return states
+
+
+def _blocks(layers: Any, count: int) -> list[Any]:
     """What to run one after the other; all but the last may be many layers in one scan.
 
     Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many
     spares the compiler minutes.
     """
-    layers: Any = model.transformer.layers
-    count = model.config.num_layers
     # To wait for the last layer is what makes it possible to skip most of it.
     last = layers.get_layer(count - 1)
     if count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable:
         return list(layers.unstacked())
+    if count == 1:
+        return [last]
     block = layers.Block
     rest = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
     shorter = dataclasses.replace(layers, stacked=rest, Block=block.resize(count - 1))
     return [partial(_fold, shorter), last]
 
 
-def _fold(layers: Any, states: Any, mask: AttentionMask, *, pos_ids: Any) -> Any:
+def _fold(layers: Any, states: Any, mask: AttentionMask | Sight, *, pos_ids: Any) -> Any:
     return layers.fold(states, mask=mask, key=None, pos_ids=pos_ids)
 
 
 class _Tail(NamedTuple):
-    """What is computed for each token by itself: the last MLP, the final norm, the head."""
+    """What is computed for each token by itself: the last MLP, the final norm, and the heads.
+
+    `words` are the output head's weights, `scalar` a head that gives a number; either may be None.
+    """
 
     norm: Any
     mlp: Any
     final_norm: Any
-    head: Float[Array, "V E"]
+    words: Float[Array, "V E"] | None
+    scalar: Head | None = None
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers there are of every token."""
+        return 2 * (self.words is not None) + (self.scalar is not None)
 
     @classmethod
-    def of(cls, model: LlamaLMHeadModel) -> "_Tail":
+    def of(cls, model: Any, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
         """The tail of a model, as references to its arrays."""
         layers: Any = model.transformer.layers
         last = layers.get_layer(model.config.num_layers - 1)
-        final_norm, head = model.transformer.norm, model.get_lm_head().array
-        return cls(last.post_attention_layernorm, last.mlp, final_norm, head)
+        final_norm, weights = model.transformer.norm, model.get_lm_head().array if words else None
+        return cls(last.post_attention_layernorm, last.mlp, final_norm, weights, scalar)
 
 
 def _tail_scores(
     tail: _Tail, states_CE: Float[Array, "C E"], targets_C: Int[Array, " C"], temperature: float
-) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-    """Log-probability of the target and entropy of the prediction of every state of a chunk."""
+) -> tuple[Float[Array, " C"], ...]:
+    """Of every state of a chunk the log-probability of the target and the entropy of the
+    prediction, as far as there are words, and the scalar head's number, as far as there is one.
+    """
     states = hax.named(states_CE, ("token", "embed"))
     states = tail.final_norm(states + tail.mlp(tail.norm(states)))
-    logits_CV = jnp.einsum("ce,ve->cv", states.array, tail.head, preferred_element_type=jnp.float32)
+    numbers = () if tail.scalar is None else (tail.scalar(states.array),)
+    if tail.words is None:
+        return numbers
+    logits_CV = jnp.einsum(
+        "ce,ve->cv", states.array, tail.words, preferred_element_type=jnp.float32
+    )
     logp_CV = jax.nn.log_softmax(logits_CV / temperature, axis=-1)
     logprobs_C = jnp.take_along_axis(logp_CV, targets_C[:, None], axis=1)[:, 0]
-    return logprobs_C, -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1)
+    return logprobs_C, -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1), *numbers
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _scores_where(
     states_NE: Float[Array, "N E"],
     tail: _Tail,
     targets_N: Int[Array, " N"],
+    sources_N: Int[Array, " N"],
     mask_N: Bool[Array, " N"],
     temperature: float,
-) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """`_tail_scores` of the masked states, 0 elsewhere.
+) -> tuple[Float[Array, " N"], ...]:
+    """Scores of the masked targets, each from the state that predicts it; 0 elsewhere.
 
-    Masked states are brought to the front, and a loop of as many chunks as they fill runs over
+    Masked tokens are brought to the front, and a loop of as many chunks as they fill runs over
     them; the backward pass computes a chunk again instead of keeping it.
     """
     order_N, chunks, chunk = _masked_first(mask_N)
 
-    def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
-        found = _tail_scores(tail, states_NE[rows], targets_N[rows], temperature)
-        logprobs_N, entropies_N = (
-            kept.at[rows].set(f) for kept, f in zip(carry, found, strict=True)
-        )
-        return logprobs_N, entropies_N
+        found = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
+        return tuple(kept.at[rows].set(f) for kept, f in zip(carry, found, strict=True))
 
     zero = jnp.zeros(mask_N.shape, jnp.float32)
-    logprobs_N, entropies_N = jax.lax.fori_loop(0, chunks, body, (zero, zero))
-    return jnp.where(mask_N, logprobs_N, 0.0), jnp.where(mask_N, entropies_N, 0.0)
+    scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
+    return tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
 
 
 def _masked_first(mask_N: Bool[Array, " N"]) -> tuple[Array, Array, int]:
@@ -170,14 +334,19 @@ def _masked_first(mask_N: Bool[Array, " N"]) -> tuple[Array, Array, int]:
 
 
 def _scores_forward(
-    states_NE: Array, tail: _Tail, targets_N: Array, mask_N: Array, temperature: float
+    states_NE: Array,
+    tail: _Tail,
+    targets_N: Array,
+    sources_N: Array,
+    mask_N: Array,
+    temperature: float,
 ) -> tuple[Any, Any]:
-    scores: Any = _scores_where(states_NE, tail, targets_N, mask_N, temperature)
-    return scores, (states_NE, tail, targets_N, mask_N)
+    scores: Any = _scores_where(states_NE, tail, targets_N, sources_N, mask_N, temperature)
+    return scores, (states_NE, tail, targets_N, sources_N, mask_N)
 
 
-def _scores_backward(temperature: float, saved: Any, gradients: tuple[Array, Array]) -> Any:
-    states_NE, tail, targets_N, mask_N = saved
+def _scores_backward(temperature: float, saved: Any, gradients: tuple[Array, ...]) -> Any:
+    states_NE, tail, targets_N, sources_N, mask_N = saved
     order_N, chunks, chunk = _masked_first(mask_N)
     by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
@@ -186,19 +355,21 @@ def _scores_backward(temperature: float, saved: Any, gradients: tuple[Array, Arr
         rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
         by_scores_C = tuple(g.at[rows].get(mode="fill", fill_value=0) for g in by_scores_N)
 
-        def scores(tail: _Tail, states_CE: Array) -> tuple[Array, Array]:
+        def scores(tail: _Tail, states_CE: Array) -> tuple[Array, ...]:
             return _tail_scores(tail, states_CE, targets_N[rows], temperature)
 
-        _, pull = jax.vjp(scores, tail, states_NE[rows])
+        sources = sources_N[rows]
+        _, pull = jax.vjp(scores, tail, states_NE[sources])
         by_tail_C, by_states_CE = pull(by_scores_C)
         by_tail = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), by_tail, by_tail_C)
-        return by_states_NE.at[rows].set(by_states_CE), by_tail
+        # several completions may be predicted from the last state of one prompt
+        return by_states_NE.at[sources].add(by_states_CE), by_tail
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tail)
     start = (jnp.zeros_like(states_NE), nothing)
     by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
     by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, tail)
-    return by_states_NE, by_tail, None, None
+    return by_states_NE, by_tail, None, None, None
 
 
 _scores_where.defvjp(_scores_forward, _scores_backward)

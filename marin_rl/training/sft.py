@@ -5,9 +5,9 @@ from the checkpoint of the one before, so a run that was killed ends in the same
 was not. Tokens are prepared in a thread while the device computes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,13 +22,13 @@ from marin_rl.storage.runs import Run, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.loop import (
     PROGRAM_VERSION,
-    Program,
     already_committed,
     check_finite,
     fitted,
     take_step,
 )
 from marin_rl.training.optimizer import sft_adamw
+from marin_rl.training.program import program_of
 from marin_rl.training.state import (
     Identity,
     first_parameters,
@@ -45,6 +45,8 @@ LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths ar
 PREPARED_MAX = 4  # steps whose tokens are made ahead
 STEPS_PER_EVENT = 10
 
+Batch = TypeVar("Batch")
+
 
 class WarmStart:
     """Plays the warm start of one run, segment by segment."""
@@ -55,7 +57,7 @@ class WarmStart:
         self._names = TokenizerIdentity.of(tokenizer)
         self._environment = make_environment(config.sft.environment or config.environment)
         self._environment.load_examples()
-        self._program = Program(
+        self._program = program_of(
             config,
             tokenizer,
             sft_adamw(config.sft, config.training),
@@ -81,9 +83,10 @@ class WarmStart:
             return found
         state, metrics = self._begin(parents), dict[str, float]()
         self._state = self._at = None  # the optimizer state is donated from here on
-        for step, batch in self._prepared(step_from, step_to):
-            rows = fitted(batch, sft.microbatch_sequences, sft.sequences_per_step)
-            state, metrics = take_step(self._program, state, None, *rows)
+        for step, batch in made_ahead(self._batch, step_from, step_to):
+            layout = self._program.layout
+            rows = fitted(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
+            state, metrics, _ = take_step(self._program, state, None, *rows)
             check_finite(state, metrics, run.config.training.nonfinite_updates_max)
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
                 self._publish(step + 1, metrics)
@@ -129,18 +132,6 @@ class WarmStart:
             "seed": config.seed,
         }
 
-    def _prepared(self, start: int, end: int) -> Iterator[tuple[int, TrainingBatch]]:
-        """The batches of steps start … end - 1, made ahead in a thread."""
-        make = self._batch
-        with ThreadPoolExecutor(1, thread_name_prefix="sft-batches") as pool:
-            first = range(start, min(start + PREPARED_MAX, end))
-            ahead = [pool.submit(make, step) for step in first]
-            for step in range(start, end):
-                batch = ahead.pop(0).result()
-                if step + PREPARED_MAX < end:
-                    ahead.append(pool.submit(make, step + PREPARED_MAX))
-                yield step, batch
-
     def _batch(self, step: int) -> TrainingBatch:
         return supervised_batch(self._run.config, self._environment, self._tokenizer, step)
 
@@ -154,6 +145,18 @@ class WarmStart:
                 metrics=_summary(metrics),
             )
         )
+
+
+def made_ahead(make: Callable[[int], Batch], start: int, end: int) -> Iterator[tuple[int, Batch]]:
+    """The batches of steps start … end - 1, made ahead in a thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        first = range(start, min(start + PREPARED_MAX, end))
+        ahead = [pool.submit(make, step) for step in first]
+        for step in range(start, end):
+            batch = ahead.pop(0).result()
+            if step + PREPARED_MAX < end:
+                ahead.append(pool.submit(make, step + PREPARED_MAX))
+            yield step, batch
 
 
 def supervised_batch(

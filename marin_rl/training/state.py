@@ -5,10 +5,11 @@ the counters. Also here: a run's architecture, and where its first parameters co
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,8 +20,9 @@ from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, committed, sft_slot
+from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
+from marin_rl.training.critic import Critic, CriticState
 from marin_rl.training.model import (
     build_model,
     digest_of,
@@ -32,6 +34,9 @@ from marin_rl.training.model import (
 )
 from marin_rl.training.step import Parameters, TrainState
 from marin_rl.types import SlotRef
+
+# Branches of a checkpoint that are nobody's but the trainer's, and not in every run.
+UNSERVED = ("average", "critic")
 
 
 def vocabulary_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -68,32 +73,50 @@ def first_parameters(config: Config, tokenizer: PreTrainedTokenizerBase) -> Para
 
 
 def fresh_state(
-    parameters: Parameters, optimizer: optax.GradientTransformationExtraArgs, seed: int
+    parameters: Parameters,
+    optimizer: optax.GradientTransformationExtraArgs,
+    seed: int,
+    *,
+    averaged: bool = False,
+    critic: CriticState | None = None,
 ) -> TrainState:
-    """A state before its first step; the moments are zero."""
+    """A state before its first step; the moments are zero, the average begins at the parameters."""
     return TrainState(
         parameters=parameters,
         optimizer=optimizer.init(parameters),
         step=jnp.zeros((), jnp.int32),
         rng=jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32),
         refused=jnp.zeros((), jnp.int32),
+        average=dict(parameters) if averaged else None,
+        critic=critic,
     )
 
 
 def state_like(
-    template: LmHeadModel, optimizer: optax.GradientTransformationExtraArgs
+    template: eqx.Module,
+    optimizer: optax.GradientTransformationExtraArgs,
+    *,
+    averaged: bool = False,
+    critic: Critic | None = None,
 ) -> TrainState:
     """What a state looks like: shapes in place of arrays."""
     shapes = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in parameter_shapes(template).items()
     }
-    return jax.eval_shape(lambda parameters: fresh_state(parameters, optimizer, 0), shapes)
+    like = jax.eval_shape(
+        lambda parameters: fresh_state(parameters, optimizer, 0, averaged=averaged), shapes
+    )
+    return like._replace(critic=None if critic is None else critic.state_like())
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
     """The state as nested dicts of arrays: what a checkpoint holds."""
+    average = {} if state.average is None else {"average": dict(state.average)}
+    critic = {} if state.critic is None else {"critic": _critic_tree(state.critic)}
     return {
+        **average,
+        **critic,
         "parameters": dict(state.parameters),
         "optimizer": dict(_optimizer_leaves(state.optimizer)),
         "step": state.step,
@@ -104,16 +127,38 @@ def tree_of(state: TrainState) -> dict[str, Any]:
 
 def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
     """The state that `tree_of` described, with the structure of `like`."""
-    names = [name for name, _ in _optimizer_leaves(like.optimizer)]
-    structure = jax.tree.structure(like.optimizer)
-    leaves = [jnp.asarray(tree["optimizer"][name]) for name in names]
     return TrainState(
         parameters={name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
-        optimizer=jax.tree.unflatten(structure, leaves),
+        optimizer=_optimizer_of(tree["optimizer"], like.optimizer),
         step=jnp.asarray(tree["step"]),
         rng=jnp.asarray(tree["rng"]),
         refused=jnp.asarray(tree["refused"]),
+        average=None
+        if like.average is None
+        else {name: jnp.asarray(tree["average"][name]) for name in like.average},
+        critic=None if like.critic is None else _critic_of(tree["critic"], like.critic),
     )
+
+
+def _critic_tree(critic: CriticState) -> dict[str, Any]:
+    return {
+        "parameters": dict(critic.parameters),
+        "optimizer": dict(_optimizer_leaves(critic.optimizer)),
+        "step": critic.step,
+    }
+
+
+def _critic_of(tree: Mapping[str, Any], like: CriticState) -> CriticState:
+    return CriticState(
+        parameters={name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
+        optimizer=_optimizer_of(tree["optimizer"], like.optimizer),
+        step=jnp.asarray(tree["step"]),
+    )
+
+
+def _optimizer_of(tree: Mapping[str, Any], like: Any) -> Any:
+    leaves = [jnp.asarray(tree[name]) for name, _ in _optimizer_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
@@ -124,12 +169,13 @@ def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a checkpoint says about itself in its manifest."""
+    """What a checkpoint says about itself in its manifest; None of a critic where it has none."""
 
     parameters_digest: str
     tokenizer_digest: str
     chat_template_digest: str
     step: int
+    critic_digest: str | None = None
 
     @classmethod
     def of(cls, state: TrainState, tokenizer: TokenizerIdentity) -> "Identity":
@@ -139,21 +185,30 @@ class Identity:
             tokenizer_digest=tokenizer.tokenizer_digest,
             chat_template_digest=tokenizer.chat_template_digest,
             step=int(state.step),
+            critic_digest=None if state.critic is None else digest_of(state.critic.parameters),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """As it is kept in a manifest's `extra`."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def identity_of(run: Run, ref: SlotRef) -> Identity:
     """The identity that a committed checkpoint carries."""
     extra = manifest_of(run.store, ref).extra
-    return Identity(**{field.name: extra[field.name] for field in dataclasses.fields(Identity)})
+    names = (field.name for field in dataclasses.fields(Identity) if field.name != "critic_digest")
+    critic_digest = extra.get("critic_digest")
+    return Identity(**{name: extra[name] for name in names}, critic_digest=critic_digest)
 
 
 def restore_state(
-    run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
+    run: Run,
+    ref: SlotRef,
+    like: TrainState,
+    tokenizer: TokenizerIdentity,
+    *,
+    unasked: Sequence[str] = (),
 ) -> TrainState:
     """The state of a checkpoint. Raises InputError if it belongs to another tokenizer.
 
@@ -166,14 +221,15 @@ def restore_state(
             f"{expected[:12]}, found {found[:12]}; set policy.tokenizer to the one it was trained "
             "with"
         )
-    return state_of(restore_checkpoint(run, ref, tree_of(like)), like)
+    return state_of(restore_checkpoint(run, ref, tree_of(like), unasked=unasked), like)
 
 
 def restore_parameters(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> Parameters:
     """The parameters of a checkpoint alone. Raises as `restore_state` does."""
-    return restore_state(run, ref, like, tokenizer).parameters
+    alone = like._replace(average=None, critic=None)
+    return restore_state(run, ref, alone, tokenizer, unasked=UNSERVED).parameters
 
 
 def sft_result(run: Run) -> SlotRef:
@@ -189,20 +245,6 @@ def sft_result(run: Run) -> SlotRef:
 
 def other_run(config: Config) -> tuple[Run, SlotRef]:
     """The run and checkpoint that policy.checkpoint names: ROOT/RUN_ID/checkpoints/round-00012."""
-    text = (config.policy.checkpoint or "").rstrip("/")
-    head, _, name = text.removesuffix("/manifest.json").rpartition("/")
-    head, _, kind = head.rpartition("/")
-    root, _, run_id = head.rpartition("/")
-    if not (root and run_id and kind in ("checkpoints", "sft") and name):
-        raise ConfigError(
-            f"policy.checkpoint is {text!r}: expected ROOT/RUN_ID/checkpoints/round-00012 or "
-            "ROOT/RUN_ID/sft/step-00500"
-        )
-    run = Run.open(root, run_id, config.storage_options)
-    ref = committed(run, f"{kind}/{name}")
-    if ref is None:
-        raise ConfigError(
-            f"policy.checkpoint: {run.store.url_of(f'{kind}/{name}')} is not committed; `marin-rl "
-            f"status {run_id}` lists what is"
-        )
-    return run, ref
+    kinds = {"checkpoints": "round-00012", "sft": "step-00500"}
+    text = config.policy.checkpoint or ""
+    return checkpoint_named(text, kinds, "policy.checkpoint", config.storage_options)

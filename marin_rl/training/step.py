@@ -1,15 +1,14 @@
 """The optimizer step: one jitted pure function, old state in, new state and metrics out.
 
-Microbatches are a loop on the device with as many turns as the rows need, over arrays of one fixed
-size, so that a round's row count never compiles anything anew; only a new padded length T does.
-What each token weighs is decided over the whole step before that loop. Parameters are never
-donated, because the engine may be serving these very arrays; the optimizer state is.
+Arrays have one fixed size, so that a round's row count never compiles anything anew; only a new
+padded length T does. Parameters are never donated, because the engine may be serving these very
+arrays; states of optimizer and critic are. On a CPU the gradients of a small model come from
+several programs side by side, and a last one updates.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,29 +18,35 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Int32
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.config import ObjectiveConfig
-from marin_rl.training.losses import (
-    kl_estimate,
-    log_ratios,
-    policy_losses,
-    segment_sums,
-    token_weights,
+from marin_rl.compilation import compiled_apart
+from marin_rl.training.critic import Critic, CriticState, Parameters
+from marin_rl.training.gradients import (
+    Found,
+    Reference,
+    Share,
+    Trained,
+    accumulate,
+    added,
+    computing,
+    scorer_of,
+    whole,
 )
+from marin_rl.training.lanes import side_by_side
+from marin_rl.training.measures import TokenMeasures
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import with_parameters
-from marin_rl.training.optimizer import Schedule
-from marin_rl.training.scoring import TokenScores, token_logprobs
+from marin_rl.training.optimizer import Schedule, guarded_update
+from marin_rl.training.reports import Metrics, measures_of, report, row_weights
+from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.types import TrainingBatch
-
-Parameters = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
     """All that an optimizer step reads and writes. `step` counts updates that were applied.
 
     `rng` is the root key of whatever in a step is random; `refused` counts the updates refused in a
-    row because they were not finite.
+    row because they were not finite. `average` is the moving average of the parameters, where the
+    objective holds the policy to it, `critic` the value function's, where there is one.
     """
 
     parameters: Parameters
@@ -49,36 +54,19 @@ class TrainState(NamedTuple):
     step: Int32[Array, ""]
     rng: Array
     refused: Int32[Array, ""]
+    average: Parameters | None = None
+    critic: CriticState | None = None
 
 
-class StepArrays(NamedTuple):
-    """The rows of one step, cut into microbatches and filled up with empty rows."""
-
-    token_ids: Int32[Any, "M R T"]
-    mask: Bool[Any, "M R T"]
-    segment_ids: Int32[Any, "M R T"]
-    positions: Int32[Any, "M R T"]
-    policy_logprobs: Float[Any, "M R T"]
-    advantages: Float[Any, "M R T"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What is fixed for a run. `objective` None is supervised: the mean negative log-likelihood.
-
-    `length_norm` is the constant of sequence_mean_token_sum_norm, in tokens.
-    """
-
-    objective: ObjectiveConfig | None
-    temperature: float = 1.0
-    length_norm: int = 1
-    compute_dtype: str = "float32"
-
-
-Step = Callable[
-    [TrainState, Parameters | None, StepArrays, Int32[Any, ""]],
-    tuple[TrainState, Metrics, Float[Array, "M R T"]],
+Taken = tuple[TrainState, Metrics, TokenMeasures | None]
+Step = Callable[[TrainState, Reference | None, StepArrays, Int32[Any, ""]], Taken]
+Gather = Callable[
+    [Parameters, Parameters | None, Reference | None, StepArrays, Share], tuple[Trained, Found]
 ]
+Update = Callable[[TrainState, Array | None, StepArrays, tuple[Trained, Found]], Taken]
+Score = Callable[[Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]]
+Values = Callable[[Parameters, Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]]
+Gradient = Callable[[TrainState, Reference | None, StepArrays, Int32[Any, ""]], Parameters]
 
 
 def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> tuple[StepArrays, int]:
@@ -97,7 +85,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> tuple[Ste
 
     arrays = StepArrays(
         token_ids=cut(batch.token_ids, np.int32),
-        mask=cut((batch.loss_mask != 0) & (batch.positions > 0), np.bool_),
+        mask=cut(trained_mask(batch), np.bool_),
         segment_ids=cut(batch.segment_ids, np.int32),
         positions=cut(batch.positions, np.int32),
         policy_logprobs=cut(batch.policy_logprobs, np.float32),
@@ -106,154 +94,222 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> tuple[Ste
     return arrays, -(-count // rows)
 
 
+def trained_mask(batch: TrainingBatch) -> Bool[np.ndarray, "B T"]:
+    """The tokens that are trained on: never the first of a segment, for nothing precedes it."""
+    return (batch.loss_mask != 0) & (batch.positions > 0)
+
+
 def make_step(
     template: LmHeadModel,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     settings: StepSettings,
     layout: Layout = SINGLE_DEVICE,
+    critic: Critic | None = None,
+    *,
+    warming: bool = False,
+    lanes: int = 1,
 ) -> Step:
     """The jitted step of a run. `template` gives the architecture; its own arrays are not read.
 
-    Arguments of the result: state (its `optimizer` is donated), parameters of the reference policy
-    or None, arrays, and the number of microbatches that hold anything. It returns the new state,
-    scalar metrics, and the trainer's log-probabilities before the update.
+    Arguments of the result: state (its `optimizer` and `critic` are donated), the reference or
+    None, arrays, and the number of microbatches that hold anything. It returns the new state,
+    scalar metrics, and what the trainer thought of each token before the update (None where the
+    step is supervised). While it is `warming` a critic up, the policy is scored and stays as it is.
+    With several `lanes` as many loops share the microbatches, where there are so many: one jitted
+    function then gathers the gradients of a lane, and another makes the update of all.
     """
-    score = _scorer(template, settings)
+    score = scorer_of(template, settings, critic)
 
-    def step(
-        state: TrainState, reference: Parameters | None, arrays: StepArrays, used: Array
-    ) -> tuple[TrainState, Metrics, Array]:
-        weights_BT = _weights(arrays, settings)
-        gradients, scores, reference_logprobs = _accumulate(
-            score, settings, state.parameters, reference, arrays, weights_BT, used
+    def gather(
+        parameters: Parameters,
+        valuing: Parameters | None,
+        reference: Reference | None,
+        arrays: StepArrays,
+        share: Share,
+    ) -> tuple[Trained, Found]:
+        return accumulate(
+            score, settings, parameters, valuing, reference, arrays, share, warming=warming
         )
-        loss, metrics = _report(settings, scores, reference_logprobs, arrays, weights_BT)
-        metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients))
-        metrics["lr"] = schedule(state.step)
+
+    def update(
+        state: TrainState,
+        coefficient: Array | None,
+        arrays: StepArrays,
+        gathered: tuple[Trained, Found],
+    ) -> Taken:
+        gradients, found = gathered
+        weights_BT = row_weights(arrays, settings)
+        loss, metrics = report(
+            settings, found.scores, found.referred, coefficient, found.values, arrays, weights_BT
+        )
+        metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients.policy or {}))
+        metrics["lr"] = jnp.zeros(()) if warming else schedule(state.step)
         ok: Array = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        new = _updated(optimizer, state, gradients, ok)
-        new = layout.constrain_state(new, template, optimizer)
+        if critic is not None and state.critic is not None and gradients.critic is not None:
+            metrics |= critic.told(state.critic, gradients.critic)
+            ok &= jnp.isfinite(metrics["critic/grad_norm"])
+            state = state._replace(critic=critic.updated(state.critic, gradients.critic, ok))
+        new = _updated(optimizer, settings, state, gradients.policy, ok)
+        new = layout.constrain_state(new, template, optimizer, critic)
         metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
         metrics["updates/steps"] = new.step
-        return new, metrics, scores.logprobs
+        measured = measures_of(settings, found.scores, found.referred, found.values, arrays)
+        return new, metrics, measured
 
-    return _donating_optimizer(step)
+    step = _in_one(gather, update)
+    return step if lanes == 1 else _in_lanes(gather, update, lanes, step)
 
 
-def _donating_optimizer(step: Any) -> Step:
-    """Jit with the optimizer state, and nothing else of the state, donated."""
+def make_score(template: LmHeadModel, settings: StepSettings) -> Score:
+    """The jitted pass without an update: log-probabilities of all rows, microbatch by microbatch.
+
+    Arguments of the result: parameters, arrays, and the number of microbatches that hold anything.
+    """
+    score = scorer_of(template, settings)
+
+    def logprobs(parameters: Parameters, arrays: StepArrays, used: Array) -> Array:
+        cast = computing(parameters, settings.compute_dtype)
+
+        def turn(index: Array, kept: Array) -> Array:
+            rows = jax.tree.map(lambda array: array[index], arrays)
+            return kept.at[index].set(score(cast, None, rows)[0].logprobs)
+
+        return jax.lax.fori_loop(0, used, turn, jnp.zeros(arrays.mask.shape, jnp.float32))
+
+    return jax.jit(logprobs)
+
+
+def make_values(template: LmHeadModel, settings: StepSettings, critic: Critic) -> Values:
+    """The jitted pass of a critic: the values of all rows, microbatch by microbatch.
+
+    Arguments of the result: the policy's parameters, the critic's, arrays, and the number of
+    microbatches that hold anything.
+    """
+
+    def values(
+        parameters: Parameters, valuing: Parameters, arrays: StepArrays, used: Array
+    ) -> Array:
+        policy = with_parameters(template, computing(parameters, settings.compute_dtype))
+        cast = computing(valuing, settings.compute_dtype)
+
+        def turn(index: Array, kept: Array) -> Array:
+            rows = jax.tree.map(lambda array: array[index], arrays)
+            return kept.at[index].set(critic.values(cast, policy, rows, settings))
+
+        return jax.lax.fori_loop(0, used, turn, jnp.zeros(arrays.mask.shape, jnp.float32))
+
+    return jax.jit(values)
+
+
+def make_gradient(
+    template: LmHeadModel, settings: StepSettings, critic: Critic | None = None
+) -> Gradient:
+    """The jitted gradient of a step's loss by the policy's parameters, unclipped; no update.
+
+    Arguments of the result are those of a step.
+    """
+    score = scorer_of(template, settings, critic)
+
+    def gradient(
+        state: TrainState, reference: Reference | None, arrays: StepArrays, used: Array
+    ) -> Parameters:
+        found, _ = accumulate(
+            score, settings, state.parameters, _valuing(state), reference, arrays, whole(used)
+        )
+        assert found.policy is not None
+        return found.policy
+
+    return jax.jit(gradient)
+
+
+def _valuing(state: TrainState) -> Parameters | None:
+    return None if state.critic is None else state.critic.parameters
+
+
+def _in_one(gather: Gather, update: Update) -> Step:
+    """One program; the states of optimizer and critic, and nothing else of the state, donated."""
 
     def split(
-        parameters: Parameters, optimizer: Any, rest: Any, reference: Any, arrays: Any, used: Any
+        parameters: Parameters,
+        optimizer: Any,
+        critic: Any,
+        rest: Any,
+        reference: Any,
+        arrays: Any,
+        used: Any,
     ) -> Any:
-        return step(TrainState(parameters, optimizer, *rest), reference, arrays, used)
+        state = TrainState(parameters, optimizer, *rest)._replace(critic=critic)
+        gathered = gather(parameters, _valuing(state), reference, arrays, whole(used))
+        return update(state, reference and reference.coefficient, arrays, gathered)
 
-    jitted = jax.jit(split, donate_argnums=(1,))
+    jitted = compiled_apart(jax.jit(split, donate_argnums=(1, 2)))
 
-    def run(state: TrainState, reference: Any, arrays: StepArrays, used: Any) -> Any:
-        return jitted(state.parameters, state.optimizer, state[2:], reference, arrays, used)
+    def run(state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any) -> Taken:
+        parameters, optimizer, *rest, critic = state
+        return jitted(parameters, optimizer, critic, tuple(rest), reference, arrays, used)
 
     return run
 
 
-Scorer = Callable[[Parameters, StepArrays], TokenScores]
+def _in_lanes(gather: Gather, update: Update, lanes: int, otherwise: Step) -> Step:
+    """A program for each lane's share, side by side, and one for the update, which donates too.
 
+    `otherwise` takes the steps that have fewer microbatches than there are lanes.
+    """
 
-def _scorer(template: LmHeadModel, settings: StepSettings) -> Scorer:
-    def score(parameters: Parameters, rows: StepArrays) -> TokenScores:
-        return token_logprobs(
-            with_parameters(template, parameters),
-            rows.token_ids,
-            rows.segment_ids,
-            rows.positions,
-            rows.mask,
-            temperature=settings.temperature,
-        )
+    def share(
+        parameters: Any, valuing: Any, reference: Any, arrays: Any, lane: Any, used: Any
+    ) -> Any:
+        return gather(parameters, valuing, reference, arrays, Share(lane, lanes, used))
 
-    return score
+    def total(
+        parameters: Any,
+        optimizer: Any,
+        critic: Any,
+        gathered: Any,
+        rest: Any,
+        coefficient: Any,
+        arrays: Any,
+    ) -> Any:
+        state = TrainState(parameters, optimizer, *rest)._replace(critic=critic)
+        return update(state, coefficient, arrays, added(gathered))
 
+    sharing = compiled_apart(jax.jit(share))
+    totalling = compiled_apart(jax.jit(total, donate_argnums=(1, 2)))
 
-def _weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T"]:
-    aggregation = settings.objective.aggregation if settings.objective else "token_mean"
-    mask_BT, segment_ids_BT = _rows(arrays.mask.astype(jnp.float32)), _rows(arrays.segment_ids)
-    return token_weights(mask_BT, segment_ids_BT, aggregation, settings.length_norm)
+    def run(state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any) -> Taken:
+        if len(arrays.mask) < lanes:
+            return otherwise(state, reference, arrays, used)
+        parameters, optimizer, *rest, critic = state
+        arrays = jax.device_put(arrays)  # once, not for every lane
 
+        def gathered(lane: int) -> Any:
+            found = sharing(parameters, _valuing(state), reference, arrays, as_array(lane), used)
+            return jax.block_until_ready(found)
 
-def _rows(array_MRT: Array) -> Array:
-    return array_MRT.reshape(-1, array_MRT.shape[-1])
+        found = side_by_side(gathered, lanes)
+        coefficient = reference and reference.coefficient
+        return totalling(parameters, optimizer, critic, found, tuple(rest), coefficient, arrays)
 
-
-def _accumulate(
-    score: Scorer,
-    settings: StepSettings,
-    parameters: Parameters,
-    reference: Parameters | None,
-    arrays: StepArrays,
-    weights_BT: Array,
-    used: Array,
-) -> tuple[Parameters, TokenScores, Array | None]:
-    """Gradients summed over the microbatches, and the scores of every row."""
-    cast = _computing(parameters, settings.compute_dtype)
-    weights_MRT = weights_BT.reshape(arrays.mask.shape)
-    frozen = None if reference is None else _computing(reference, settings.compute_dtype)
-
-    def loss(parameters: Parameters, rows: StepArrays, weights: Array) -> tuple[Array, Any]:
-        scores = score(parameters, rows)
-        referred = None if frozen is None else jax.lax.stop_gradient(score(frozen, rows)).logprobs
-        losses, kl = _losses(settings, scores.logprobs, referred, rows)
-        return jnp.sum(weights * (losses + kl)), (scores, referred)
-
-    def turn(index: Array, carry: Any) -> Any:
-        total, kept = carry
-        rows = jax.tree.map(lambda array: array[index], arrays)
-        gradients, found = jax.grad(loss, has_aux=True)(cast, rows, weights_MRT[index])
-        total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients)
-        return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, found)
-
-    blank = jnp.zeros(arrays.mask.shape, jnp.float32)
-    kept = (TokenScores(blank, blank), None if frozen is None else blank)
-    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parameters)
-    total, (scores, referred) = jax.lax.fori_loop(0, used, turn, (total, kept))
-    return total, scores, referred
-
-
-def _computing(parameters: Parameters, dtype: str) -> Parameters:
-    return jax.tree.map(lambda array: array.astype(dtype), parameters)
-
-
-def _losses(
-    settings: StepSettings, logprobs: Array, referred: Array | None, rows: StepArrays
-) -> tuple[Array, Array]:
-    """The surrogate and the weighted KL of each token, 0 off the mask."""
-    objective, mask = settings.objective, rows.mask.astype(jnp.float32)
-    if objective is None:
-        return -logprobs * mask, jnp.zeros_like(logprobs)
-    losses = policy_losses(
-        objective, logprobs, rows.policy_logprobs, rows.advantages, mask, rows.segment_ids
-    )
-    if referred is None:
-        return losses, jnp.zeros_like(logprobs)
-    kl = kl_estimate(logprobs, referred, objective.kl_estimator) * mask
-    return losses, objective.kl_coefficient * kl
+    return run
 
 
 def _updated(
     optimizer: optax.GradientTransformationExtraArgs,
+    settings: StepSettings,
     state: TrainState,
-    gradients: Parameters,
+    gradients: Parameters | None,
     ok: Array,
 ) -> TrainState:
     """The next state; where the update is not finite, the old one with `refused` counted up.
 
-    Multiplying an update by 0 would keep its NaN; `where` does not.
+    Without gradients there is no update of the policy. The critic is as it stands in `state`.
     """
-    updates, moments = optimizer.update(gradients, state.optimizer, state.parameters)
-    moved = optax.apply_updates(state.parameters, updates)
-    parameters, moments = jax.tree.map(
-        lambda new, old: jnp.where(ok, new, old),
-        (moved, moments),
-        (state.parameters, state.optimizer),
+    if gradients is None:
+        return state._replace(refused=jnp.where(ok, 0, state.refused + 1))
+    parameters, moments = guarded_update(
+        optimizer, gradients, state.parameters, state.optimizer, ok
     )
     return TrainState(
         parameters=parameters,
@@ -261,79 +317,19 @@ def _updated(
         step=state.step + ok,
         rng=state.rng,
         refused=jnp.where(ok, 0, state.refused + 1),
+        average=_averaged(settings, state.average, parameters),
+        critic=state.critic,
     )
 
 
-def _report(
-    settings: StepSettings,
-    scores: TokenScores,
-    reference_logprobs: Array | None,
-    arrays: StepArrays,
-    weights_BT: Array,
-) -> tuple[Array, Metrics]:
-    """The loss and the step's metrics, over all rows at once (definitions: marin_rl/metrics.py)."""
-    rows = StepArrays(*(_rows(array) for array in arrays))
-    logprobs, entropies = _rows(scores.logprobs), _rows(scores.entropies)
-    referred = None if reference_logprobs is None else _rows(reference_logprobs)
-    losses, kl = _losses(settings, logprobs, referred, rows)
-    loss = jnp.sum(weights_BT * (losses + kl))
-    metrics = {"loss": loss, "entropy": _mean(entropies, rows.mask)}
-    if settings.objective is not None:
-        metrics["loss/policy_avg"] = jnp.sum(weights_BT * losses)
-        metrics |= _ratio_metrics(settings.objective, logprobs, rows)
-        metrics |= _mismatch_metrics(logprobs, rows)
-    if settings.objective is not None and referred is not None:
-        estimate = kl_estimate(logprobs, referred, settings.objective.kl_estimator)
-        metrics["kl"] = _mean(estimate, rows.mask)
-        metrics["objective/kl"] = jnp.sum((logprobs - referred) * rows.mask) / _sequences(rows)
-    return loss, metrics
-
-
-def _ratio_metrics(
-    objective: ObjectiveConfig, logprobs: Array, rows: StepArrays
-) -> Mapping[str, Array]:
-    mask = rows.mask.astype(jnp.float32)
-    log_ratio = log_ratios(
-        logprobs, rows.policy_logprobs, mask, rows.segment_ids, objective.ratio_level
-    )
-    ratio = jnp.exp(log_ratio)
-    mean = _mean(ratio, rows.mask)
-    clipped = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
-    return {
-        "val/ratio": mean,
-        "val/ratio_var": _mean(jnp.square(ratio - mean), rows.mask),
-        "policy/clipfrac_avg": _mean(clipped.astype(jnp.float32), rows.mask),
-        "policy/approxkl_avg": _mean(jnp.square(logprobs - rows.policy_logprobs) / 2, rows.mask),
-    }
-
-
-def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
-    """How far the sampler's log-probabilities are from the trainer's, token by token."""
-    difference = jnp.where(rows.mask, logprobs - rows.policy_logprobs, 0.0)
-    ratio = jnp.exp(difference)
-    some = jnp.any(rows.mask)
-    return {
-        "sampling/logp_difference/mean": _mean(jnp.abs(difference), rows.mask),
-        "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
-        "sampling/importance_ratio/min": jnp.where(
-            some, jnp.min(jnp.where(rows.mask, ratio, jnp.inf)), 1.0
-        ),
-        "sampling/importance_ratio/mean": _mean(ratio, rows.mask),
-        "sampling/importance_ratio/max": jnp.max(jnp.where(rows.mask, ratio, 0.0)),
-        "mismatch_kl": _mean(jnp.expm1(difference) - difference, rows.mask),
-    }
-
-
-def _mean(values_BT: Array, mask_BT: Bool[Array, "B T"]) -> Array:
-    """The mean over trained tokens, 0 when there are none."""
-    total = jnp.sum(jnp.where(mask_BT, values_BT, 0.0))
-    return total / jnp.maximum(jnp.sum(mask_BT), 1)
-
-
-def _sequences(rows: StepArrays) -> Array:
-    mask_BT = rows.mask.astype(jnp.float32)
-    per_BT = mask_BT / jnp.maximum(segment_sums(mask_BT, rows.segment_ids), 1.0)
-    return jnp.maximum(jnp.sum(per_BT), 1.0)
+def _averaged(
+    settings: StepSettings, average: Parameters | None, parameters: Parameters
+) -> Parameters | None:
+    """decay * average + (1 - decay) * parameters; a refused update still draws it nearer."""
+    if average is None or settings.objective is None:
+        return average
+    decay = settings.objective.reference_decay
+    return {name: decay * average[name] + (1 - decay) * new for name, new in parameters.items()}
 
 
 def as_array(value: int) -> Int[np.ndarray, ""]:

@@ -19,6 +19,11 @@ def programs() -> None:
     enable_compilation_cache()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly(compiled_quickly: None) -> None:
+    """All tests of this folder."""
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     return character_tokenizer()

@@ -1,9 +1,11 @@
-"""Where compiled programs are kept, and how that is switched off."""
+"""Where compiled programs are kept, how that is switched off, and when they are compiled."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from marin_rl.compilation import CACHE_VARIABLE, enable_compilation_cache
+from marin_rl.compilation import CACHE_VARIABLE, compiled_apart, enable_compilation_cache
 
 # Past the once-per-process guard, and past what the session has set.
 enable = enable_compilation_cache.__wrapped__
@@ -31,3 +33,17 @@ def test_an_empty_variable_switches_it_off(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     assert enable() is None
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_compiling_apart_compiles_no_shape_twice_and_still_donates(caplog):
+    def doubled(given, donated):
+        return 2 * given + donated
+
+    call = compiled_apart(jax.jit(doubled, donate_argnums=1))
+    with jax.log_compiles():
+        for length in (3, 3, 5):
+            donated = jnp.ones(length)
+            assert call(np.ones(length, np.float32), donated).tolist() == [3.0] * length
+            assert donated.is_deleted()
+    finished = [text for text in caplog.messages if "XLA compilation of jit(doubled)" in text]
+    assert len(finished) == 2

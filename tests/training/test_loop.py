@@ -17,7 +17,7 @@ from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.loop import Trainer, round_metrics
+from marin_rl.training.loop import Trainer, fewer_rows
 from marin_rl.training.model import build_model, parameters_digest, save_hf
 from marin_rl.training.state import identity_of
 
@@ -110,6 +110,13 @@ def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokeniz
     assert identity_of(run, after).parameters_digest == identity_of(run, first).parameters_digest
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, 2), (2, 2), (3, 8), (8, 8), (9, 32), (33, 128), (128, 128)]
+)
+def test_packed_rows_are_compiled_for_few_numbers(rows, expected):
+    assert fewer_rows(rows, 128) == expected
+
+
 def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokenizer):
     config = debug(*SETTINGS, "training.nonfinite_updates_max=2")
     run, trainer, first = begin(config, tokenizer)
@@ -124,17 +131,6 @@ def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokeni
     after = trainer.train_round(1, one, first)
     assert after.summary["updates/skipped"] == 1
     assert after.summary["updates/steps"] == 1
-
-
-def test_metrics_of_a_round_from_those_of_its_steps():
-    steps = [
-        {"loss": 1.0, "lr": 0.1, "mismatch_kl": 0.5, "updates/skipped": 1.0, "updates/steps": 4.0},
-        {"loss": 3.0, "lr": 0.2, "mismatch_kl": 0.9, "updates/skipped": 1.0, "updates/steps": 5.0},
-    ]
-    assert round_metrics(steps) == {
-        "loss": 2.0, "lr": 0.2, "mismatch_kl": 0.5, "updates/skipped": 2, "updates/steps": 5,
-    }  # fmt: skip
-    assert round_metrics([]) == {}
 
 
 def test_a_run_begins_from_another_runs_checkpoint(debug, tokenizer):

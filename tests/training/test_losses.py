@@ -1,6 +1,7 @@
 """Losses against TRL's numbers, against values worked out by hand, and against their own laws."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ from hypothesis import strategies as st
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.losses import (
+    correction_weights,
+    dppo,
     kl_estimate,
     log_ratios,
     policy_losses,
     ppo_clip,
+    sapo,
     segment_sums,
     token_weights,
 )
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 AGGREGATIONS = {
+    "cispo": "token_mean",
+    "sapo": "sequence_mean_token_mean",
     "rloo": "sequence_mean_token_sum",
     "grpo": "sequence_mean_token_mean",
     "bnpo": "token_mean",
@@ -52,10 +58,13 @@ def loss_of(case: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
     inputs = {name: decoded(value) for name, value in case["inputs"].items()}
     args, mask = case["args"], inputs["completion_mask"].astype(np.float32)
     kind = "rloo" if case["name"].startswith("rloo") else args["loss_type"]
+    level = {"sequence": "sequence_mean", "token": "token", None: "sequence"}
     objective = ObjectiveConfig(
-        ratio_level="sequence" if kind == "rloo" else "token",
+        surrogate=kind if kind in ("cispo", "sapo") else "ppo_clip",
+        ratio_level=level[args.get("importance_sampling_level")],
         clip_low=args["epsilon_low"],
-        clip_high=args["epsilon_high"],
+        # TRL's cap of cispo is the ratio itself
+        clip_high=args["epsilon_high"] - (kind == "cispo"),
         aggregation=AGGREGATIONS[kind],
         kl_coefficient=args.get("beta", 0.0),
     )
@@ -66,7 +75,10 @@ def loss_of(case: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
         objective.aggregation,
         args.get("max_completion_length", 1),
     )
-    if kind == "dapo":  # TRL divides by the number of tokens of the whole batch, which it is told
+    if kind in (
+        "dapo",
+        "cispo",
+    ):  # TRL divides by the number of tokens of the whole batch, which it is told
         weights = weights * mask.sum() / args["num_items_in_batch"]
     advantages = np.broadcast_to(inputs["advantages"][:, None], mask.shape)
 
@@ -159,6 +171,124 @@ def test_clipping_by_hand(ratio, advantage, expected):
     np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("ratio", "expected"), [(5.0, 6.0), (2.0, 4.0), (0.5, 1.0)])
+def test_dual_clip_bounds_what_a_bad_token_costs(ratio, expected):
+    logs = jnp.log(jnp.full((1, 1), ratio))
+    plain = ppo_clip(logs, jnp.full((1, 1), -2.0), 0.5, 0.2)
+    dual = ppo_clip(logs, jnp.full((1, 1), -2.0), 0.5, 0.2, 3.0)
+    np.testing.assert_allclose(plain, [[2 * ratio]], rtol=1e-6)
+    np.testing.assert_allclose(dual, [[expected]], rtol=1e-6)
+
+
+def test_sapo_on_policy_is_twice_the_advantage_over_its_temperature():
+    advantages = jnp.array([[1.0, -1.0]])
+    found = sapo(jnp.zeros((1, 2)), advantages, 1.0, 2.0)
+    np.testing.assert_allclose(found, [[-2.0, 1.0]], rtol=1e-6)
+    gradient = jax.grad(lambda logs: jnp.sum(sapo(logs, advantages, 1.0, 2.0)))(jnp.zeros((1, 2)))
+    np.testing.assert_allclose(gradient, -advantages, rtol=1e-6)  # whatever the temperature
+
+
+def test_dppo_lets_rare_tokens_move_and_stops_likely_ones():
+    # probabilities 0.02 -> 0.06 and 0.4 -> 0.8, both ratios above any clip
+    old, new = jnp.log(jnp.array([[0.02, 0.4]])), jnp.log(jnp.array([[0.06, 0.8]]))
+
+    def loss(logprobs, advantage):
+        return jnp.sum(dppo(logprobs, logprobs - old, jnp.full((1, 2), advantage), 0.2, 0.2))
+
+    np.testing.assert_allclose(jax.grad(loss)(new, 1.0), [[-3.0, 0.0]], rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss)(new, -1.0), [[3.0, 2.0]], rtol=1e-5)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    objective = ObjectiveConfig(surrogate="cispo", ratio_level="token", clip_high=0.5)
+    old, mask, ids = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.ones((1, 2), int)
+    new = jnp.log(jnp.array([[4.0, 0.25]]))
+
+    def loss(logprobs):
+        return jnp.sum(policy_losses(objective, logprobs, old, jnp.ones((1, 2)), mask, ids))
+
+    np.testing.assert_allclose(jax.grad(loss)(new), [[-1.5, -0.25]], rtol=1e-6)
+
+
+def test_cispo_has_a_lower_bound_where_one_is_set():
+    objective = ObjectiveConfig(
+        surrogate="cispo", ratio_level="token", clip_high=0.5, cispo_clip_low=0.25
+    )
+    old, mask, ids = jnp.zeros((1, 3)), jnp.ones((1, 3)), jnp.ones((1, 3), int)
+    new = jnp.log(jnp.array([[4.0, 0.25, 1.25]]))
+
+    def loss(logprobs):
+        return jnp.sum(policy_losses(objective, logprobs, old, jnp.ones((1, 3)), mask, ids))
+
+    np.testing.assert_allclose(jax.grad(loss)(new), [[-1.5, -0.75, -1.25]], rtol=1e-6)
+
+
+FAR = [("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence_mean"),
+       ("cispo", "token"), ("sapo", "token"), ("dppo", "token")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("surrogate", "level"), FAR)
+@pytest.mark.parametrize("apart", [-500.0, 500.0])
+def test_a_ratio_that_float32_cannot_hold_gives_finite_losses_and_gradients(
+    surrogate, level, apart
+):
+    objective = ObjectiveConfig(surrogate=surrogate, ratio_level=level)
+    mask, ids = jnp.ones((2, 3)), jnp.ones((2, 3), int)
+    advantages = jnp.array([[1.0] * 3, [-1.0] * 3])
+    old = jnp.full((2, 3), -600.0)
+
+    def loss(logprobs):
+        losses = policy_losses(objective, logprobs, old, advantages, mask, ids)
+        return jnp.sum(losses + kl_estimate(logprobs, old, "k3"))
+
+    value, gradient = jax.value_and_grad(loss)(old + apart)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ({"importance_correction": "none"}, [[1, 1, 1, 1, 1, 1]]),
+        ({"importance_correction": "truncated"}, [[1, 2, 0.25, 1, 1.5, 1]]),
+        ({"importance_correction": "masked"}, [[1, 0, 0.25, 1, 1.5, 1]]),
+        ({"importance_correction": "masked", "correction_low": 0.5}, [[1, 0, 0, 1, 1.5, 1]]),
+        (
+            {"importance_correction": "truncated", "correction_level": "sequence"},
+            [[0.75, 0.75, 0.75, 1.5, 1.5, 1.5]],
+        ),
+        (
+            {
+                "importance_correction": "masked",
+                "correction_level": "sequence",
+                "correction_high": 1.25,
+            },
+            [[0.75, 0.75, 0.75, 0, 0, 0]],
+        ),
+    ],
+)
+def test_importance_corrections_by_hand(choices, expected):
+    ratios = jnp.array([[1.0, 3.0, 0.25, 1.0, 1.5, 1.0]])
+    mask, ids = jnp.array([[0, 1, 1, 0, 1, 1]], jnp.float32), jnp.array([[1, 1, 1, 2, 2, 2]])
+    found = correction_weights(
+        ObjectiveConfig(**choices), jnp.log(ratios), jnp.zeros((1, 6)), mask, ids
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_k3_with_the_gradient_of_k2():
+    logprobs, reference = jnp.full((1, 1), -1.0), jnp.full((1, 1), -1.5)
+
+    def value_and_gradient(estimator):
+        return jax.value_and_grad(lambda lp: jnp.sum(kl_estimate(lp, reference, estimator)))(
+            logprobs
+        )
+
+    value, gradient = value_and_gradient("k3_k2_gradient")
+    np.testing.assert_allclose(value, value_and_gradient("k3")[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, value_and_gradient("k2")[1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", np.exp(-0.5) - 0.5)]
 )
@@ -167,16 +297,86 @@ def test_kl_estimators_by_hand(estimator, expected):
     np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
-@given(seed=st.integers(0, 2**31), surrogate=st.sampled_from(["reinforce", "ppo_clip"]))
-def test_on_policy_all_surrogates_and_ratio_levels_have_the_policy_gradient(seed, surrogate):
+@given(
+    seed=st.integers(0, 2**31),
+    surrogate=st.sampled_from(["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"]),
+    level=st.sampled_from(["token", "sequence", "sequence_mean"]),
+)
+def test_on_policy_every_choice_has_the_policy_gradient(seed, surrogate, level):
+    if surrogate == "gspo":
+        level = "sequence_mean"
+    if surrogate == "dppo":
+        level = "token"
     rng = np.random.default_rng(seed)
     logprobs = jnp.asarray(rng.normal(-1, 1, (2, 6)), jnp.float32) * MASK
     advantages = jnp.asarray([[0.7] * 6, [-1.3, -1.3, 0.4, 0.4, 0.4, 0.4]], jnp.float32)
-    for level in ("token", "sequence"):
-        objective = ObjectiveConfig(surrogate=surrogate, ratio_level=level)
-        gradient = jax.grad(
-            lambda lp, o=objective: jnp.sum(
-                policy_losses(o, lp, logprobs, advantages, MASK, SEGMENTS)
-            )
-        )(logprobs)
-        np.testing.assert_allclose(gradient, -advantages * MASK, rtol=1e-5, atol=1e-6)
+    objective = ObjectiveConfig(surrogate=surrogate, ratio_level=level)
+
+    def loss(values):
+        return jnp.sum(policy_losses(objective, values, logprobs, advantages, MASK, SEGMENTS))
+
+    gradient = jax.grad(loss)(logprobs)
+    np.testing.assert_allclose(gradient, -advantages * MASK, rtol=1e-5, atol=1e-6)
+
+
+# Five sequences, of which the numbers of tokens are these, in four packed rows of six.
+SIZES, ROWS = (3, 2, 4, 2, 2), (4, 6)
+PERMUTED = {
+    "grpo": ObjectiveConfig(ratio_level="token", aggregation="sequence_mean_token_mean"),
+    "dapo": ObjectiveConfig(ratio_level="token", clip_high=0.28, aggregation="token_mean"),
+    "rloo": ObjectiveConfig(ratio_level="sequence", importance_correction="truncated"),
+    "gspo": ObjectiveConfig(
+        surrogate="gspo",
+        ratio_level="sequence_mean",
+        aggregation="sequence_mean_token_sum_norm",
+        importance_correction="masked",
+        correction_level="sequence",
+    ),
+}
+
+
+@partial(jax.jit, static_argnums=0)
+def loss_and_gradient(objective, segments, mask, logprobs, old, sampler, advantages):
+    """The weighted loss of whole rows, and its gradient by each token's log-probability."""
+
+    def loss(values):
+        losses = policy_losses(objective, values, old, advantages, mask, segments)
+        corrections = correction_weights(objective, old, sampler, mask, segments)
+        weights = token_weights(mask, segments, objective.aggregation, 10)
+        return jnp.sum(weights * losses * corrections)
+
+    return jax.value_and_grad(loss)(logprobs)
+
+
+def places_of(rng):
+    """Sequences in any order into rows, the tokens of each in any order: places and segments."""
+    places, segments = [np.zeros(0, int)] * len(SIZES), np.zeros(ROWS, np.int32)
+    row = column = number = 0
+    for sequence in rng.permutation(len(SIZES)):
+        size = SIZES[sequence]
+        if column + size > ROWS[1]:
+            row, column, number = row + 1, 0, 0
+        number += 1
+        segments[row, column : column + size] = number
+        places[sequence] = row * ROWS[1] + column + rng.permutation(size)
+        column += size
+    return np.concatenate(places), segments
+
+
+@given(seed=st.integers(0, 2**31), name=st.sampled_from([*PERMUTED]))
+def test_tokens_permuted_across_rows_change_nothing(seed, name):
+    rng = np.random.default_rng(seed)
+    tokens = sum(SIZES)
+    values = rng.normal(-1, 0.4, (3, tokens))
+    mask = rng.random(tokens) < 0.8
+    advantages = np.repeat(rng.standard_normal(len(SIZES)), SIZES)
+    losses, gradients = [], []
+    for _ in range(2):
+        places, segments = places_of(rng)
+        rows = np.zeros((5, segments.size), np.float32)
+        rows[:, places] = [mask, *values, advantages]
+        loss, gradient = loss_and_gradient(PERMUTED[name], segments, *rows.reshape(5, *ROWS))
+        losses.append(loss)
+        gradients.append(np.asarray(gradient).reshape(-1)[places])
+    np.testing.assert_allclose(*losses, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-6)

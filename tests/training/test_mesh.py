@@ -1,19 +1,28 @@
-"""The same step on a mesh: parameters after two steps are those of a single device."""
+"""The same step on a mesh: parameters after some steps are those of a single device."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from hand_made import LENGTH, compilations, random_batch
+from slow import others_slow
 
+from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config
 from marin_rl.errors import ConfigError
-from marin_rl.training.loop import Program, fitted, take_step
-from marin_rl.training.mesh import layout_of
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.program import Program, fitted, take_step
+from marin_rl.training.rows import StepSettings
+from marin_rl.training.scoring import Packing
 from marin_rl.training.state import first_parameters, fresh_state
-from marin_rl.training.step import StepSettings
+from marin_rl.training.step import Reference
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 SETTINGS = (
@@ -30,9 +39,9 @@ def after_two_steps(config, tokenizer):
         fresh_state(first_parameters(config, tokenizer), program.optimizer, config.seed)
     )
     for step in range(2):
-        arrays, used = fitted(random_batch(6, LENGTH, seed=step), 4, 8)
+        arrays, used = fitted(random_batch(6, LENGTH, seed=step), 3, 8, program.layout)
         before = compilations()
-        state, metrics = take_step(program, state, None, arrays, used)
+        state, metrics, _ = take_step(program, state, None, arrays, used)
     return state, metrics, compilations() - before
 
 
@@ -46,7 +55,7 @@ def single(tokenizer, tmp_path_factory):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.slow), "fsdp", "tensor"])
+@pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "fsdp"))
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
     assert compiled == 0
@@ -61,6 +70,82 @@ def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, a
         name = "transformer/layers/stacked/mlp/up_proj/weight"
         shard = found.parameters[name].addressable_shards[0].data
         assert shard.size == found.parameters[name].size // 2
+
+
+EIGHT = (
+    "policy.model.layers=1", "policy.model.heads=8", "policy.model.kv_heads=8",
+    "policy.model.vocab_size=104", "policy.model.tie_embeddings=false",
+    "objective.ratio_level=token", "objective.kl_coefficient=0.1", "training.weight_decay=0.1",
+)  # fmt: skip
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+def after_three_steps(config, mesh, *, packed=False):
+    """Parameters and metrics, with KL to a reference, two microbatches a step; in any process."""
+    tokenizer, meshed = character_tokenizer(), config.model_copy(update={"mesh": mesh})
+    settings = StepSettings(objective=config.objective, packing=Packing(packed_rows=packed))
+    program = Program(meshed, tokenizer, policy_adamw(config.training), settings)
+    first = first_parameters(config, tokenizer)
+    state = program.place(fresh_state(first, program.optimizer, config.seed))
+    placed = program.layout.place_parameters(dict(first), program.template)
+    reference = Reference(placed, np.float32(config.objective.kl_coefficient))
+    for step in range(3):
+        arrays, used = fitted(random_batch(13, LENGTH, seed=step), 7, 16, program.layout)
+        state, metrics, _ = take_step(program, state, reference, arrays, used)
+    return {name: np.asarray(array) for name, array in state.parameters.items()}, metrics
+
+
+def drifts(root):
+    """Of each mesh, the largest difference to one device: called where there are eight."""
+    enable_compilation_cache()
+    config = load_config(DEBUG, [f"root={root}", *EIGHT])
+    expected, metrics = after_three_steps(config, MeshConfig())
+    start = first_parameters(config, character_tokenizer())
+    told = [max(float(np.abs(expected[name] - start[name]).max()) for name in expected)]
+    for sizes in MESHES:
+        # with all axes at once, also by the attention of packed rows
+        mesh, packed = MeshConfig(**sizes), len(sizes) > 1
+        found, of_mesh = after_three_steps(config, mesh, packed=packed)
+        assert of_mesh == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+        told.append(max(float(np.abs(found[name] - expected[name]).max()) for name in expected))
+    return json.dumps({"devices": jax.device_count(), "moved": told[0], "drifts": told[1:]})
+
+
+@pytest.mark.slow
+def test_parameters_after_three_steps_on_eight_devices_are_those_of_one(tmp_path):
+    script = "import sys; from test_mesh import drifts; sys.stdout.write(drifts(sys.argv[1]))"
+    places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
+    eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONWARNINGS": "ignore"}
+    answer = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=os.environ | eight | {"PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    told = json.loads(answer.stdout)
+    assert told["devices"] == 8
+    assert told["moved"] > 1e-3
+    assert len(told["drifts"]) == len(MESHES)
+    assert max(told["drifts"]) < 1e-5, dict(zip(map(str, MESHES), told["drifts"], strict=True))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+def test_rows_are_filled_up_to_what_devices_share_out_evenly():
+    layout = layout_of(MeshConfig(data=2))
+    arrays, used = fitted(random_batch(7, LENGTH), 3, 7, layout)  # 4 rows, for 3 are odd
+    assert (used, arrays.token_ids.shape) == (2, (2, 4, LENGTH))
+    layout.place_rows(arrays)
+    assert not arrays.segment_ids.reshape(8, LENGTH)[7].any()
+    assert [layout.whole_rows(rows) for rows in (1, 6, 7)] == [2, 6, 8]
+    assert [SINGLE_DEVICE.whole_rows(rows, together=2) for rows in (1, 6, 7)] == [2, 6, 8]
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hand_made import VOCAB, random_batch, tiny_policy
+from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from marin_rl.errors import InputError
@@ -30,8 +31,34 @@ from marin_rl.training.scoring import token_logprobs
 FAMILIES = {
     "llama": {},
     "llama-untied": {"tie_embeddings": False},
+    "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "head_size": 12},
+    "mistral": {"family": "mistral", "tie_embeddings": False},
+    "gemma": {"family": "gemma"},
+    "gemma-untied": {"family": "gemma", "tie_embeddings": False},
 }
+# Parameters of a layer that are no matrices, and where they start.
+VECTORS = {
+    "llama": {"input_layernorm/weight": 1, "post_attention_layernorm/weight": 1},
+    "mistral": {"input_layernorm/weight": 1, "post_attention_layernorm/weight": 1},
+    "gemma": {"input_layernorm/weight": 0, "post_attention_layernorm/weight": 0},
+    "qwen2": {
+        "input_layernorm/weight": 1,
+        "post_attention_layernorm/weight": 1,
+        "self_attn/q_proj/bias": 0,
+        "self_attn/k_proj/bias": 0,
+        "self_attn/v_proj/bias": 0,
+    },
+    "qwen3": {
+        "input_layernorm/weight": 1,
+        "post_attention_layernorm/weight": 1,
+        "self_attn/q_norm/weight": 1,
+        "self_attn/k_norm/weight": 1,
+    },
+}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def scores(model):
@@ -74,15 +101,34 @@ def test_weights_are_a_function_of_config_and_seed():
     assert parameters_digest(first) != parameters_digest(build_model(policy, VOCAB, 4))
 
 
-def test_initial_weights_have_the_configured_spread_and_norms_are_one():
-    model = build_model(tiny_policy(hidden_size=64, initializer_range=0.05), VOCAB, 0)
-    matrices = matrix_mask(model)
+@pytest.mark.parametrize("family", VECTORS)
+def test_matrices_have_the_configured_spread_and_norms_and_biases_their_start(family):
+    sizes = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "initializer_range": 0.05}
+    model = build_model(tiny_policy(**FAMILIES[family], **sizes), VOCAB, 0)
+    matrices, stacked = matrix_mask(model), "transformer/layers/stacked/"
+    vectors = {stacked + name: start for name, start in VECTORS[family].items()}
+    vectors["transformer/norm/weight"] = vectors[stacked + "input_layernorm/weight"]
+    assert {name for name, is_matrix in matrices.items() if not is_matrix} == set(vectors)
     for name, array in named_parameters(model).items():
         if matrices[name]:
             assert 0.045 < np.std(array) < 0.055, name
         else:
-            assert "norm" in name
-            np.testing.assert_array_equal(array, 1)
+            np.testing.assert_array_equal(array, vectors[name])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"family": "mistral"}, "expected tie_embeddings false"),
+        ({"family": "qwen2", "head_size": 12}, "qwen2 has heads of hidden_size/heads, 8"),
+        ({"family": "gemma", "head_size": 12}, "gemma has heads of hidden_size/heads, 8"),
+        ({"family": "qwen3", "head_size": 7}, "even head_size: found 7"),
+        ({"family": "gemma2"}, "'qwen2', 'qwen3', 'mistral' or 'gemma'"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(sizes, named):
+    with pytest.raises(ValidationError, match=named):
+        tiny_policy(**sizes)
 
 
 def test_the_digest_covers_bytes_names_and_shapes():
@@ -112,6 +158,30 @@ def test_saved_and_loaded_models_are_equal(family, folders):
     assert hf_template(folder).config == loaded.config
 
 
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("mistral", {"sliding_window": 64}),  # as long as the context
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 32}),
+        ("gemma", {"hidden_activation": None}),
+        ("gemma", {"hidden_act": "gelu"}),  # hidden_activation says which one
+    ],
+)
+def test_what_changes_nothing_is_accepted(changed, folders, family, keys):
+    np.testing.assert_array_equal(
+        scores(load_hf(changed(family, **keys))), scores(folders[family][0])
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_scaled_rotary_embedding_survives_loading_and_saving(changed, folders, tmp_path, family):
+    model = load_hf(changed(family, rope_scaling=YARN, rope_parameters=None))
+    assert np.abs(scores(model) - scores(load_hf(folders[family][1]))).max() > 1e-3
+    save_hf(model, character_tokenizer(), tmp_path / "again")
+    np.testing.assert_array_equal(scores(load_hf(tmp_path / "again")), scores(model))
+
+
 def test_a_rotary_base_is_read_in_either_form(changed):
     theta = 50_000.0
     new = changed(
@@ -131,9 +201,21 @@ def test_a_rotary_base_is_read_in_either_form(changed):
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "lacks"),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "differ"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
-        ("llama", {"model_type": "mistral", "sliding_window": 64}, "'mistral'"),
         ("llama", {"model_type": "gemma2"}, "'gemma2'"),
-        ("llama", {"model_type": "qwen2"}, "'qwen2'"),
+        ("llama", {"model_type": "gemma3_text"}, "'gemma3_text'"),
+        ("llama", {"model_type": "qwen3_moe"}, "'qwen3_moe'"),
+        ("mistral", {"sliding_window": 63}, "sliding window"),
+        ("mistral", {"head_dim": 12}, "head_dim 12"),
+        ("mistral", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
+        ("mistral", {"rope_scaling": YARN}, "rope_scaling"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, "sliding window"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer types"),
+        ("qwen2", {"head_dim": 12}, "head_dim 12"),
+        ("gemma", {"head_dim": None}, "head_dim 256"),
+        ("gemma", {"attention_bias": True}, "attention_bias true"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_act gelu"),
+        ("gemma", {"hidden_activation": None, "hidden_act": "gelu"}, "hidden_act gelu"),
+        ("gemma", {"rope_scaling": YARN}, "rope_scaling"),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from hand_made import LENGTH, VOCAB, random_batch, tiny_policy
 from levanter.layers.attention import AttentionMask
+from slow import others_slow
 
 from marin_rl.training import scoring
 from marin_rl.training.model import (
     build_model,
+    matrix_mask,
     named_parameters,
     with_gradient_checkpointing,
     with_parameters,
 )
-from marin_rl.training.scoring import token_logprobs
+from marin_rl.training.scoring import Packing, token_logprobs
 
 
 def model_of(**sizes):
@@ -28,6 +30,21 @@ MODELS = {
     "qwen3": {"family": "qwen3", "head_size": 12},
     "one-layer": {"layers": 1},
 }
+FAMILIES = {
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_size": 12},
+    "mistral": {"family": "mistral", "tie_embeddings": False},
+    "gemma": {"family": "gemma"},
+}
+
+
+def uneven(model):
+    """The model with norms and biases that are not all the same."""
+    rng, matrices = np.random.default_rng(3), matrix_mask(model)
+    parameters = named_parameters(model)
+    noise = {name: 0.3 * rng.standard_normal(a.shape, np.float32) for name, a in parameters.items()}
+    changed = {name: a if matrices[name] else a + noise[name] for name, a in parameters.items()}
+    return with_parameters(model, changed)
 
 
 def arrays_of(batch):
@@ -96,6 +113,26 @@ def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
     assert_close(gradients_of(ours, with_gradient_checkpointing(model), batch), expected)
 
 
+def test_one_layer_scores_with_gradient_checkpointing_as_without():
+    """There is no layer before the last, which is not recomputed."""
+    model, batch = model_of(**MODELS["one-layer"]), random_batch(2)
+    found = jitted(with_gradient_checkpointing(model), *arrays_of(batch))
+    for ours, theirs in zip(found, jitted(model, *arrays_of(batch)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "qwen2"))
+def test_every_family_scores_and_has_gradients_as_its_whole_forward_pass(family):
+    model, batch = uneven(model_of(**FAMILIES[family])), random_batch(4)
+    found = jitted(model, *arrays_of(batch))
+    truth = jax.jit(lambda model: whole(model, batch))(model)
+    for mine, theirs in zip(found, truth, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+    expected = gradients_of(whole, model, batch)
+    assert_close(gradients_of(ours, model, batch), expected)
+    assert min(float(jnp.max(jnp.abs(gradient))) for gradient in expected.values()) > 1e-3
+
+
 def test_packed_sequences_score_as_if_alone():
     model, batch = model_of(layers=1), random_batch(2)
     alone = jitted(model, *arrays_of(batch))
@@ -131,3 +168,78 @@ def test_logits_of_all_tokens_never_exist():
     assert "f32[256,4099]" in program
     assert "1024,4099]" not in program
     assert "32,4099]" not in program
+
+
+PROMPT, COMPLETIONS = 5, (3, 1, 6)
+
+
+def group_apart_and_shared():
+    """One group as three rows, and as one row with the prompt once, another group behind it."""
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(7, VOCAB, PROMPT)
+    sampled = [rng.integers(7, VOCAB, count) for count in COMPLETIONS]
+    apart = [row(np.concatenate([prompt, ids]), PROMPT, LENGTH) for ids in sampled]
+    width = 24
+    ids, segments = np.zeros((2, width), np.int32)
+    positions, mask = np.zeros((2, width), np.int32)
+    places, column = [], PROMPT
+    ids[:PROMPT], segments[:PROMPT], positions[:PROMPT] = prompt, 4, np.arange(PROMPT)
+    for number, tokens in enumerate(sampled):
+        here = slice(column, column + len(tokens))
+        ids[here], segments[here], mask[here] = tokens, number + 1, 1
+        positions[here] = PROMPT + np.arange(len(tokens))
+        places.append(here)
+        column += len(tokens)
+    other = slice(column, column + 4)  # a sequence of its own, all in one segment
+    ids[other], segments[other] = rng.integers(7, VOCAB, 4), 5
+    positions[other], mask[other] = np.arange(4), [0, 0, 1, 1]
+    apart.append(row(ids[other], 2, LENGTH))
+    shared = tuple(jnp.asarray(a[None]) for a in (ids, segments, positions, mask.astype(bool)))
+    return (
+        tuple(jnp.asarray(np.stack(a)) for a in zip(*apart, strict=True)),
+        shared,
+        [*places, other],
+    )
+
+
+def row(ids, prompt, width):
+    used = np.arange(width) < len(ids)
+    padded = np.zeros(width, np.int32)
+    padded[: len(ids)] = ids
+    mask = used & (np.arange(width) >= prompt)
+    return padded, used.astype(np.int32), np.where(used, np.arange(width), 0).astype(np.int32), mask
+
+
+@pytest.mark.parametrize("name", ["qwen3"])
+def test_a_prompt_that_is_shared_changes_no_score_and_no_gradient(name):
+    model = model_of(**MODELS[name])
+    apart, shared, places = group_apart_and_shared()
+    rng = np.random.default_rng(1)
+    weights = [rng.standard_normal((2, place.stop - place.start)) for place in places]
+    weights[-1][:, :2] = 0.0  # the prompt of the lone sequence
+
+    def spread(shape, where):
+        both = np.zeros((2, *shape), np.float32)
+        for (r, columns), values in zip(where, weights, strict=True):
+            both[:, r, columns] = values
+        return jnp.asarray(both)
+
+    ends = [slice(PROMPT, PROMPT + count) for count in COMPLETIONS] + [slice(0, 4)]
+    by_apart = spread(apart[0].shape, list(enumerate(ends)))
+    by_shared = spread(shared[0].shape, [(0, place) for place in places])
+
+    def loss(parameters, arrays, by, together):
+        scores = token_logprobs(
+            with_parameters(model, parameters), *arrays, packing=Packing(shared_prompts=together)
+        )
+        return jnp.sum(by[0] * scores.logprobs + by[1] * scores.entropies), scores
+
+    graded = jax.jit(jax.grad(loss, has_aux=True), static_argnums=3)
+    expected, alone = graded(named_parameters(model), apart, by_apart, False)
+    found, together = graded(named_parameters(model), shared, by_shared, True)
+    for r, (columns, place) in enumerate(zip(ends, places, strict=True)):
+        for ours, theirs in zip(together, alone, strict=True):
+            np.testing.assert_allclose(ours[0, place], theirs[r, columns], rtol=2e-5, atol=2e-5)
+    for name_, gradient in expected.items():
+        scale = np.abs(gradient).max() + 1e-8
+        np.testing.assert_allclose(found[name_] / scale, gradient / scale, atol=2e-5)

@@ -1,23 +1,27 @@
 """The optimizer step: splitting, padding and order change nothing; NaN is refused whole."""
 
 import dataclasses
+import os
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hand_made import VOCAB, compilations, random_batch, tiny_policy
+from hand_made import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow import others_slow
 
-from marin_rl.config import ObjectiveConfig
+from marin_rl.config import ObjectiveConfig, PolicyConfig
 from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
+from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import token_logprobs
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import StepSettings, as_array, make_step, step_arrays
+from marin_rl.training.step import Reference, as_array, make_score, make_step, step_arrays
 
 ROWS_MAX = 8
 MODEL = tiny_policy(layers=1)
@@ -30,21 +34,32 @@ class Stage:
 
     objective: ObjectiveConfig | None = OBJECTIVE
     temperature: float = 1.0
+    policy: PolicyConfig = MODEL
+    lanes: int = 1
+    length_norm: int = 1
 
     def __post_init__(self):
-        self.model = build_model(MODEL, VOCAB, 0)
-        self.reference = named_parameters(build_model(MODEL, VOCAB, 1))
+        self.model = build_model(self.policy, VOCAB, 0)
+        self.reference = named_parameters(build_model(self.policy, VOCAB, 1))
         self.optimizer = optax.with_extra_args_support(optax.sgd(1.0, momentum=0.5))
-        setting = StepSettings(objective=self.objective, temperature=self.temperature)
-        self.step = make_step(self.model, self.optimizer, lambda step: 0.5 + step, setting)
+        setting = StepSettings(
+            objective=self.objective, temperature=self.temperature, length_norm=self.length_norm
+        )
+        self.step = make_step(
+            self.model, self.optimizer, lambda step: 0.5 + step, setting, lanes=self.lanes
+        )
 
     def fresh(self):
         return fresh_state(named_parameters(self.model), self.optimizer, 7)
 
-    def take(self, batch, rows, microbatches, state=None):
+    def take(self, batch, rows, microbatches, state=None, old_logprobs=None):
         arrays, used = step_arrays(batch, rows, microbatches)
+        if old_logprobs is not None:
+            arrays = arrays._replace(old_logprobs=old_logprobs.reshape(arrays.mask.shape))
         state = self.fresh() if state is None else state
-        reference = self.reference if self.objective and self.objective.kl_coefficient else None
+        reference = None
+        if self.objective and self.objective.kl_coefficient:
+            reference = Reference(self.reference, np.float32(self.objective.kl_coefficient))
         return self.step(state, reference, arrays, as_array(used))
 
     def gradient(self, batch, rows, microbatches):
@@ -85,6 +100,102 @@ def test_splitting_padding_and_order_change_no_gradient(stage, seed, rows):
     assert of_split == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+def test_lanes_find_what_one_loop_finds_and_the_same_bits_on_any_number_of_cores(stage):
+    lanes, cores = Stage(lanes=2), os.sched_getaffinity(0)
+    for rows in (1, 5, ROWS_MAX):  # 1, 3 and 4 microbatches hold anything: one lane may have none
+        batch = random_batch(rows)
+        one, of_one = stage.gradient(batch, 2, ROWS_MAX // 2)
+        state, metrics, measured = lanes.take(batch, 2, ROWS_MAX // 2)
+        change, of_lanes = lanes.gradient(batch, 2, ROWS_MAX // 2)
+        assert_same(change, one)
+        assert of_lanes == pytest.approx(of_one, rel=1e-4, abs=1e-5)
+        try:
+            os.sched_setaffinity(0, {min(cores)})
+            alone = lanes.take(batch, 2, ROWS_MAX // 2)
+        finally:
+            os.sched_setaffinity(0, cores)
+        for found, again in zip(
+            jax.tree.leaves((state, metrics, measured)), jax.tree.leaves(alone), strict=True
+        ):
+            np.testing.assert_array_equal(found, again)
+
+
+OBJECTIVES = {
+    "dapo with entropy": {
+        "ratio_level": "token",
+        "aggregation": "token_mean",
+        "clip_high": 0.28,
+        "entropy_coefficient": 0.1,
+    },
+    "gspo": {"surrogate": "gspo", "ratio_level": "sequence_mean", "clip_dual": 3.0},
+    "masked cispo": {
+        "surrogate": "cispo",
+        "importance_correction": "masked",
+        "correction_level": "sequence",
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k3_k2_gradient",
+    },
+    "truncated sapo": {
+        "surrogate": "sapo",
+        "ratio_level": "token",
+        "importance_correction": "truncated",
+        "correction_high": 1.05,
+        "aggregation": "sequence_mean_token_sum_norm",
+    },
+    "dppo": {"surrogate": "dppo", "ratio_level": "token", "clip_low": 0.01, "clip_high": 0.01},
+    "reinforce": {"surrogate": "reinforce", "aggregation": "sequence_mean_token_mean"},
+}
+
+
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "masked cispo"))
+def test_microbatches_change_no_gradient_of_any_objective(name):
+    objective, batch = ObjectiveConfig(**OBJECTIVES[name]), random_batch(7)
+    stage = Stage(objective=objective, length_norm=LENGTH)
+    whole, metrics = stage.gradient(batch, ROWS_MAX, 1)
+    split, of_split = stage.gradient(batch, 2, ROWS_MAX // 2)
+    assert_same(split, whole)
+    assert of_split == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert max(np.abs(change).max() for change in whole.values()) > 1e-6
+
+
+def test_every_surrogate_and_aggregation_is_among_these_objectives():
+    chosen = [ObjectiveConfig(**choices) for choices in OBJECTIVES.values()]
+    for name in ("surrogate", "aggregation"):
+        values = set(get_args(ObjectiveConfig.model_fields[name].annotation))
+        assert {getattr(objective, name) for objective in chosen} == values
+
+
+def test_an_entropy_bonus_is_that_part_of_the_loss_and_of_the_gradient():
+    batch, plain = random_batch(4), ObjectiveConfig(aggregation="token_mean")
+    without, metrics = Stage(objective=plain).gradient(batch, 4, 1)
+    with_bonus = plain.model_copy(update={"entropy_coefficient": 0.5})
+    moved, found = Stage(objective=with_bonus).gradient(batch, 4, 1)
+    assert found["loss"] == pytest.approx(metrics["loss"] - 0.5 * metrics["entropy"], rel=1e-5)
+    assert found["loss/policy_avg"] == pytest.approx(metrics["loss/policy_avg"], rel=1e-5)
+    assert any(np.abs(moved[name] - without[name]).max() > 1e-5 for name in moved)
+
+
+def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
+    choices = {"importance_correction": "truncated", "correction_high": 1.01}
+    stage, batch = Stage(objective=ObjectiveConfig(**choices)), random_batch(4)
+    first, metrics = stage.gradient(batch, 4, 1)
+    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)  # this is the first update
+    assert metrics["sampling/correction_weight/mean"] < 1.01
+    arrays, used = step_arrays(batch, 4, 1)
+    score = make_score(stage.model, StepSettings(objective=stage.objective))
+    old = np.asarray(score(named_parameters(stage.model), arrays, as_array(used)))
+    state, told, measured = stage.take(batch, 4, 1, old_logprobs=old)
+    np.testing.assert_allclose(old, measured.trainer_logprobs, atol=1e-5)
+    np.testing.assert_array_equal(old, measured.old_logprobs)
+    assert {name: float(value) for name, value in told.items()} == pytest.approx(metrics, rel=1e-4)
+    _, later, _ = stage.take(batch, 4, 1, state, old_logprobs=old)
+    assert abs(float(later["val/ratio"]) - 1.0) > 1e-4
+    assert later["sampling/correction_weight/mean"] == pytest.approx(
+        metrics["sampling/correction_weight/mean"], rel=1e-4
+    )
+    assert max(np.abs(change).max() for change in first.values()) > 1e-6
+
+
 def test_a_longer_bucket_changes_no_gradient(stage):
     batch = random_batch(5)
     wider = dataclasses.replace(
@@ -96,6 +207,35 @@ def test_a_longer_bucket_changes_no_gradient(stage):
         },
     )
     assert_same(stage.gradient(wider, 2, 4)[0], stage.gradient(batch, 2, 4)[0])
+
+
+def packed_in_order(batch, order, width=2 * LENGTH):
+    """Rows of one sequence as rows of several, in the order given."""
+    names = ("token_ids", "loss_mask", "positions", "policy_logprobs", "advantages", "returns")
+    rows = {name: np.zeros((len(order), width), getattr(batch, name).dtype) for name in names}
+    segments = np.zeros((len(order), width), np.int32)
+    row = column = number = 0
+    for sequence in order:
+        size = int(batch.segment_ids[sequence].sum())
+        if column + size > width:
+            row, column, number = row + 1, 0, 0
+        number, here = number + 1, slice(column, column + size)
+        segments[row, here] = number
+        for name in names:
+            rows[name][row, here] = getattr(batch, name)[sequence, :size]
+        column += size
+    return dataclasses.replace(batch, **rows, segment_ids=segments)
+
+
+@pytest.mark.slow
+def test_sequences_permuted_across_packed_rows_change_no_gradient(stage):
+    batch = random_batch(6)
+    alone, metrics = stage.gradient(batch, ROWS_MAX, 1)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(6)
+        packed, of_packed = stage.gradient(packed_in_order(batch, order), ROWS_MAX, 1)
+        assert_same(packed, alone)
+        assert of_packed == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
 @given(
@@ -167,6 +307,7 @@ def test_metrics_by_hand(stage):
     logprobs, entropies = (
         np.asarray(scores)[mask] for scores in score(stage.model, *rows, jnp.asarray(mask))
     )
+    advantages = arrays.advantages[0][mask]
     other = build_model(MODEL, VOCAB, 1)
     referred = np.asarray(score(other, *rows, jnp.asarray(mask)).logprobs)[mask]
     _, found = stage.gradient(batch, 2, 4)
@@ -189,7 +330,9 @@ def test_metrics_by_hand(stage):
         "policy/approxkl_avg": (difference**2 / 2).mean(),
         "val/ratio": per_token.mean(),
         "val/ratio_var": per_token.var(),
-        "policy/clipfrac_avg": ((per_token < 0.8) | (per_token > 1.2)).mean(),
+        "policy/clipfrac_avg": (
+            ((per_token < 0.8) & (advantages < 0)) | ((per_token > 1.2) & (advantages > 0))
+        ).mean(),
         "kl": (np.exp(referred - logprobs) - (referred - logprobs) - 1).mean(),
         "objective/kl": (logprobs - referred).sum() / len(sequences),
         "lr": 0.5,
@@ -221,6 +364,22 @@ def test_rows_are_dealt_in_order_and_first_tokens_are_never_trained_on():
     assert not arrays.mask[..., 0].any()
     assert not arrays.mask.reshape(8, -1)[3:].any()
     assert not arrays.segment_ids.reshape(8, -1)[3:].any()
+
+
+# Where a family is not the plain one of the tests.
+FAMILIES = {"qwen3": {"head_size": 12}, "mistral": {"tie_embeddings": False}}
+
+
+@pytest.mark.parametrize("family", others_slow(["qwen2", "qwen3", "mistral", "gemma"], "qwen2"))
+def test_a_step_of_every_family_moves_every_parameter(family):
+    stage = Stage(policy=tiny_policy(layers=1, **FAMILIES.get(family, {}), family=family))
+    change, metrics = stage.gradient(random_batch(4), 4, 1)
+    assert np.isfinite(metrics["loss"])
+    assert metrics["updates/skipped"] == 0
+    assert min(np.abs(moved).max() for moved in change.values()) > 1e-7
+    state, again, _ = stage.take(random_batch(4), 4, 1)
+    assert int(state.step) == 1
+    assert float(again["loss"]) == metrics["loss"]
 
 
 def test_bfloat16_computes_near_and_keeps_float32_weights(supervised):

@@ -1,0 +1,245 @@
+"""The critic: a value function beside the policy, what it learns from, and its part of a state.
+
+It is a scalar head on the policy's own trunk (`shared`), or a model of its own that begins as the
+policy (`own`). The value of a token is that of its past, before it is chosen, so a shared trunk
+gives it with the log-probability, from the same state. Advantages are made here from values and
+rewards; passes over the rows are foresight.py's, the update is step.py's.
+
+Axes: M microbatches, R rows of one, B rows (M times R), T positions.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.batching.advantages import whitened as whitened_tokens
+from marin_rl.config import CriticConfig, TrainingConfig
+from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
+from marin_rl.training.heads import ScalarHead, ScalarModel
+from marin_rl.training.model import (
+    matrix_mask,
+    named_parameters,
+    parameter_shapes,
+    with_parameters,
+)
+from marin_rl.training.optimizer import (
+    Schedule,
+    guarded_update,
+    learning_rate_schedule,
+    make_optimizer,
+    policy_adamw,
+)
+from marin_rl.training.rows import StepArrays, StepSettings
+from marin_rl.training.scoring import (
+    TokenScores,
+    token_logprobs,
+    token_logprobs_and_values,
+    token_values,
+)
+
+FloatBT = Float[Array, "B T"]
+Parameters = dict[str, jax.Array]
+
+
+class CriticState(NamedTuple):
+    """What a critic has of its own: parameters by path, their optimizer's state, its updates."""
+
+    parameters: Parameters
+    optimizer: optax.OptState
+    step: Int32[Array, ""]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """A run's critic: its architecture with shapes in place of arrays, and its optimizer."""
+
+    config: CriticConfig
+    template: ScalarModel | ScalarHead
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: Schedule
+
+    def first_state(self, policy: Parameters, policy_template: LmHeadModel) -> CriticState:
+        """The critic before its first update, beside a policy with these parameters.
+
+        Its head says 0 of everything; a trunk of its own begins as a copy of the policy's.
+        """
+        if self.config.trunk == "shared":
+            parameters = named_parameters(ScalarHead.init(policy_template.Embed.size))
+        else:
+            parameters = named_parameters(ScalarModel.of(with_parameters(policy_template, policy)))
+        # The policy's arrays are served while the critic's are donated to each step.
+        parameters = {name: jnp.array(array, copy=True) for name, array in parameters.items()}
+        return self._fresh(parameters)
+
+    def _fresh(self, parameters: Parameters) -> CriticState:
+        return CriticState(parameters, self.optimizer.init(parameters), jnp.zeros((), jnp.int32))
+
+    def state_like(self) -> CriticState:
+        """What a state looks like: shapes in place of arrays."""
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in parameter_shapes(self.template).items()
+        }
+        return jax.eval_shape(self._fresh, shapes)
+
+    def told(self, state: CriticState, gradients: Parameters) -> dict[str, Array]:
+        """What is known of an update before it is made."""
+        return {
+            "critic/grad_norm": jnp.asarray(optax.global_norm(gradients)),
+            "critic/lr": self.schedule(state.step),
+        }
+
+    def updated(self, state: CriticState, gradients: Parameters, ok: Array) -> CriticState:
+        """The next state; the old one where it is not to be updated."""
+        parameters, moments = guarded_update(
+            self.optimizer, gradients, state.parameters, state.optimizer, ok
+        )
+        return CriticState(parameters, moments, state.step + ok)
+
+    def values(
+        self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+    ) -> FloatBT:
+        """The value of every trained token of rows [R, T]; 0 elsewhere."""
+        module = with_parameters(self.template, parameters)
+        if isinstance(module, ScalarHead):
+            trunk, head = policy, module
+        else:
+            trunk, head = module.trunk, module.head
+        return token_values(trunk, head, *_places(rows), packing=settings.packing)
+
+    def scores(
+        self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+    ) -> tuple[TokenScores, FloatBT]:
+        """What the policy thinks of every trained token, and its value; from one pass if shared."""
+        module = with_parameters(self.template, parameters)
+        options = {"temperature": settings.temperature, "packing": settings.packing}
+        if isinstance(module, ScalarHead):
+            return token_logprobs_and_values(policy, module, *_places(rows), **options)
+        scores = token_logprobs(policy, *_places(rows), **options)
+        return scores, self.values(parameters, policy, rows, settings)
+
+
+def _places(rows: StepArrays) -> tuple[Array, Array, Array, Array]:
+    return rows.token_ids, rows.segment_ids, rows.positions, rows.mask
+
+
+def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | None:
+    """The critic of a run whose policy looks like `template`; None where none is asked for."""
+    config = training.critic
+    if config is None:
+        return None
+    own: ScalarModel = eqx.filter_eval_shape(ScalarModel.of, template)
+    chosen = own.head if config.trunk == "shared" else own
+    adamw = dataclasses.replace(policy_adamw(training), learning_rate=config.learning_rate)
+    return Critic(
+        config=config,
+        template=chosen,
+        optimizer=make_optimizer(adamw, matrix_mask(chosen)),
+        schedule=learning_rate_schedule(adamw),
+    )
+
+
+@partial(jax.jit, static_argnames=("gamma", "lambda_"))
+def token_gae(
+    rewards_BT: FloatBT,
+    values_BT: FloatBT,
+    mask_BT: Bool[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    *,
+    gamma: float,
+    lambda_: float,
+) -> FloatBT:
+    """Generalised advantage estimation over the trained tokens of every segment; 0 elsewhere.
+
+    A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the
+    next trained token of the segment, and V and A are 0 after the last (Schulman et al. 2016,
+    arXiv:1506.02438, equation 16). `batching.returns.gae` is the same of one trajectory.
+    """
+
+    def turn(after: tuple[Array, ...], at: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        reward_B, value_B, trained_B, segment_B = at
+        advantage_after_B, value_after_B, segment_after_B = after
+        goes_on_B = jnp.where(segment_after_B == segment_B, gamma, 0.0)
+        delta_B = reward_B + goes_on_B * value_after_B - value_B
+        advantage_B = delta_B + goes_on_B * lambda_ * advantage_after_B
+        now = advantage_B, value_B, segment_B
+        before = tuple(jnp.where(trained_B, n, a) for n, a in zip(now, after, strict=True))
+        return before, jnp.where(trained_B, advantage_B, 0.0)
+
+    nothing_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
+    start = nothing_B, nothing_B, jnp.zeros(mask_BT.shape[0], segment_ids_BT.dtype)
+    columns = tuple(array.T for array in (rewards_BT, values_BT, mask_BT, segment_ids_BT))
+    _, advantages_TB = jax.lax.scan(turn, start, columns, reverse=True)
+    return advantages_TB.T
+
+
+def whitened(
+    advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+) -> list[Float32[np.ndarray, "M R T"]]:
+    """`(A - mean) / sqrt(var + 1e-8)`, ddof 1, over all trained tokens given; 0 elsewhere."""
+    found = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)])
+    whole = whitened_tokens(found.astype(np.float64), np.ones(len(found), np.int64))
+    result, start = [np.zeros(a.shape, np.float32) for a in advantages], 0
+    for array, mask in zip(result, masks, strict=True):
+        count = int(mask.sum())
+        array[mask] = whole[start : start + count]
+        start += count
+    return result
+
+
+def value_losses(
+    config: CriticConfig, values_BT: FloatBT, old_values_BT: FloatBT, returns_BT: FloatBT
+) -> FloatBT:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, c being `value_clip`.
+
+    As in OpenAI's baselines and TRL; the PPO paper has the first square alone (equation 9).
+    """
+    return jnp.maximum(*_squares(config, values_BT, old_values_BT, returns_BT)) / 2
+
+
+def _squares(
+    config: CriticConfig, values_BT: FloatBT, old_values_BT: FloatBT, returns_BT: FloatBT
+) -> tuple[FloatBT, FloatBT]:
+    plain_BT = jnp.square(values_BT - returns_BT)
+    if config.value_clip is None:
+        return plain_BT, plain_BT
+    # What lies within the bound must stay what it is, to the bit, not to count as clipped.
+    bound = config.value_clip
+    near_BT = jnp.clip(values_BT, old_values_BT - bound, old_values_BT + bound)
+    return plain_BT, jnp.square(near_BT - returns_BT)
+
+
+def value_metrics(
+    config: CriticConfig,
+    values_BT: FloatBT,
+    old_values_BT: FloatBT,
+    returns_BT: FloatBT,
+    mask_BT: Bool[Array, "B T"],
+) -> Mapping[str, Array]:
+    """What a step says of its critic, over its trained tokens."""
+
+    def mean(values: Array) -> Array:
+        return jnp.sum(jnp.where(mask_BT, values, 0.0)) / jnp.maximum(jnp.sum(mask_BT), 1)
+
+    def variance(values: Array) -> Array:
+        return mean(jnp.square(values - mean(values)))
+
+    plain_BT, clipped_BT = _squares(config, values_BT, old_values_BT, returns_BT)
+    unexplained = variance(returns_BT - values_BT) / (variance(returns_BT) + EXPLAINED_VARIANCE_MIN)
+    return {
+        "loss/value_avg": mean(jnp.maximum(plain_BT, clipped_BT)) / 2,
+        "val/clipfrac_avg": mean((clipped_BT > plain_BT).astype(jnp.float32)),
+        "critic/explained_variance": 1.0 - unexplained,
+        "critic/values_mean": mean(values_BT),
+        "critic/returns_mean": mean(returns_BT),
+    }

@@ -1,0 +1,182 @@
+"""Learning which of two answers is better: the Bradley-Terry loss and its jitted step.
+
+P(chosen beats rejected) = sigmoid(r_chosen - r_rejected), with r the number that a `ScalarModel`
+gives a sequence at its last token (Bradley and Terry 1952; arXiv:2009.01325, eq. 1; the margin is
+that of arXiv:2307.09288, eq. 2). Microbatches are a loop on the device, as in step.py.
+
+Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T positions.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Float32, Float64, Int32
+
+from marin_rl.batching.pairs import PairBatch
+from marin_rl.training.heads import ScalarModel
+from marin_rl.training.mesh import SINGLE_DEVICE, Layout
+from marin_rl.training.model import with_parameters
+from marin_rl.training.optimizer import Schedule, guarded_update
+from marin_rl.training.step import Metrics, Parameters, TrainState
+
+HEAD = "head/"
+
+
+class PairArrays(NamedTuple):
+    """The pairs of one step, cut into microbatches and filled up with empty rows.
+
+    `segment_ids` is 1 on tokens and 0 after them; `margins` is that of a row's pair.
+    """
+
+    token_ids: Int32[Any, "M R T"]
+    segment_ids: Int32[Any, "M R T"]
+    margins: Float32[Any, "M R 1"]
+
+
+Rewards = Callable[[Parameters, Int32[Any, "R T"], Int32[Any, "R T"]], Float[Array, " R"]]
+PreferenceStep = Callable[[TrainState, PairArrays, Int32[Any, ""]], tuple[TrainState, Metrics]]
+
+
+def preference_losses(
+    chosen_P: Float[Array, " P"], rejected_P: Float[Array, " P"], margins_P: Float[Array, " P"]
+) -> Float[Array, " P"]:
+    """-log sigmoid(r_chosen - r_rejected - margin) of every pair, in nats."""
+    return -jax.nn.log_sigmoid(chosen_P - rejected_P - margins_P)
+
+
+def preference_totals(
+    chosen_P: Float64[np.ndarray, " P"],
+    rejected_P: Float64[np.ndarray, " P"],
+    margins_P: Float32[np.ndarray, " P"],
+) -> dict[str, float]:
+    """Loss, accuracy (a tie is wrong) and mean difference of scored pairs, in float64."""
+    difference_P = chosen_P - rejected_P
+    return {
+        "loss": float(np.logaddexp(0.0, margins_P - difference_P).mean()),
+        "accuracy": float((difference_P > 0).mean()),
+        "margin": float(difference_P.mean()),
+    }
+
+
+def pair_arrays(
+    batch: PairBatch, microbatch_pairs: int, pairs_max: int, layout: Layout = SINGLE_DEVICE
+) -> tuple[PairArrays, int]:
+    """A batch in the fixed shape of steps of up to `pairs_max` pairs; its microbatches in use.
+
+    A microbatch has so many rows that the devices of the layout share them out evenly.
+    """
+    rows = layout.whole_rows(2 * min(microbatch_pairs, pairs_max), together=2)
+    microbatches = -(-2 * pairs_max // rows)
+    count = len(batch.token_ids)
+    assert count <= rows * microbatches, (count, rows, microbatches)
+
+    def cut(array_B: np.ndarray, dtype: Any) -> np.ndarray:
+        whole = np.zeros((rows * microbatches, array_B.shape[1]), dtype)
+        whole[:count] = array_B
+        return whole.reshape(microbatches, rows, -1)
+
+    arrays = PairArrays(
+        token_ids=cut(batch.token_ids, np.int32),
+        segment_ids=cut(batch.inside, np.int32),
+        margins=cut(np.repeat(batch.margins, 2)[:, None], np.float32),
+    )
+    return arrays, -(-count // rows)
+
+
+def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards:
+    """The pure function that reads the reward of every row at its last token, in float32.
+
+    The trunk computes in `compute_dtype`, the head in float32. An empty row gets some number.
+    """
+
+    def rewards(parameters: Parameters, token_ids_RT: Array, segment_ids_RT: Array) -> Array:
+        cast = {
+            name: array if name.startswith(HEAD) else array.astype(compute_dtype)
+            for name, array in parameters.items()
+        }
+        positions_RT = jnp.broadcast_to(jnp.arange(token_ids_RT.shape[1]), token_ids_RT.shape)
+        model = with_parameters(template, cast)
+        numbers_RT = model(token_ids_RT, segment_ids_RT, positions_RT * segment_ids_RT)
+        last_R = jnp.maximum(jnp.sum(segment_ids_RT, axis=1) - 1, 0)
+        return jnp.take_along_axis(numbers_RT, last_R[:, None], axis=1)[:, 0]
+
+    return rewards
+
+
+def make_preference_step(
+    template: ScalarModel,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Schedule,
+    compute_dtype: str = "float32",
+    layout: Layout = SINGLE_DEVICE,
+) -> PreferenceStep:
+    """The jitted step: state (donated), arrays and microbatches in use; new state and metrics.
+
+    The loss is the mean over the pairs of the step, however it is cut into microbatches.
+    """
+    rewards = rewards_of(template, compute_dtype)
+
+    def step(state: TrainState, arrays: PairArrays, used: Array) -> tuple[TrainState, Metrics]:
+        gradients, metrics = _accumulate(rewards, state.parameters, arrays, used)
+        metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients))
+        metrics["lr"] = schedule(state.step)
+        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
+        new = layout.constrain_state(_updated(optimizer, state, gradients, ok), template, optimizer)
+        return new, metrics
+
+    return jax.jit(step, donate_argnums=(0,))
+
+
+def _accumulate(
+    rewards: Rewards, parameters: Parameters, arrays: PairArrays, used: Array
+) -> tuple[Parameters, Metrics]:
+    """The gradient of the mean loss, and the means of loss, accuracy and difference."""
+    pairs = jnp.maximum(jnp.sum(_pairs(arrays)), 1.0)
+
+    def loss(parameters: Parameters, rows: PairArrays) -> tuple[Array, Metrics]:
+        found_R = rewards(parameters, rows.token_ids, rows.segment_ids)
+        chosen_P, rejected_P = found_R[0::2], found_R[1::2]
+        weights_P = _pairs(rows) / pairs
+        sums = {
+            "loss": preference_losses(chosen_P, rejected_P, rows.margins[0::2, 0]),
+            "accuracy": (chosen_P > rejected_P).astype(jnp.float32),
+            "margin": chosen_P - rejected_P,
+        }
+        means = {name: jnp.sum(weights_P * values) for name, values in sums.items()}
+        return means["loss"], means
+
+    def turn(index: Array, carry: Any) -> Any:
+        rows = jax.tree.map(lambda array: array[index], arrays)
+        found = jax.grad(loss, has_aux=True)(parameters, rows)
+        return jax.tree.map(jnp.add, carry, found)
+
+    nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "accuracy", "margin")}
+    return jax.lax.fori_loop(0, used, turn, (jax.tree.map(jnp.zeros_like, parameters), nothing))
+
+
+def _pairs(rows: PairArrays) -> Float[Array, "*M P"]:
+    """1 for every pair, 0 for rows that fill up."""
+    return (rows.segment_ids[..., 0::2, 0] > 0).astype(jnp.float32)
+
+
+def _updated(
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    gradients: Parameters,
+    ok: Array,
+) -> TrainState:
+    """The next state; where the update is not finite, the old one with `refused` counted up."""
+    parameters, moments = guarded_update(
+        optimizer, gradients, state.parameters, state.optimizer, ok
+    )
+    return state._replace(
+        parameters=parameters,
+        optimizer=moments,
+        step=state.step + ok,
+        refused=jnp.where(ok, 0, state.refused + 1),
+    )

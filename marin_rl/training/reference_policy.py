@@ -1,0 +1,223 @@
+"""What a round's policy is held to: which parameters, how strongly, and KL as part of the reward.
+
+Everything here follows from committed checkpoints, so a round that is done again is held to the
+same. Leaves out the estimators (losses.py) and the moving average itself (step.py).
+
+Axes: N completions of a round, M microbatches, R rows of one, B rows (M times R), T positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float64, Int64
+
+from marin_rl.batching.advantages import AdvantageChoice, round_advantages
+from marin_rl.config import ObjectiveConfig
+from marin_rl.storage.batches import read_dispositions
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.training.losses import kl_estimate
+from marin_rl.training.step import StepArrays
+from marin_rl.types import SlotRef, TrainingBatch
+from schemas.manifests import Manifest
+
+# One round moves the coefficient by at most this share of kl_rate, however far off the target.
+ERROR_MAX = 0.2
+
+
+def reference_round(objective: ObjectiveConfig, round: int) -> int:
+    """The number of the checkpoint that round `round` is held to."""
+    if objective.reference != "refreshed":
+        return 0
+    every = objective.reference_every_rounds
+    return round // every * every
+
+
+def kl_coefficient(run: Run, checkpoint: SlotRef) -> float:
+    """The weight of the KL in the round that starts from a checkpoint.
+
+    Fixed, or steered by `b <- b (1 + kl_rate clip(kl / target - 1, -0.2, 0.2))` from what the
+    checkpoint's manifest says of the round that made it (Ziegler et al. 2019, section 2.2). A round
+    that trained on nothing says nothing: then the last one before it that did.
+    """
+    objective = run.config.objective
+    if objective.kl_target is None:
+        return objective.kl_coefficient
+    at: SlotRef | None = checkpoint
+    while at is not None:
+        manifest = manifest_of(run.store, at)
+        last = manifest.totals.get("objective/kl_coefficient")
+        kl = manifest.totals.get("objective/kl")
+        if last is not None and kl is not None:
+            return adapted(last, kl, objective.kl_target, objective.kl_rate)
+        at = _before(manifest)
+    return objective.kl_coefficient
+
+
+def _before(manifest: Manifest) -> SlotRef | None:
+    """The checkpoint that a round started from, by the manifest of the one it ended in."""
+    if manifest.slot == checkpoint_slot(0):
+        return None
+    folder = checkpoint_slot(0).partition("/")[0]
+    (found,) = (each for each in manifest.parents if each.slot.startswith(folder))
+    return SlotRef(slot=found.slot, sha256=found.sha256)
+
+
+def adapted(coefficient: float, kl: float, target: float, rate: float) -> float:
+    """The next coefficient, after a round whose KL was `kl` nats per completion."""
+    error = float(np.clip(kl / target - 1.0, -ERROR_MAX, ERROR_MAX))
+    return coefficient * (1.0 + rate * error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """What KL takes off the advantages of a round, step by step, and its metrics."""
+
+    advantages: tuple[Float[np.ndarray, "M R T"], ...]
+    metrics: Mapping[str, float]
+
+
+def reward_penalty(
+    objective: ObjectiveConfig,
+    groups: Mapping[str, str],
+    batches: Sequence[TrainingBatch],
+    arrays: Sequence[StepArrays],
+    referred: Sequence[Float[np.ndarray, "M R T"]],
+    coefficient: float,
+) -> Penalty:
+    """KL of each completion as a part of its reward: `r_i - coefficient KL_i`.
+
+    KL_i is the estimator summed over the completion, between the sampler and the reference. Since
+    the advantage is linear in the rewards, what the penalty adds to it is the advantage of the
+    penalty, over the trained members of each group (Ahmadian et al. 2024, equation 2). `groups`
+    tells the group of every rollout.
+    """
+    kl = _kl_of(objective, batches, arrays, referred)
+    group_N, count = _numbered(groups, batches)
+    choice = AdvantageChoice(estimator=objective.advantage, scale="none")
+    advantage_N = round_advantages(-coefficient * kl.completions_N, group_N, count, choice)
+    changes, start = [], 0
+    for sums, (rows, segments), step in zip(kl.sums, kl.places, arrays, strict=True):
+        found = np.zeros_like(sums)
+        found[rows, segments] = advantage_N[start : start + len(rows)]
+        start += len(rows)
+        changes.append(_spread(found, step))
+    return Penalty(advantages=tuple(changes), metrics=kl.metrics(arrays))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPenalty:
+    """What KL adds to the reward of each token, step by step, and its metrics."""
+
+    rewards: tuple[Float[np.ndarray, "M R T"], ...]
+    metrics: Mapping[str, float]
+
+
+def token_penalty(
+    objective: ObjectiveConfig,
+    batches: Sequence[TrainingBatch],
+    arrays: Sequence[StepArrays],
+    referred: Sequence[Float[np.ndarray, "M R T"]],
+    coefficient: float,
+) -> TokenPenalty:
+    """KL of each token as a reward of its own, `-coefficient k_t`, for a critic to value.
+
+    k_t is the estimator between the sampler and the reference (Ouyang et al. 2022,
+    arXiv:2203.02155, equation 2, token by token).
+    """
+    kl = _kl_of(objective, batches, arrays, referred)
+    return TokenPenalty(
+        rewards=tuple(
+            (-coefficient * found).reshape(step.mask.shape).astype(np.float32)
+            for found, step in zip(kl.tokens, arrays, strict=True)
+        ),
+        metrics=kl.metrics(arrays),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kl:
+    """KL of a round to the reference: step by step of tokens and of segments, and of completions.
+
+    `places` are the rows and segments of the completions in `sums`.
+    """
+
+    tokens: Sequence[Float64[np.ndarray, "_ _"]]
+    sums: Sequence[Float64[np.ndarray, "_ _"]]
+    places: Sequence[tuple[Int64[np.ndarray, " _"], Int64[np.ndarray, " _"]]]
+    completions_N: Float64[np.ndarray, " N"]
+
+    def metrics(self, arrays: Sequence[StepArrays]) -> dict[str, float]:
+        """Means over completions and over trained tokens; 0 where there are none."""
+        trained = max(sum(int(step.mask.sum()) for step in arrays), 1)
+        kl_N = self.completions_N
+        return {
+            "objective/kl": float(kl_N.mean()) if len(kl_N) else 0.0,
+            "kl": float(sum(found.sum() for found in self.tokens)) / trained,
+        }
+
+
+def _kl_of(
+    objective: ObjectiveConfig,
+    batches: Sequence[TrainingBatch],
+    arrays: Sequence[StepArrays],
+    referred: Sequence[Float[np.ndarray, "M R T"]],
+) -> _Kl:
+    tokens = [_estimates(objective, *pair) for pair in zip(arrays, referred, strict=True)]
+    sums = [_sums(*pair) for pair in zip(arrays, tokens, strict=True)]
+    places = [_places(batch) for batch in batches]
+    kl_N = np.concatenate([found[place] for found, place in zip(sums, places, strict=True)])
+    return _Kl(tokens=tokens, sums=sums, places=places, completions_N=kl_N)
+
+
+def _estimates(
+    objective: ObjectiveConfig, arrays: StepArrays, referred: Float[np.ndarray, "M R T"]
+) -> Float64[np.ndarray, "B T"]:
+    length = referred.shape[-1]
+    sampled_BT, referred_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, referred))
+    values_BT = kl_estimate(
+        jnp.asarray(sampled_BT), jnp.asarray(referred_BT), objective.kl_estimator
+    )
+    return np.asarray(values_BT, np.float64) * arrays.mask.reshape(-1, length)
+
+
+def _sums(arrays: StepArrays, values_BT: Float64[np.ndarray, "B T"]) -> Float64[np.ndarray, "B S"]:
+    """By row and segment; segment 0 is padding."""
+    segments_BT = arrays.segment_ids.reshape(values_BT.shape)
+    sums = np.zeros((len(values_BT), int(segments_BT.max(initial=0)) + 1))
+    np.add.at(sums, (np.arange(len(values_BT))[:, None], segments_BT), values_BT)
+    return sums
+
+
+def _places(batch: TrainingBatch) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+    """Row and segment of each completion, in the order of their ids."""
+    counts = np.array([len(ids) for ids in batch.rollout_ids], np.int64)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, np.arange(len(rows)) - first + 1
+
+
+def _spread(
+    by_segment: Float64[np.ndarray, "B S"], arrays: StepArrays
+) -> Float[np.ndarray, "M R T"]:
+    segments_BT = arrays.segment_ids.reshape(len(by_segment), -1)
+    values_BT = np.take_along_axis(by_segment, segments_BT, axis=1)
+    return (values_BT.reshape(arrays.mask.shape) * arrays.mask).astype(np.float32)
+
+
+def _numbered(
+    groups: Mapping[str, str], batches: Sequence[TrainingBatch]
+) -> tuple[Int64[np.ndarray, " N"], int]:
+    """The group of each completion as a number, and how many there are."""
+    found = [groups[name] for batch in batches for row in batch.rollout_ids for name in row]
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(found))}
+    return np.array([numbers[group] for group in found], np.int64), len(numbers)
+
+
+def groups_of(run: Run, round: int) -> dict[str, str]:
+    """The group of every rollout of a round. Raises as `read_dispositions` does."""
+    table = read_dispositions(run, round).select(["rollout_id", "group_id"])
+    names, groups = (column.to_pylist() for column in table.columns)
+    return dict(zip(names, groups, strict=True))

@@ -1,0 +1,142 @@
+"""A recorded update, done again: is checkpoint N + 1 what checkpoint N and its batches make?
+
+The round is trained from the committed files by the code that is here now, and held against what
+was committed then, array by array. Nothing is written. On the machine and with the libraries of
+that time every bit is the same; elsewhere the largest difference says how far apart they are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.checkpoints import Tree, restore_checkpoint
+from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.storage.pruning import pruned_parts
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.loop import Trainer
+from marin_rl.training.model import digest_of
+from marin_rl.training.state import tree_of
+from marin_rl.types import SlotRef
+from schemas.manifests import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayDifference:
+    """How far one array is from the recorded one: the largest difference, and of how much."""
+
+    name: str
+    largest: float
+    recorded_largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The outcome. Digests are of the parameters; `metrics` are (recorded, now) where they differ.
+
+    `compared` counts arrays that were held against each other bit by bit: none where retention has
+    given up the recorded ones, and the digest alone decides. `changed` are the parts of code and
+    libraries that are others now than when the checkpoint was made, as (recorded, now).
+    """
+
+    round: int
+    recorded_digest: str
+    digest: str
+    compared: int
+    differing: tuple[ArrayDifference, ...]
+    metrics: Mapping[str, tuple[float | None, float | None]]
+    changed: Mapping[str, tuple[str, str]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every bit is the same."""
+        return self.digest == self.recorded_digest and not self.differing
+
+
+def replay_round(run: Run, round: int) -> Replay:
+    """Train round `round` again from its checkpoint and batches.
+
+    Raises ObjectMissing when the round was not trained, or retention has given up the arrays of its
+    first checkpoint; CorruptObject when the committed slots are not those that were trained on.
+    """
+    player = run.at_round(round)
+    recorded = _recorded(player, round)
+    start, batches = _parents(player, recorded, round)
+    trainer = Trainer(player, tokenizer_for(player.config.policy))
+    state, metrics = trainer.replay_round(round, batches, start)
+    tree = jax.tree.map(np.asarray, tree_of(state))
+    differing, compared = (), 0
+    if not pruned_parts(player.store, recorded.slot):
+        ref = committed(player, recorded.slot)
+        assert ref is not None, "its manifest was read"
+        differing = _differences(restore_checkpoint(player, ref, tree), tree)
+        compared = len(jax.tree.leaves(tree))
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return Replay(
+        round=round,
+        recorded_digest=str(recorded.extra["parameters_digest"]),
+        digest=digest_of(state.parameters),
+        compared=compared,
+        differing=differing,
+        metrics=_apart(recorded.totals, finite),
+        changed=_changed(recorded),
+    )
+
+
+def _recorded(run: Run, round: int) -> Manifest:
+    hint = f"expected a trained round; `marin-rl status {run.run_id}` shows which there are"
+    return committed_manifest(run.store, checkpoint_slot(round + 1), hint)
+
+
+def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:
+    """The checkpoint and the batches, as they were named when they were trained on."""
+    named = {parent.slot: parent.sha256 for parent in recorded.parents}
+    found: list[SlotRef] = []
+    for slot in (checkpoint_slot(round), batches_slot(round)):
+        ref = committed(run, slot)
+        if ref is None or ref.sha256 != named.get(slot):
+            raise CorruptObject(
+                f"{run.store.url_of(recorded.slot)} was made from {slot} with SHA-256 "
+                f"{named.get(slot)}, found {ref.sha256 if ref else 'nothing'} there: run fsck"
+            )
+        found.append(ref)
+    return found[0], found[1]
+
+
+def _differences(recorded: Tree, now: Tree) -> tuple[ArrayDifference, ...]:
+    """Arrays that are not the same bits."""
+    named = jax.tree_util.tree_flatten_with_path(dict(recorded))[0]
+    others = jax.tree.leaves(dict(now))
+    found: list[ArrayDifference] = []
+    for (path, old), new in zip(named, others, strict=True):
+        old, new = np.asarray(old), np.asarray(new)
+        if old.tobytes() != new.tobytes():
+            apart = np.abs(old.astype(np.float64) - new.astype(np.float64))
+            found.append(
+                ArrayDifference(
+                    name="/".join(str(part.key) for part in path),
+                    largest=float(apart.max()),
+                    recorded_largest=float(np.abs(old.astype(np.float64)).max()),
+                )
+            )
+    return tuple(found)
+
+
+def _apart(
+    recorded: Mapping[str, float], now: Mapping[str, float]
+) -> dict[str, tuple[float | None, float | None]]:
+    pairs = {name: (recorded.get(name), now.get(name)) for name in sorted({*recorded, *now})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _changed(recorded: Manifest) -> dict[str, tuple[str, str]]:
+    then = {**recorded.code, **recorded.libraries}
+    now = {**code_version(), **library_versions()}
+    names = sorted({*then, *now})
+    pairs = {name: (str(then.get(name, "")), str(now.get(name, ""))) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

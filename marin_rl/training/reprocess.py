@@ -1,0 +1,191 @@
+"""What other settings would have made of a round that was sampled already. Nothing is written.
+
+The same shards are processed twice, as the run's configuration says and as the other one does; what
+becomes of each rollout, the advantages and the gradient at the round's checkpoint are compared. JAX
+is imported for the gradient alone.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from marin_rl.batching.build import Preview, preview_round
+from marin_rl.config import Config, content, differences, override, parse_config
+from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.storage.rewards import read_rewards
+from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from schemas.batches import DISPOSITION_KINDS
+
+# What may change without sampling anything again.
+CHANGEABLE = ("objective", "filters", "batching", "training", "rollouts.group_size_min")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batched:
+    """The size of a round's batches, and how many rollouts went where."""
+
+    steps: int
+    rows: int
+    length: int
+    rollouts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageDifference:
+    """The advantages of the rollouts that both keep.
+
+    `correlation` is Pearson's, None where one of them is constant; `signs` counts those that are
+    encouraged by one and discouraged by the other.
+    """
+
+    rollouts: int
+    correlation: float | None
+    mean: float
+    largest: float
+    signs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientDifference:
+    """Norms of the gradients, and the cosine between them; None where one of them is 0."""
+
+    norm_before: float
+    norm_after: float
+    cosine: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reprocessed:
+    """How a round differs. `moved` counts rollouts by `disposition -> disposition` with reasons.
+
+    `advantages` is None where a critic gives them, by token and while it trains.
+    """
+
+    round: int
+    settings: tuple[str, ...]
+    rewards: str | None
+    before: Batched
+    after: Batched
+    moved: Mapping[str, int]
+    advantages: AdvantageDifference | None
+    gradient: GradientDifference | None
+
+
+def reprocess_round(
+    run: Run,
+    round: int,
+    overrides: Sequence[str],
+    rewards: str | None = None,
+    *,
+    gradient: bool = True,
+) -> Reprocessed:
+    """Compare a round with what `overrides`, or the reward table `rewards`, would make of it.
+
+    Raises ConfigError for settings that samples depend on, ObjectMissing, CorruptObject; InputError
+    where the reward table lacks rollouts.
+    """
+    player = run.at_round(round)
+    config = _changed(player.config, overrides)
+    other = None if rewards is None else read_rewards(run, round, rewards)
+    before = preview_round(player, round, player.config)
+    after = preview_round(player, round, config, other)
+    return Reprocessed(
+        round=round,
+        settings=tuple(differences(content(player.config), content(config))),
+        rewards=rewards,
+        before=_batched(before, player.config),
+        after=_batched(after, config),
+        moved=_moved(before, after),
+        advantages=_advantages(before, after),
+        gradient=_gradients(player, config, round, before, after) if gradient else None,
+    )
+
+
+def _changed(config: Config, overrides: Sequence[str]) -> Config:
+    tree = config.model_dump(mode="json")
+    changed = parse_config(override(tree, overrides), "reprocess")
+    lines = differences(content(config), content(changed))
+    refused = [
+        line
+        for line in lines
+        if not line.startswith(CHANGEABLE) or line.startswith("training.critic")
+    ]
+    if "average" in (config.objective.reference, changed.objective.reference):
+        refused += [line for line in lines if line.startswith("objective.reference:")]
+    if refused:
+        raise ConfigError(
+            "what was sampled depends on these, or checkpoints do:\n  "
+            + "\n  ".join(refused)
+            + f"\nExpected changes of {', '.join(CHANGEABLE)} alone; fork the run to sample anew"
+        )
+    return changed
+
+
+def _batched(preview: Preview, config: Config) -> Batched:
+    plan = preview.plan
+    counts = Counter(plan.disposition_N.tolist())
+    per_step = plan.rows_per_step
+    steps = -(-plan.rows // per_step) if plan.rows else 0
+    if plan.packing is not None:
+        steps = int(plan.packing.step_K.max(initial=-1)) + 1
+    return Batched(
+        steps=steps,
+        rows=plan.rows,
+        length=plan.length,
+        rollouts={kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
+    )
+
+
+def _moved(before: Preview, after: Preview) -> dict[str, int]:
+    fates = zip(_fates(before), _fates(after), strict=True)
+    return dict(sorted(Counter(f"{a} -> {b}" for a, b in fates if a != b).items()))
+
+
+def _fates(preview: Preview) -> list[str]:
+    plan = preview.plan
+    return [
+        f"{kind} ({reason})" if reason else str(kind)
+        for kind, reason in zip(plan.disposition_N, plan.reason_N, strict=True)
+    ]
+
+
+def _advantages(before: Preview, after: Preview) -> AdvantageDifference | None:
+    if before.plan.valued or after.plan.valued:
+        return None
+    both = before.plan.kept_N & after.plan.kept_N
+    a, b = before.plan.advantage_N[both], after.plan.advantage_N[both]
+    apart = np.abs(a - b)
+    varies = len(a) > 1 and np.ptp(a) > 0 and np.ptp(b) > 0
+    return AdvantageDifference(
+        rollouts=len(a),
+        correlation=float(np.corrcoef(a, b)[0, 1]) if varies else None,
+        mean=float(apart.mean()) if len(a) else 0.0,
+        largest=float(apart.max(initial=0.0)),
+        signs=int((np.sign(a) * np.sign(b) < 0).sum()),
+    )
+
+
+def _gradients(
+    run: Run, config: Config, round: int, before: Preview, after: Preview
+) -> GradientDifference:
+    from marin_rl.tokenizers import tokenizer_for
+    from marin_rl.training.loop import Trainer
+
+    checkpoint = committed_checkpoint(run, round)
+    if checkpoint is None:
+        raise ObjectMissing(f"{run.store.url_of(checkpoint_slot(round))} is not committed")
+    tokenizer = tokenizer_for(run.config.policy)
+    first = Trainer(run, tokenizer).gradient(round, before.batches, checkpoint)
+    changed = replace(run, config=config)
+    second = Trainer(changed, tokenizer).gradient(round, after.batches, checkpoint)
+    dot, a, b = (
+        sum(
+            float(np.vdot(x[name].astype(np.float64), y[name].astype(np.float64))) for name in first
+        )
+        for x, y in ((first, second), (first, first), (second, second))
+    )
+    norms = a**0.5, b**0.5
+    cosine = dot / (norms[0] * norms[1]) if min(norms) > 0 else None
+    return GradientDifference(norm_before=norms[0], norm_after=norms[1], cosine=cosine)

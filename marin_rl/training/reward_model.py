@@ -1,0 +1,299 @@
+"""The training of a reward model: its pairs committed, then segments of steps, each committed.
+
+A segment starts from the checkpoint of the one before and takes pairs that depend on the seed and
+the step alone, so a run that was killed ends in the same bits as one that was not. What a segment
+measured is in its manifest, and so is the scale of the rewards, for whoever normalises them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import equinox as eqx
+import jax
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.batching.pairs import (
+    PairBatch,
+    PairTokenizer,
+    longest,
+    pair_batch,
+    pairs_of_step,
+)
+from marin_rl.batching.sequences import ChatTokenizer
+from marin_rl.config import RewardModelConfig, content
+from marin_rl.errors import ConfigError
+from marin_rl.metrics import over_steps
+from marin_rl.progress import ProgressEvent, publish
+from marin_rl.storage.checkpoints import commit_checkpoint
+from marin_rl.storage.commits import committed_as, fingerprint
+from marin_rl.storage.pairs import commit_pairs, committed_pairs, read_pairs
+from marin_rl.storage.runs import Run, committed, pairs_slot, reward_model_slot
+from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.heads import ScalarModel
+from marin_rl.training.loop import already_committed, check_finite
+from marin_rl.training.mesh import layout_of
+from marin_rl.training.model import (
+    matrix_mask,
+    named_parameters,
+    with_gradient_checkpointing,
+    with_parameters,
+)
+from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, sft_adamw
+from marin_rl.training.preference import (
+    make_preference_step,
+    pair_arrays,
+    preference_totals,
+)
+from marin_rl.training.reward_scoring import SequenceScorer, padded_length
+from marin_rl.training.sft import STEPS_PER_EVENT, made_ahead
+from marin_rl.training.state import (
+    Identity,
+    first_parameters,
+    fresh_state,
+    other_run,
+    restore_parameters,
+    restore_state,
+    sft_result,
+    state_like,
+    template_of,
+    tree_of,
+)
+from marin_rl.training.step import Parameters, TrainState, as_array
+from marin_rl.types import PreferencePair, SlotRef
+from schemas.pairs import SCHEMA_VERSION
+
+# Counts up when the same pairs would train other parameters.
+PROGRAM_VERSION = 1
+MEASURED_PAIRS_MAX = 1024  # held-out pairs that are measured at a segment's end
+STD_MIN = 1e-6
+
+
+class RewardModelTraining:
+    """Trains the reward model of one run, segment by segment."""
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where the run configures no reward model."""
+        config, self._settings = run.config, settings_of(run)
+        self._run, self._tokenizer = run, tokenizer
+        self._names = TokenizerIdentity.of(tokenizer)
+        self._layout = layout_of(config.mesh)
+        self._trunk = template_of(config.policy, tokenizer)
+        checkpointing = config.training.gradient_checkpointing
+        trunk = with_gradient_checkpointing(self._trunk) if checkpointing else self._trunk
+        self._template: ScalarModel = eqx.filter_eval_shape(ScalarModel.of, trunk)
+        adamw = sft_adamw(self._settings, config.training)
+        self._optimizer = make_optimizer(adamw, matrix_mask(self._template))
+        self._like = state_like(self._template, self._optimizer)
+        schedule, dtype = learning_rate_schedule(adamw), config.policy.compute_dtype
+        self._step = make_preference_step(
+            self._template, self._optimizer, schedule, dtype, self._layout
+        )
+        self._scorer = SequenceScorer(self._template, config.policy)
+        self._pairs: _Sides | None = None
+        self._state: TrainState | None = None
+        self._at: SlotRef | None = None
+
+    def prepare(self) -> SlotRef:
+        """Commit the run's pairs, tokens and split included, or return them if they are there.
+
+        The user's file is not needed any more once they are. Raises InputError naming row or pair
+        and field, CommitConflict where the file is another than the one the run began with.
+        """
+        run, settings = self._run, self._settings
+        found = committed(run, pairs_slot())
+        if found is not None and not Path(settings.pairs).exists():
+            return found
+        file = read_pairs(settings.pairs)
+        decides = {
+            "file": file.sha256,
+            "held_out_fraction": settings.held_out_fraction,
+            "context_length": run.config.policy.context_length,
+            **asdict(self._names),
+        }
+        decided = fingerprint("pairs", decides, (), SCHEMA_VERSION)
+        if (found := committed_as(run.store, pairs_slot(), decided)) is not None:
+            return found
+        tokenizer = PairTokenizer(
+            tokenizer=cast(ChatTokenizer, self._tokenizer),
+            vocab_size=self._trunk.Vocab.size,
+            context_length=run.config.policy.context_length,
+            **asdict(self._names),
+        )
+        pairs = tokenizer.tokenized(file.pairs, settings.held_out_fraction)
+        extra = {"file": settings.pairs, "file_sha256": file.sha256, **asdict(self._names)}
+        return commit_pairs(run, pairs, decided=decided, extra=extra)
+
+    def run_segment(self, step_from: int, pairs: SlotRef) -> SlotRef:
+        """Train from `step_from` to the segment's end on the committed `pairs`, and commit.
+
+        Returns what is committed already. The summary holds the means of the segment's steps and
+        what the held-out pairs say at its end. Raises NonFiniteUpdate, CommitConflict.
+        """
+        settings, run = self._settings, self._run
+        assert 0 <= step_from < settings.steps, (step_from, settings.steps)
+        assert step_from % settings.steps_per_checkpoint == 0, (step_from, settings)
+        step_to = min(step_from + settings.steps_per_checkpoint, settings.steps)
+        parents, slot = self._parents(step_from, pairs), reward_model_slot(step_to)
+        decisive = self._content()
+        if found := already_committed(run, slot, decisive, parents):
+            return found
+        sides = self._sides(pairs)
+        state, rows = self._begin(step_from, parents), list[Mapping[str, float]]()
+        self._state = self._at = None  # the state is donated from here on
+        limit = run.config.training.nonfinite_updates_max
+        for step, batch in made_ahead(partial(self._batch, sides.train), step_from, step_to):
+            state, metrics = self._take(state, batch)
+            check_finite(state, metrics, limit)
+            rows.append(_named(metrics))
+            if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
+                self._publish(step + 1, rows[-1])
+        measured = self._measured(state.parameters, sides)
+        totals = over_steps(rows) | _named(measured.totals, "held_out_")
+        extra = {"reward_mean": measured.mean, "reward_std": measured.std}
+        ref = commit_checkpoint(
+            run,
+            slot,
+            tree_of(state),
+            content=decisive,
+            parents=parents,
+            totals=totals,
+            extra=Identity.of(state, self._names).as_dict() | extra,
+        )
+        self._publish(step_to, totals)
+        if not ref.reused:
+            self._state, self._at = state, ref
+        return ref
+
+    def _parents(self, step_from: int, pairs: SlotRef) -> tuple[SlotRef, ...]:
+        """What a segment starts from, and the pairs."""
+        if step_from:
+            before = committed(self._run, reward_model_slot(step_from))
+            assert before is not None, f"step {step_from} is committed before the segment after it"
+            return (before, pairs)
+        if self._run.config.policy.init == "sft":
+            return (sft_result(self._run), pairs)
+        return (pairs,)
+
+    def _begin(self, step_from: int, parents: tuple[SlotRef, ...]) -> TrainState:
+        place = partial(
+            self._layout.place_state, template=self._template, optimizer=self._optimizer
+        )
+        if step_from == 0:
+            parameters, seed = self._first_parameters(), self._run.config.seed
+            return place(fresh_state(parameters, self._optimizer, seed))
+        if self._state is not None and self._at == parents[0]:
+            return self._state
+        return place(restore_state(self._run, parents[0], self._like, self._names))
+
+    def _first_parameters(self) -> Parameters:
+        """The trunk of a policy, and a head that says 0 of everything."""
+        config, trunk = self._run.config, self._trunk
+        optimizer = make_optimizer(sft_adamw(config.sft, config.training), matrix_mask(trunk))
+        like = state_like(trunk, optimizer)
+        if config.policy.init == "sft":
+            of_policy = restore_parameters(self._run, sft_result(self._run), like, self._names)
+        elif config.policy.init == "checkpoint":
+            of_policy = restore_parameters(*other_run(config), like, self._names)
+        else:
+            of_policy = first_parameters(config, self._tokenizer)
+        return named_parameters(ScalarModel.of(with_parameters(trunk, of_policy)))
+
+    def _content(self) -> dict[str, object]:
+        config = self._run.config
+        return {
+            "program": PROGRAM_VERSION,
+            "policy": content(config.policy),
+            "reward_model": content(self._settings),
+            "moments": [config.training.beta1, config.training.beta2, config.training.epsilon],
+            "seed": config.seed,
+        }
+
+    def _sides(self, pairs: SlotRef) -> "_Sides":
+        """The pairs to train on and those that are held out, read once."""
+        if self._pairs is None:
+            found = committed_pairs(self._run, pairs)
+            self._pairs = _Sides(
+                train=[pair for pair in found if pair.split != "eval"],
+                held_out=[pair for pair in found if pair.split == "eval"],
+            )
+        return self._pairs
+
+    def _batch(self, pairs: Sequence[PreferencePair], step: int) -> PairBatch:
+        settings, config = self._settings, self._run.config
+        taken = pairs_of_step(len(pairs), settings.pairs_per_step, config.seed, step)
+        chosen = [pairs[index] for index in taken]
+        length = padded_length(longest(chosen), config.policy.context_length)
+        return pair_batch(chosen, settings.margin, length)
+
+    def _take(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, dict[str, float]]:
+        settings, layout = self._settings, self._layout
+        shape = settings.microbatch_pairs, settings.pairs_per_step
+        arrays, used = pair_arrays(batch, *shape, layout)
+        with layout.active():
+            placed = layout.place_rows(arrays)
+            state, metrics = self._step(state, placed, as_array(used))
+        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def _measured(self, parameters: Parameters, sides: "_Sides") -> "_Measured":
+        """What held-out pairs say, and the scale of rewards: over them, else over the others."""
+        pairs = (sides.held_out or sides.train)[:MEASURED_PAIRS_MAX]
+        batch = pair_batch(pairs, self._settings.margin, longest(pairs))
+        rows = zip(batch.token_ids, batch.inside, strict=True)
+        with self._layout.active():
+            found = self._scorer.score(parameters, [ids[inside] for ids, inside in rows])
+        totals = preference_totals(found[0::2], found[1::2], batch.margins)
+        return _Measured(
+            totals=totals if sides.held_out else {},
+            mean=float(found.mean()),
+            std=max(float(found.std()), STD_MIN),
+        )
+
+    def _publish(self, step: int, metrics: Mapping[str, float]) -> None:
+        publish(
+            ProgressEvent(
+                run_id=self._run.run_id,
+                stage="reward_model",
+                done=step,
+                total=self._settings.steps,
+                metrics=metrics,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    train: list[PreferencePair]
+    held_out: list[PreferencePair]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    totals: Mapping[str, float]
+    mean: float
+    std: float
+
+
+def settings_of(run: Run) -> RewardModelConfig:
+    """The section `reward_model` of a run. Raises ConfigError without one."""
+    settings = run.config.reward_model
+    if settings is None:
+        raise ConfigError(
+            f"run {run.run_id!r} has no section reward_model: add one that names the file of pairs "
+            "(reward_model.pairs)"
+        )
+    return settings
+
+
+def _named(metrics: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+    """Under the names of marin_rl.metrics; numbers that are not finite are left out."""
+    own = {name: f"reward_model/{prefix}{name}" for name in ("loss", "accuracy", "margin")}
+    names = own | {name: name for name in ("grad_norm", "lr")}
+    return {
+        names[name]: value
+        for name, value in metrics.items()
+        if name in names and math.isfinite(value)
+    }

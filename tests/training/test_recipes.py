@@ -1,0 +1,27 @@
+"""Each recipe of configs/recipes learns the demo's task made small, from one warm start."""
+
+import statistics
+
+import pytest
+
+from bench.recipes import RECIPES, learn, warm_start
+
+ROUNDS = 6
+RISE_MIN = 0.15  # of the reward, which the second round has already raised
+HELD_OUT_RISE_MIN = 0.3
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recipes")
+    return root, warm_start(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_learns(begun, recipe):
+    root, checkpoint = begun
+    curve = learn(root, checkpoint, recipe, seed=0, rounds=ROUNDS)
+    first, last = statistics.mean(curve.rewards[:2]), statistics.mean(curve.rewards[-2:])
+    assert last - first > RISE_MIN, curve
+    assert curve.after - curve.before > HELD_OUT_RISE_MIN, curve

@@ -1,0 +1,187 @@
+"""What a policy is held to: steered coefficients, moving references, KL as part of the reward."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hand_made import commit_round, random_batch
+from numpy.testing import assert_allclose, assert_array_equal
+
+from marin_rl.config import ObjectiveConfig
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.forks import held_to
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.training.foresight import Foresight
+from marin_rl.training.loop import Trainer
+from marin_rl.training.reference_policy import (
+    adapted,
+    kl_coefficient,
+    reference_round,
+    reward_penalty,
+)
+from marin_rl.training.state import restore_parameters
+from marin_rl.training.step import Reference, step_arrays
+
+LENGTH = 32
+SETTINGS = (
+    "policy.model.layers=1",
+    "training.microbatch_sequences=4",
+    "training.learning_rate=1e-2",
+)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"), [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098), (5.4, 0.099)]
+)
+def test_the_coefficient_follows_a_bounded_error(kl, expected):
+    assert adapted(0.1, kl, 6.0, 0.1) == pytest.approx(expected)
+
+
+def test_a_refreshed_reference_is_the_last_of_every_so_many_rounds():
+    objective = ObjectiveConfig(reference="refreshed", reference_every_rounds=3)
+    assert [reference_round(objective, round) for round in range(7)] == [0, 0, 0, 3, 3, 3, 6]
+    assert reference_round(ObjectiveConfig(), 7) == 0
+
+
+@pytest.mark.parametrize("reference", ["first", "refreshed", "average"])
+def test_storage_keeps_the_checkpoint_that_a_policy_is_held_to(reference):
+    objective = ObjectiveConfig(kl_coefficient=0.1, reference=reference, reference_every_rounds=3)
+    expected = [
+        set() if reference == "average" else {reference_round(objective, r)} for r in range(8)
+    ]
+    assert [held_to(objective, round) for round in range(8)] == expected
+    if reference != "average":  # which nobody keeps for nothing
+        assert held_to(ObjectiveConfig(reference=reference), 5) == set()
+
+
+def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():
+    batch = random_batch(4, LENGTH)
+    names = tuple((f"r{row}",) for row in range(4))
+    batch = dataclasses.replace(batch, rollout_ids=names)
+    groups = {"r0": "a", "r1": "a", "r2": "b", "r3": "b"}
+    arrays, _ = step_arrays(batch, 2, 2)
+    referred = (arrays.policy_logprobs - 0.25 * arrays.mask).astype(np.float32)
+    referred[0, 1] -= 0.5 * arrays.mask[0, 1]  # r1 has moved further
+    objective = ObjectiveConfig(advantage="rloo", kl_estimator="k1")
+    penalty = reward_penalty(objective, groups, [batch], [arrays], [referred], 2.0)
+    tokens = arrays.mask.reshape(4, -1).sum(axis=1)
+    kl = tokens * np.array([0.25, 0.75, 0.25, 0.25])
+    # leave-one-out in groups of two: the difference to the other
+    expected = -2.0 * (kl - kl[[1, 0, 3, 2]])
+    found = penalty.advantages[0].reshape(4, -1)
+    assert_allclose(found, expected[:, None] * arrays.mask.reshape(4, -1), rtol=1e-4, atol=1e-5)
+    assert penalty.metrics["objective/kl"] == pytest.approx(kl.mean(), rel=1e-5)
+    assert penalty.metrics["kl"] == pytest.approx(kl.sum() / tokens.sum(), rel=1e-5)
+
+
+def test_kl_by_token_is_what_is_to_come_of_it_and_whitened():
+    batch = random_batch(3, LENGTH)
+    batch = dataclasses.replace(batch, rollout_ids=tuple((f"r{row}",) for row in range(3)))
+    arrays, used = step_arrays(batch, 2, 2)
+    rng = np.random.default_rng(3)
+    apart = rng.normal(0, 0.5, arrays.mask.shape).astype(np.float32) * arrays.mask
+    objective = ObjectiveConfig(
+        advantage="reinforce",
+        advantage_scale="token_whitening",
+        ratio_level="token",
+        kl_coefficient=0.3,
+        kl_placement="reward",
+        kl_estimator="k1",
+    )
+    foresight = Foresight(objective, lambda _, rows, __: rows.policy_logprobs - apart)
+    reference = Reference({}, np.float32(0.3))
+    foresight.penalise(reference, {}, [batch], [(arrays, used)])
+    (change,) = foresight.changes
+    found = change(arrays).advantages
+
+    mask = arrays.mask.reshape(4, -1)
+    raw = arrays.advantages.reshape(4, -1).astype(np.float64)
+    expected = np.zeros(mask.shape)
+    for row, at in enumerate(mask):
+        kl = (apart.reshape(4, -1)[row] * at).astype(np.float64)
+        for token in np.flatnonzero(at):
+            expected[row, token] = raw[row, token] - 0.3 * kl[token:].sum()
+    tokens = expected[mask]
+    expected = (expected - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) * mask
+    assert_allclose(found.reshape(4, -1), expected, rtol=1e-4, atol=1e-5)
+    kl_sum = (apart * arrays.mask).sum()
+    assert foresight.metrics["objective/kl"] == pytest.approx(kl_sum / 3, rel=1e-4)
+    assert foresight.metrics["kl"] == pytest.approx(kl_sum / mask.sum(), rel=1e-4)
+
+
+def play(run, trainer, checkpoint, rounds):
+    for round in rounds:
+        batches = commit_round(run, round, [random_batch(5, LENGTH, seed=round)], LENGTH)
+        checkpoint = trainer.train_round(round, batches, checkpoint)
+    return checkpoint
+
+
+def begun(config, tokenizer):
+    run = Run.create_or_open(config)
+    trainer = Trainer(run, tokenizer)
+    return run, trainer, trainer.init_policy()
+
+
+def test_an_adaptive_coefficient_is_read_off_the_checkpoint_before(debug, tokenizer):
+    config = debug(
+        *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"
+    )
+    run, trainer, checkpoint = begun(config, tokenizer)
+    used = []
+    for round in range(3):
+        used.append(kl_coefficient(run, checkpoint))
+        checkpoint = play(run, trainer, checkpoint, [round])
+        totals = manifest_of(run.store, checkpoint).totals
+        assert totals["objective/kl_coefficient"] == pytest.approx(used[-1])
+        assert used[-1] != 0
+    # round 0 is on the reference itself, so its KL is 0 and the coefficient falls by a fifth
+    assert used[:2] == pytest.approx([0.5, 0.4])
+    assert used[2] != pytest.approx(used[1])
+
+
+def test_a_round_without_batches_keeps_the_adaptive_coefficient(debug, tokenizer):
+    config = debug(
+        *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"
+    )
+    run, trainer, first = begun(config, tokenizer)
+    for round in range(2):  # before anything was trained on, it is the configured one
+        first = trainer.train_round(round, commit_round(run, round, [], LENGTH), first)
+    assert kl_coefficient(run, first) == 0.5
+    trained = play(run, trainer, first, [2])
+    steered = kl_coefficient(run, trained)
+    assert steered == pytest.approx(0.4)
+    empty = trainer.train_round(3, commit_round(run, 3, [], LENGTH), trained)
+    assert kl_coefficient(run, empty) == steered
+    play(run, trainer, empty, [4])
+    found = committed(run, checkpoint_slot(5))
+    assert found is not None
+    totals = manifest_of(run.store, found).totals
+    assert totals["objective/kl_coefficient"] == pytest.approx(steered)
+
+
+def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(debug, tokenizer):
+    config = debug(
+        *SETTINGS,
+        "objective.kl_coefficient=0.1",
+        "objective.reference=average",
+        "objective.reference_decay=0.5",
+    )
+    run, trainer, first = begun(config, tokenizer)
+    names, program = trainer._names, trainer._program
+    start = restore_parameters(run, first, program.like, names)
+    one = play(run, trainer, first, [0])
+    moved = restore_parameters(run, one, program.like, names)
+    state = trainer._state
+    assert state is not None
+    assert state.average is not None
+    for name, average in state.average.items():
+        assert_allclose(average, 0.5 * start[name] + 0.5 * moved[name], atol=1e-6)
+    two = play(run, trainer, one, [1])
+    again = Trainer(run, tokenizer)
+    again.load(one)
+    kept = again._state
+    assert kept is not None
+    assert kept.average is not None
+    for name, average in state.average.items():
+        assert_array_equal(kept.average[name], average)
+    assert committed(run, checkpoint_slot(2)) == two

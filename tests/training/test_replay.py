@@ -1,0 +1,204 @@
+"""A round done again gives the same bits; other settings differ as far as they should."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import small_config
+from typer.testing import CliRunner
+
+from marin_rl.batching.build import build_round, preview_round
+from marin_rl.cli import app
+from marin_rl.errors import ConfigError, InputError, ObjectMissing
+from marin_rl.resident import Resident
+from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rollouts.rescore import rescore_round
+from marin_rl.rounds import close_round
+from marin_rl.serving.loading import export_hf, read_checkpoint
+from marin_rl.storage.forks import fork_run
+from marin_rl.storage.fsck import check_run
+from marin_rl.storage.gc import collect, rule_of
+from marin_rl.storage.rewards import read_rewards
+from marin_rl.storage.rollouts import seal_round
+from marin_rl.storage.runs import Run
+from marin_rl.training.model import load_hf
+from marin_rl.training.replay import replay_round
+from marin_rl.training.reprocess import reprocess_round
+from marin_rl.types import SlotRef
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    "policy.model.layers=1", "sampling.max_tokens=6", "training.learning_rate=1e-2",
+    "training.warmup_steps=0", "training.epochs=2", "batching.sequences_per_step=8",
+    "objective.kl_coefficient=0.1",
+)  # fmt: skip
+
+
+def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
+    policy = resident.serve(checkpoint)
+
+    async def generate() -> list[SlotRef]:
+        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in (0, 1)))
+
+    batches = build_round(
+        run, round, seal_round(run, round, asyncio.run(generate()), (checkpoint,))
+    )
+    trained = resident.train_round(round, batches, checkpoint)
+    close_round(run, round, {"timing_s/round": 1.0})
+    return trained
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    run = Run.create_or_open(small_config(root, *SETTINGS))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        for round in range(2):
+            checkpoint = play(resident, run, round, checkpoint)
+    finally:
+        resident.close()
+    return root
+
+
+@pytest.fixture
+def run(played: Path) -> Run:
+    return Run.open(str(played), "debug")
+
+
+def test_a_round_done_again_gives_the_same_bits(run: Run) -> None:
+    before = run.store.list()
+    for round in range(2):
+        found = replay_round(run, round)
+        assert found.equal
+        assert found.digest == found.recorded_digest
+        assert found.compared > 20
+        assert (found.differing, dict(found.metrics), dict(found.changed)) == ((), {}, {})
+    assert run.store.list() == before
+    assert check_run(run.config.root, "debug").faults == ()
+
+
+def test_a_difference_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another machine: the same update, but of a learning rate that is a little off."""
+    training = run.config.training.model_copy(update={"learning_rate": 1.001e-2})
+    config = run.config.model_copy(update={"training": training})
+    found = replay_round(Run(config=config, run_id=run.run_id, store=run.store), 0)
+    assert not found.equal
+    assert found.digest != found.recorded_digest
+    largest = max(item.largest for item in found.differing if item.name.startswith("parameters"))
+    assert 0 < largest < 1e-2
+    assert found.metrics["lr"] == pytest.approx((0.01, 0.01001), rel=1e-3)
+
+
+def test_a_pruned_round_is_compared_by_its_digest(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder.url, tmp_path / "debug")
+    copy = Run.open(str(tmp_path), "debug")
+    collect(copy, rule_of(copy, 2, None))  # the reference pins checkpoint 0
+    assert replay_round(copy, 0).equal
+    with pytest.raises(ObjectMissing, match="expected a trained round"):
+        replay_round(copy, 2)
+
+
+def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(
+    run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(run.folder.url, tmp_path / "debug")
+    fork = fork_run(Run.open(str(tmp_path), "debug"), 1, "fork", ["training.learning_rate=1e-3"])
+    resident = Resident(fork)
+    try:
+        from marin_rl.storage.runs import latest_checkpoint
+
+        start = latest_checkpoint(fork)
+        assert start is not None
+        play(resident, fork, 1, start)
+    finally:
+        resident.close()
+    assert check_run(str(tmp_path), "fork").faults == ()
+    assert [replay_round(fork, round).equal for round in range(2)] == [True, True]
+
+
+def test_other_settings_move_rollouts_advantages_and_the_gradient(run: Run) -> None:
+    same = reprocess_round(run, 1, [])
+    assert (same.before, same.moved, same.settings) == (same.after, {}, ())
+    assert same.advantages.largest == 0
+    assert same.gradient is not None
+    assert same.gradient.cosine == pytest.approx(1)
+    assert same.gradient.norm_before == same.gradient.norm_after > 0
+    doubled = reprocess_round(run, 1, ["objective.aggregation=sequence_mean_token_mean"])
+    assert doubled.gradient is not None
+    assert doubled.gradient.norm_after < doubled.gradient.norm_before
+    assert 0.5 < (doubled.gradient.cosine or 0) <= 1 + 1e-6
+
+
+def test_other_rewards_move_the_gradient(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_of_replay.py").write_text(
+        "def first(example, completion):\n    return float(ord(completion[:1] or ' ') % 7)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    shutil.copytree(run.folder.url, tmp_path / "debug")
+    copy = Run.open(str(tmp_path), "debug")
+    rescore_round(copy, 1, "rewards_of_replay:first", "first")
+    before = copy.store.list()
+    found = reprocess_round(copy, 1, ["objective.advantage=dr_grpo"], "first")
+    assert copy.store.list() == before
+    assert found.settings == ('objective.advantage: "rloo" -> "dr_grpo"',)
+    assert found.before.rollouts == found.after.rollouts
+    plain, other = (
+        preview_round(copy, 1, copy.config, rewards).plan.advantage_N
+        for rewards in (None, read_rewards(copy, 1, "first"))
+    )
+    size = copy.config.rollouts.group_size  # dr_grpo is (n - 1) / n of rloo
+    apart = np.abs(plain - (size - 1) / size * other)
+    assert found.advantages.largest == pytest.approx(apart.max())
+    assert found.advantages.mean == pytest.approx(apart.mean())
+    assert apart.max() > 0.5
+    assert found.gradient is not None
+    assert found.gradient.cosine is not None
+    assert abs(found.gradient.cosine) < 0.99
+
+
+def test_settings_that_samples_depend_on_are_refused(run: Run) -> None:
+    for setting in ("sampling.temperature=0.5", "policy.compute_dtype=bfloat16", "seed=3"):
+        with pytest.raises(ConfigError, match="what was sampled depends on these"):
+            reprocess_round(run, 1, [setting])
+
+
+def test_a_checkpoint_becomes_a_folder_that_gives_the_same_logits(run: Run, tmp_path: Path) -> None:
+    import haliax as hax
+    import jax.numpy as jnp
+
+    exported = export_hf(run, 1, tmp_path / "hf")
+    assert exported.round == 1
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    logits = []
+    for model in (read_checkpoint(run, 1).model, load_hf(tmp_path / "hf")):
+        Pos = hax.Axis("position", 12)
+        ids = hax.named(jnp.arange(7, 19, dtype=jnp.int32), Pos)
+        logits.append(np.asarray(model(ids).array))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-4
+    with pytest.raises(InputError, match="is not empty"):
+        export_hf(run, 1, tmp_path / "hf")
+
+
+def test_the_commands(run: Run, tmp_path: Path) -> None:
+    def invoke(*arguments: str):
+        runner = CliRunner(env={"COLUMNS": "200"})
+        return runner.invoke(app, [*arguments, "--root", run.config.root])
+
+    equal = invoke("replay-step", "debug", "1", "--json")
+    assert (equal.exit_code, json.loads(equal.stdout)["equal"]) == (0, True)
+    shown = invoke("reprocess", "debug", "--round", "1", "--set", "objective.advantage=grpo")
+    assert "gradient cosine" in shown.output
+    folder = tmp_path / "hf"
+    assert invoke("export", "debug", "--hf", str(folder)).exit_code == 0
+    assert (folder / "model.safetensors").exists()
+    assert isinstance(invoke("export", "debug", "--round", "1").exception, ConfigError)
