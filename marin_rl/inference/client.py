@@ -9,7 +9,10 @@ import asyncio
 import itertools
 import random
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -41,6 +44,8 @@ MESSAGE_CHARACTERS_MAX = 500
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING = (408, 409, 425, 429)
+_ASKS_TO_WAIT = (429, 503)
+_OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
 
 
 class PolicyClient:
@@ -48,7 +53,10 @@ class PolicyClient:
 
     Each request starts at the next endpoint in turn; a fault that may pass moves it on to the
     following one, with exponential back-off and full jitter after each turn around all of them.
-    Belongs to the event loop that first uses it: one client per `asyncio.run`, closed at its end.
+    An endpoint that answers 429 or 503 with Retry-After is left alone for so long (`timeout_s` at
+    most), by every request of this client. `admin_key` is sent in place of `api_key` where weights
+    are updated. Belongs to the event loop that first uses it: one client per `asyncio.run`, closed
+    at its end.
     """
 
     def __init__(
@@ -57,18 +65,20 @@ class PolicyClient:
         endpoints: Sequence[str],
         model: str,
         api_key: str | None = None,
+        admin_key: str | None = None,
         timeout_s: float = 600.0,
         attempts_max: int = 5,
         in_flight_max: int = 64,
     ) -> None:
         assert endpoints, "a client needs at least one endpoint"
         self._model = model
-        self._api_key = api_key
+        self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
         self._attempts_max = attempts_max
         self._in_flight = asyncio.Semaphore(in_flight_max)
         self._turn = itertools.count()
         self._endpoints = tuple(endpoints)
+        self._not_before = [0.0] * len(self._endpoints)
         self._clients = tuple(_connect(url, api_key, timeout_s, in_flight_max) for url in endpoints)
 
     async def __aenter__(self) -> Self:
@@ -105,23 +115,49 @@ class PolicyClient:
 
     async def models(self) -> list[str]:
         """Ids that every endpoint serves, sorted. Raises as `chat` does."""
-        served = [
-            _model_ids(await self._attempt(index, "GET", "/models", None))
-            for index in range(len(self._clients))
-        ]
-        return sorted(set.intersection(*served))
+        return sorted(set.intersection(*(await self.models_of_each()).values()))
 
-    async def update_weights(self, model_path: str, weight_version: int) -> None:
-        """Have every endpoint load a Hugging Face folder, by SGLang's route. Raises as `chat`."""
-        body = {"model_path": model_path, "weight_version": str(weight_version)}
-        updates = (
-            self._attempt(index, "POST", url.removesuffix("/v1") + UPDATE_WEIGHTS_ROUTE, body)
+    async def models_of_each(self) -> dict[str, set[str]]:
+        """Ids that each endpoint serves. Raises as `chat` does."""
+        return {
+            url: _model_ids(await self._attempt(index, "GET", "/models", None))
             for index, url in enumerate(self._endpoints)
-        )
-        await asyncio.gather(*updates)
+        }
+
+    async def update_weights(
+        self, model_path: str, weight_version: int, parameters_digest: str
+    ) -> None:
+        """Have every endpoint load a Hugging Face folder, by SGLang's route.
+
+        The digest is for servers that verify it (ours); others ignore it. Raises StalePolicy where
+        the endpoint found other weights in the folder than it was promised, else as `chat` does.
+        """
+        body = {
+            "model_path": model_path,
+            "weight_version": str(weight_version),
+            "parameters_digest": parameters_digest,
+        }
+
+        def update(index: int) -> Awaitable[bytes]:
+            url = self._endpoints[index].removesuffix("/v1") + UPDATE_WEIGHTS_ROUTE
+
+            async def post(_: int) -> bytes:
+                return await self._attempt(index, "POST", url, body, key=self._admin_key)
+
+            return self._retried(post)
+
+        await asyncio.gather(*map(update, range(len(self._endpoints))))
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         first = next(self._turn)
+
+        async def send(tried: int) -> bytes:
+            return await self._attempt(self._willing(first + tried), method, path, body)
+
+        return await self._retried(send)
+
+    async def _retried(self, send: Callable[[int], Awaitable[bytes]]) -> bytes:
+        """`send`, given the number of tries before, until it neither passes nor fails for good."""
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(EndpointUnavailable),
             stop=tenacity.stop_after_attempt(self._attempts_max),
@@ -130,8 +166,7 @@ class PolicyClient:
         )
         async for attempt in retrying:
             with attempt:
-                turn = first + attempt.retry_state.attempt_number - 1
-                return await self._attempt(turn % len(self._clients), method, path, body)
+                return await send(attempt.retry_state.attempt_number - 1)
         raise AssertionError("tenacity returns a value or raises")
 
     def _pause_s(self, state: tenacity.RetryCallState) -> float:
@@ -141,14 +176,35 @@ class PolicyClient:
             return 0.0
         return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
 
+    def _willing(self, turn: int) -> int:
+        """The endpoint whose turn it is, or the next that did not ask to be left alone."""
+        count, now = len(self._endpoints), time.monotonic()
+        in_turn = [(turn + step) % count for step in range(count)]
+        return min(in_turn, key=lambda index: max(self._not_before[index], now))
+
+    async def _left_alone(self, index: int) -> None:
+        """Wait as long as the endpoint asked for; jitter, lest all who wait return at once."""
+        left_s = self._not_before[index] - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S)))
+
     async def _attempt(
-        self, index: int, method: str, path: str, body: dict[str, Any] | None
+        self,
+        index: int,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        key: str | None = None,
     ) -> bytes:
         """One try at one endpoint. The time limit is on the whole answer, not between bytes."""
         import httpx2
         import openai
 
         client, url = self._clients[index], self._endpoints[index]
+        if key is not None:
+            client = client.with_options(api_key=key)  # over the same connections
+        await self._left_alone(index)
         try:
             async with self._in_flight, asyncio.timeout(self._timeout_s):
                 if method == "POST":
@@ -161,12 +217,17 @@ class PolicyClient:
         except openai.APIConnectionError as error:
             raise EndpointUnavailable(self._told(url, error.__cause__ or error)) from None
         except openai.APIStatusError as error:
+            if error.status_code in _ASKS_TO_WAIT:
+                wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
+                self._not_before[index] = time.monotonic() + wait_s
             raise self._refusal(url, error) from None
 
     def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
         """What a status other than 2xx means to us."""
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
         told = self._told(url, f"status {error.status_code}: {words}")
+        if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
+            return StalePolicy(told)
         if error.status_code in _PASSING or error.status_code >= 500:
             return EndpointUnavailable(told)
         if error.status_code == 404 and _is_about_the_model(error.body):
@@ -175,15 +236,16 @@ class PolicyClient:
             return RequestRejected(f"{told}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
-                f"{told}: set the variable that inference.api_key_variable names"
+                f"{told}: set the variable that inference.api_key_variable names, for new weights "
+                "the one of inference.server.admin_key_variable"
             )
         return RequestRejected(told)
 
     def _told(self, url: str, message: object) -> str:
         """The endpoint's own words, short, and never with our key in them."""
         text = f"{url}: {str(message) or type(message).__name__}"
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
+        for key in filter(None, (self._api_key, self._admin_key)):
+            text = text.replace(key, "***")
         return text[:MESSAGE_CHARACTERS_MAX]
 
 
@@ -225,6 +287,19 @@ def _trusted() -> ssl.SSLContext:
 def _distrusting() -> ssl.SSLContext:
     """For plain http, where none is used: loading the certificates of the system takes 20 ms."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date; 0 without a valid one."""
+    value = headers.get("retry-after", "").strip()
+    if value.replace(".", "", 1).isdecimal():
+        return float(value)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
 
 
 def _is_about_the_model(body: object) -> bool:

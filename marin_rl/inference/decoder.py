@@ -2,7 +2,7 @@
 
 Owns what the model computes: the empty cache, `prefill` of prompts into slots, and `decode_step` of
 one token in every slot. Leaves out where the arrays come from (`weights`), what is done with logits
-(`sampling`) and who sits in which slot (`slots`, `engine`).
+(`sampling`) and who sits in which slot (`seating`, `table`).
 
 Axes: S slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a cache
 block, K key/value heads, G query heads per key/value head, H head size, D width, V vocabulary.
@@ -11,11 +11,12 @@ The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, 
 attention's products read contiguous memory; each block is an array of its own, so that a block past
 the longest sequence is skipped without a copy. Every slot is computed by the same instructions on
 the same shapes whatever the other slots do, and a masked position adds an exact zero: the numbers
-of a sequence depend on nothing but its own tokens and the weights.
+of a sequence depend on nothing but its own tokens and the weights. The one exception are blocks of
+a prompt that slots side by side share: read once, with as many rows as slots have, they are
+multiplied by kernels that a CPU's library adds up in the same order, which tests hold it to.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +24,26 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 from levanter.utils.activation import ActivationFunctionEnum
 
-from marin_rl.inference.weights import Decoder, DecoderSpec, Layer, Norm, Rotary
+from marin_rl.inference.attention import MASKED, Block, attend
+from marin_rl.inference.placement import SLOTS, TENSOR, constrain
+from marin_rl.inference.weights import (
+    Decoder,
+    DecoderSpec,
+    Layer,
+    Norm,
+    Rotary,
+    split_gate_up,
+)
 
 # A block is at least so many positions, and a cache at most so many blocks: every block is a
 # conditional of its own in the compiled step.
-BLOCK_MIN = 32
-BLOCKS_MAX = 8
-
-# Added to a masked score instead of -inf, so that exp() of a difference is never NaN.
-MASKED = -1e30
+BLOCK_MIN = 64
+BLOCKS_MAX = 12
 
 # One tile of prefill holds about so many tokens, and one tile of its attention so many queries.
 PREFILL_TILE_TOKENS = 256
 PREFILL_TILE_ROWS = 4
 QUERY_TILE = 256
-
-
-class Block(NamedTuple):
-    """B positions of one layer's cache."""
-
-    keys: Float[Array, "S K H B"]
-    values: Float[Array, "S K B H"]
 
 
 Cache = tuple[tuple[Block, ...], ...]
@@ -78,40 +78,50 @@ def decode_step(
     cache: Cache,
     tokens_S: Int32[Array, " S"],
     positions_S: Int32[Array, " S"],
+    shared: Int32[Array, ""] | None = None,
 ) -> tuple[Float32[Array, "S V"], Cache]:
     """Logits after `tokens_S`, which stand at `positions_S` (< the cache's length), and the cache.
 
-    A slot whose position is negative writes nothing; its logits mean nothing.
+    A slot whose position is negative writes nothing; its logits mean nothing. Below position
+    `shared` the caches of every SHARE slots side by side are alike; None, where that is never so,
+    compiles to a smaller program.
     """
-    x_SD = _embed(spec, decoder, tokens_S)
+    x_SD = constrain(_embed(spec, decoder, tokens_S), SLOTS)
     cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
     longest = jnp.max(positions_S)
     written = []
     for layer, blocks in zip(decoder.layers, cache, strict=True):
         normed = _rms_norm(spec, layer.attention_norm, x_SD)
         query, key, value = _project(spec, layer, normed, cos_SH, sin_SH)
+        query = constrain(query, SLOTS, TENSOR)
         blocks = _write(blocks, key, value, positions_S)
         written.append(blocks)
-        attended = _attend(query, blocks, positions_S, longest)
-        x_SD = _after_attention(spec, layer, x_SD, attended)
-    return _logits(spec, decoder, x_SD), tuple(written)
+        attended = attend(query, blocks, positions_S, longest, shared)
+        x_SD = constrain(_after_attention(spec, layer, x_SD, attended), SLOTS)
+    return constrain(_logits(spec, decoder, x_SD), SLOTS), tuple(written)
 
 
 def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> Array:
     x = decoder.embedding[tokens]
-    if decoder.embedding_norm is None:
-        return x
-    return _rms_norm(spec, decoder.embedding_norm, x)
+    if decoder.embedding_norm is not None:
+        x = _rms_norm(spec, decoder.embedding_norm, x)
+    return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
 
 
 def _logits(spec: DecoderSpec, decoder: Decoder, x_SD: Array) -> Float32[Array, "S V"]:
-    return _times(_rms_norm(spec, decoder.final_norm, x_SD), decoder.head).astype(jnp.float32)
+    x_SD = _rms_norm(spec, decoder.final_norm, x_SD)
+    return jnp.einsum("...d,vd->...v", x_SD, decoder.head, preferred_element_type=jnp.float32)
 
 
 def _rms_norm(spec: DecoderSpec, norm: Norm, x: Array) -> Array:
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.norm_epsilon)
-    out = (wide * inverse).astype(x.dtype)
+    out = wide * inverse
+    if spec.norm_offset:
+        assert norm.weight is not None
+        assert norm.bias is None
+        return (out * (spec.norm_offset + norm.weight).astype(jnp.float32)).astype(x.dtype)
+    out = out.astype(x.dtype)
     if norm.weight is not None:
         out = norm.weight * out
     return out if norm.bias is None else out + norm.bias
@@ -128,11 +138,8 @@ def _project(
 ) -> tuple[Array, Array, Array]:
     """Query [..., K, G, H], scaled, and key and value [..., K, H], rotated to their positions."""
     K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
-    joined = _times(x, layer.qkv, layer.qkv_bias)
-    query, key, value = jnp.split(joined, [K * G * H, K * (G + 1) * H], axis=-1)
-    lead = x.shape[:-1]
-    query = query.reshape(*lead, K, G, H)
-    key, value = key.reshape(*lead, K, H), value.reshape(*lead, K, H)
+    joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
+    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
     if layer.query_norm is not None:
         query = _rms_norm(spec, layer.query_norm, query)
     if layer.key_norm is not None:
@@ -153,63 +160,26 @@ def _write(
     blocks: tuple[Block, ...], key_SKH: Array, value_SKH: Array, positions_S: Array
 ) -> tuple[Block, ...]:
     """Put each slot's key and value at its position; positions outside a block are dropped."""
-    slots = jnp.arange(key_SKH.shape[0])
     size = blocks[0].keys.shape[-1]
     written = []
     for index, block in enumerate(blocks):
         at = positions_S - index * size
         # negative indices would count from the end, so they are sent past it instead
         at = jnp.where(at < 0, size, at)
-        keys = block.keys.at[slots, :, :, at].set(key_SKH, mode="drop", unique_indices=True)
-        values = block.values.at[slots, :, at].set(value_SKH, mode="drop", unique_indices=True)
-        written.append(Block(keys, values))
+        written.append(_spread(jax.vmap(_write_one)(block, key_SKH, value_SKH, at)))
     return tuple(written)
 
 
-def _attend(
-    query_SKGH: Array, blocks: tuple[Block, ...], positions_S: Array, longest: Array
-) -> Float[Array, "S KGH"]:
-    """Softmax over each slot's own positions, block by block (online softmax, arXiv:1805.02867).
-
-    A block in which a slot has nothing leaves its maximum, sum and average bitwise as they were.
-    """
-    S, K, G, H = query_SKGH.shape
-    size = blocks[0].keys.shape[-1]
-    state = (
-        jnp.full((S, K, G), MASKED, jnp.float32),
-        jnp.zeros((S, K, G), jnp.float32),
-        jnp.zeros((S, K, G, H), jnp.float32),
-    )
-    for index, block in enumerate(blocks):
-        start = index * size
-
-        def extend(state, block=block, start=start):
-            visible = start + jnp.arange(size) <= positions_S[:, None]
-            return _extend_softmax(state, query_SKGH, block, visible)
-
-        if index == 0:
-            state = extend(state)
-        else:
-            state = jax.lax.cond(start <= longest, extend, lambda state: state, state)
-    _, total, weighted = state
-    return (weighted / total[..., None]).reshape(S, K * G * H).astype(query_SKGH.dtype)
+def _write_one(block: Block, key_KH: Array, value_KH: Array, at: Array) -> Block:
+    """One slot's block, with a key and a value at position `at`."""
+    keys = block.keys.at[:, :, at].set(key_KH, mode="drop", unique_indices=True)
+    values = block.values.at[:, at].set(value_KH, mode="drop", unique_indices=True)
+    return Block(keys, values)
 
 
-def _extend_softmax(
-    state: tuple[Array, Array, Array], query_SKGH: Array, block: Block, visible_SB: Array
-) -> tuple[Array, Array, Array]:
-    highest, total, weighted = state
-    scores = jnp.einsum("skgh,skhb->skgb", query_SKGH, block.keys).astype(jnp.float32)
-    scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
-    higher = jnp.maximum(highest, scores.max(-1))
-    kept = jnp.exp(highest - higher)
-    terms = jnp.exp(scores - higher[..., None])
-    product = jnp.einsum("skgb,skbh->skgh", terms.astype(block.values.dtype), block.values)
-    return (
-        higher,
-        total * kept + terms.sum(-1),
-        weighted * kept[..., None] + product.astype(jnp.float32),
-    )
+def _spread(block: Block) -> Block:
+    """On a mesh: slots over data and fsdp, heads over tensor."""
+    return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
 
 
 def _after_attention(spec: DecoderSpec, layer: Layer, x: Array, attended: Array) -> Array:
@@ -219,7 +189,7 @@ def _after_attention(spec: DecoderSpec, layer: Layer, x: Array, attended: Array)
         out = _rms_norm(spec, layer.after_attention_norm, out)
     x = x + out
     normed = _rms_norm(spec, layer.mlp_norm, x)
-    gate, up = jnp.split(_times(normed, layer.gate_up, layer.gate_up_bias), 2, axis=-1)
+    gate, up = split_gate_up(_times(normed, layer.gate_up, layer.gate_up_bias))
     activate = ActivationFunctionEnum(spec.activation).to_jax_fn()
     out = _times(activate(gate) * up, layer.down, layer.down_bias)
     if layer.after_mlp_norm is not None:
@@ -254,7 +224,7 @@ def prefill(
     def run(index, buffer):
         start = index * tile
         tokens = jax.lax.dynamic_slice_in_dim(tokens_RP, start, tile)
-        pairs = _prefill_tile(spec, decoder, rotary, tokens)
+        _, pairs = _prefill_tile(spec, decoder, rotary, tokens)
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0),
             buffer,
@@ -262,11 +232,7 @@ def prefill(
         )
 
     buffer = jax.lax.fori_loop(0, -(-rows // tile), run, buffer)
-    slots = jnp.where(source_S < R, jnp.arange(source_S.shape[0]), source_S.shape[0])
-    return tuple(
-        _copy_in(blocks, keys, values, slots, source_S)
-        for blocks, (keys, values) in zip(cache, buffer, strict=True)
-    )
+    return _copy_in(cache, buffer, source_S, R)
 
 
 def prefill_tile(rows: int, bucket: int) -> int:
@@ -276,9 +242,9 @@ def prefill_tile(rows: int, bucket: int) -> int:
 
 
 def _prefill_tile(
-    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Array
-) -> tuple[tuple[Array, Array], ...]:
-    """Keys [R, K, H, P] and values [R, K, P, H] of every layer."""
+    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Array, *, whole: bool = False
+) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
+    """Hidden states, after the last layer if `whole`, keys [R, K, H, P], values [R, K, P, H]."""
     P = tokens_RP.shape[1]
     cos, sin = rotary.cos[:P], rotary.sin[:P]
     x = _embed(spec, decoder, tokens_RP)
@@ -288,9 +254,23 @@ def _prefill_tile(
         query, key, value = _project(spec, layer, normed, cos, sin)
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
-        if index < spec.layers - 1:
+        if whole or index < spec.layers - 1:
             x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
-    return tuple(pairs)
+    return x, tuple(pairs)
+
+
+def hidden_states(
+    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Int32[Array, "R P"]
+) -> Float[Array, "R P D"]:
+    """What `logits` are made of, at every position of whole prompts; no cache is kept."""
+    return _prefill_tile(spec, decoder, rotary, tokens_RP, whole=True)[0]
+
+
+def logits(
+    spec: DecoderSpec, decoder: Decoder, hidden_ND: Float[Array, "N D"]
+) -> Float32[Array, "N V"]:
+    """Logits of the token after each of the positions whose hidden states are given."""
+    return _logits(spec, decoder, hidden_ND)
 
 
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
@@ -312,26 +292,42 @@ def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -
 
 
 def _copy_in(
-    blocks: tuple[Block, ...], keys: Array, values: Array, slots_S: Array, source_S: Array
-) -> tuple[Block, ...]:
-    """Write prompt rows into slots; slots past the end are dropped, blocks past P untouched."""
-    size, length = blocks[0].keys.shape[-1], keys.shape[-1]
-    copied = []
-    for index, block in enumerate(blocks):
-        start = index * size
-        stop = min(start + size, length)
-        if start >= length:
-            copied.append(block)
-            continue
-        part = stop - start
-        copied.append(
-            Block(
-                block.keys.at[slots_S, :, :, :part].set(
-                    keys[source_S, :, :, start:stop], mode="drop"
-                ),
-                block.values.at[slots_S, :, :part].set(
-                    values[source_S, :, start:stop], mode="drop"
-                ),
+    cache: Cache, buffer: tuple[tuple[Array, Array], ...], source_S: Array, rows: int
+) -> Cache:
+    """Write prompt `source_S[s]` < `rows` into each slot s, one slot after the other.
+
+    All at once would first gather what is to be written: as much memory as the cache itself.
+    """
+    size, length = cache[0][0].keys.shape[-1], buffer[0][0].shape[-1]
+    taken_S = source_S < rows
+    first_S = jnp.argsort(~taken_S)
+
+    def copy(index, cache):
+        slot = first_S[index]
+        source = source_S[slot]
+        return tuple(
+            tuple(
+                _copy_block(block, keys, values, number * size, source, slot)
+                if number * size < length
+                else block
+                for number, block in enumerate(blocks)
             )
+            for blocks, (keys, values) in zip(cache, buffer, strict=True)
         )
-    return tuple(copied)
+
+    cache = jax.lax.fori_loop(0, jnp.sum(taken_S), copy, cache)
+    return tuple(tuple(_spread(block) for block in blocks) for blocks in cache)
+
+
+def _copy_block(
+    block: Block, keys: Array, values: Array, start: int, source: Array, slot: Array
+) -> Block:
+    """A block in which the slot has the prompt's positions from `start` on; others untouched."""
+    stop = start + min(block.keys.shape[-1], keys.shape[-1] - start)
+    one_keys = jax.lax.dynamic_slice_in_dim(keys[..., start:stop], source, 1)
+    one_values = jax.lax.dynamic_slice_in_dim(values[:, :, start:stop], source, 1)
+    update = jax.lax.dynamic_update_slice
+    return Block(
+        update(block.keys, one_keys, (slot, 0, 0, 0)),
+        update(block.values, one_values, (slot, 0, 0, 0)),
+    )

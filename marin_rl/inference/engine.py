@@ -2,74 +2,81 @@
 
 Owns the order of things: requests join free slots between chunks, a chunk of decode steps runs on
 the device without returning to Python, finished ones leave, and new weights take the old ones'
-place between two chunks by a change of reference. Leaves out what is computed (`decoder`,
-`sampling`), what a sequence is (`slots`), and HTTP (`server`).
+place between two chunks by a change of reference. Leaves out what may come in and who waits
+(`admission`), what a sequence is (`table`), what is computed (`runner` and what it calls), and
+HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
 request's own prompt, never from the load. So the same prompt, seed and weights give the same tokens
-and bitwise the same logprobs, alone or in a full batch, and nothing is compiled once it is warm.
+and bitwise the same logprobs, alone or in a full batch and in whichever lane, and nothing is
+compiled once it is warm.
 """
 
 import logging
+import math
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
-from jaxtyping import Float32, Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
-from marin_rl.errors import InferenceError, InputError
-from marin_rl.inference import decoder
-from marin_rl.inference.decoder import Cache
-from marin_rl.inference.programs import decode_chunk, prefill_slots
-from marin_rl.inference.slots import (
-    STOP_TOKENS_MAX,
-    Decode,
-    GenerationRequest,
-    GenerationResult,
-    Job,
-    SlotTable,
-)
-from marin_rl.inference.weights import Weights, on_device, read_model, rotary_table
+from marin_rl.errors import InferenceError
+from marin_rl.inference.admission import Bounds, JobQueue
+from marin_rl.inference.attention import SHARE
+from marin_rl.inference.extras import ExtraRows
+from marin_rl.inference.programs import Limits
+from marin_rl.inference.runner import Policy, Runner
+from marin_rl.inference.seating import Seating, seat
+from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.stops import Decode
+from marin_rl.inference.table import Chunk, Job, Running, SlotTable
 
 # An idle engine waits for a round's other requests until none came for QUIET_S, GATHER_S at most.
 QUIET_S = 0.005
 GATHER_S = 0.05
-BUCKET_MIN = 16
+
+# An engine without work keeps its copy of the weights for so long: the next request may be near.
+COPY_KEPT_S = 1.0
+
+# While others decode, prompts of a round may take about so many chunks' worth of tokens.
+PREFILL_CHUNKS = 4
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What is loaded: references to the model's arrays, and their identity."""
-
-    weights: Weights
-    weight_version: int
-    parameters_digest: str
-
-
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the start; durations in seconds, `slot_steps` counts empty slots too."""
+    """Counts since the start; durations in seconds.
+
+    `tokens` were sampled and kept, `slot_steps` are the steps of all slots, empty ones too, and
+    `busy_slot_steps` those in which a slot sampled. `failed` requests ended with an error.
+    """
 
     requests: int = 0
+    prompt_tokens: int = 0
     tokens: int = 0
     chunks: int = 0
     slot_steps: int = 0
+    busy_slot_steps: int = 0
     prefilled_prompts: int = 0
+    copied_prompts: int = 0
+    scored_prompts: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     swaps: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+    def snapshot(self) -> "EngineStats":
+        """The counts as they are now; safe from any thread."""
+        return replace(self)
 
 
 class Engine:
@@ -92,23 +99,32 @@ class Engine:
         decode: Decode | None = None,
         dtype: jnp.dtype | type = jnp.float32,
     ) -> None:
-        self.spec, weights = read_model(model)
+        self._runner = Runner(model, config, context_length, jnp.dtype(dtype))
+        self.spec = self._runner.spec
         self.context_length = context_length
         self.stats = EngineStats()
         self._config = config
-        self._dtype = jnp.dtype(dtype)
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._has_decode = decode is not None
-        self._place = SingleDeviceSharding(jax.devices()[0])
-        weights = on_device(weights, self._place)
-        self._policy = Policy(weights, weight_version, parameters_digest)
-        self._table = SlotTable(config.slots, decode)
-        self._cache = self._empty_cache()
-        rotary = rotary_table(model, decoder.cache_length(self._cache))
-        self._rotary = on_device(rotary, self._place)
-        self._queue: deque[Job] = deque()
+        self.stop_token_ids = tuple(stop_token_ids)
+        self._bounds = Bounds(
+            vocabulary=self.spec.vocabulary,
+            context_length=context_length,
+            stop_tokens=len(self.stop_token_ids),
+            has_decode=decode is not None,
+        )
+        self._policy = self._runner.policy(model, weight_version, parameters_digest)
+        runner = self._runner
+        extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
+        self._table = SlotTable(config.slots, self.spec.vocabulary, decode, extras)
+        self._queue = JobQueue()
+        # every request whose future is not resolved, wherever it is on its way
+        self._unended: dict[int, Job] = {}
+        self._chunk_tokens = config.slots * config.chunk_steps
+        self._some_cancelled = False
         self._changed = threading.Condition()
         self._closing = False
+        self._paused = False
+        self._in_round = False
+        self._sleepy = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -126,53 +142,61 @@ class Engine:
     def queued(self) -> int:
         """Samples that wait for a slot."""
         with self._changed:
-            return sum(job.waiting for job in self._queue)
+            return self._queue.waiting
 
-    def submit(self, request: GenerationRequest) -> "Future[GenerationResult]":
+    @property
+    def slots(self) -> int:
+        """Sequences that are decoded side by side."""
+        return self._config.slots
+
+    @property
+    def active(self) -> int:
+        """Slots with a sequence in them."""
+        return self._table.active
+
+    @property
+    def paused(self) -> bool:
+        """Whether no chunk will start until `resume`."""
+        return self._paused
+
+    def submit(
+        self, request: GenerationRequest, on_delta: Callable[[Delta], None] | None = None
+    ) -> "Future[GenerationResult]":
         """Queue a request; safe from any thread. Cancelling the future frees its slots.
+
+        `on_delta` is called on the engine's thread with what each chunk added to each sample, in
+        order, all of it before the future resolves; it must be quick. An exception in it fails this
+        request alone. Tokens once delivered are never taken back.
 
         Raises InputError for a request that could never be served, InferenceError once closed.
         """
-        self._check(request)
+        self._bounds.check(request)
         seed = request.sampling.seed
         job = Job(
             request=request,
             future=Future(),
+            on_delta=on_delta,
             seed=secrets.randbits(48) if seed is None else seed,
-            stop_tokens=self._stop_token_ids + request.stop_token_ids,
+            stop_tokens=self.stop_token_ids + request.stop_token_ids,
         )
         with self._changed:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             self._queue.append(job)
+            self._unended[id(job)] = job
+            self._sleepy = False
             self.stats.requests += 1
+            self.stats.prompt_tokens += len(request.prompt_ids)
             self._changed.notify_all()
+        job.future.add_done_callback(self._note_cancelled)
         return job.future
 
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, sampling = request.prompt_ids, request.sampling
-        if request.n < 1 or sampling.max_tokens < 1:
-            raise InputError(
-                f"expected n and max_tokens of at least 1, found {request.n} and "
-                f"{sampling.max_tokens}"
-            )
-        if len(prompt) == 0:
-            raise InputError("expected a prompt of at least one token, found none")
-        if prompt.min() < 0 or prompt.max() >= self.spec.vocabulary:
-            raise InputError(
-                f"expected token ids from 0 to {self.spec.vocabulary - 1}, found "
-                f"{prompt.min()} to {prompt.max()}"
-            )
-        if len(prompt) + sampling.max_tokens > self.context_length:
-            raise InputError(
-                f"expected prompt and max_tokens within the context of {self.context_length} "
-                f"tokens, found {len(prompt)} + {sampling.max_tokens}"
-            )
-        stops = len(self._stop_token_ids) + len(request.stop_token_ids)
-        if stops > STOP_TOKENS_MAX:
-            raise InputError(f"expected at most {STOP_TOKENS_MAX} stop tokens, found {stops}")
-        if sampling.stop and not self._has_decode:
-            raise InputError("stop strings need an engine with a tokenizer")
+    def _note_cancelled(self, future: "Future[GenerationResult]") -> None:
+        # only ever set here: `|=` reads first, and could undo what another thread sets meanwhile
+        if future.cancelled():
+            with self._changed:
+                self._some_cancelled = True
+                self._changed.notify_all()
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> None:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
@@ -180,13 +204,39 @@ class Engine:
         Requests that are queued or running go on. Raises InputError, and keeps the old weights,
         for a model of another shape.
         """
-        spec, weights = read_model(model)
-        if spec != self.spec:
-            raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
-        policy = Policy(on_device(weights, self._place), weight_version, parameters_digest)
+        policy = self._runner.policy(model, weight_version, parameters_digest)
         with self._changed:
             self._policy = policy
             self.stats.swaps += 1
+            self._changed.notify_all()  # an idle engine may hold a copy of the old ones
+
+    def pause(self) -> None:
+        """Start no chunk until `resume`; returns when none is running.
+
+        Requests go on queueing, running ones wait, and `swap` works. Not for the engine's own
+        thread, which could never return.
+        """
+        assert threading.current_thread() is not self._thread
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+            while self._in_round:
+                self._changed.wait()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def sleep(self) -> None:
+        """Give back the memory of the caches, once idle, until the next request wants them.
+
+        For whoever trains in the same process between two rounds of requests; returns at once.
+        """
+        with self._changed:
+            self._sleepy = True
+            self._changed.notify_all()
 
     def warm_up(self) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
@@ -196,19 +246,8 @@ class Engine:
         with self._changed:
             assert not self._queue
             assert self._table.active == 0
-            idle = np.full(self._config.slots, self._config.prefill_rows, np.int32)
-            for bucket in self.buckets():
-                tokens = np.zeros((self._config.prefill_rows, bucket), np.int32)
-                self._prefill(self._policy, tokens, 0, idle)
-            self._decode_chunk(self._policy)
-
-    def buckets(self) -> tuple[int, ...]:
-        """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
-        longest = decoder.cache_length(self._cache)
-        sizes = [BUCKET_MIN]
-        while sizes[-1] < longest:
-            sizes.append(min(2 * sizes[-1], longest))
-        return tuple(sizes)
+            table = self._table
+            self._runner.warm_up(self._policy, table.inputs, table.extras)
 
     def close(self) -> None:
         """Stop after the chunk that is running. Requests that have not ended get InferenceError."""
@@ -221,163 +260,186 @@ class Engine:
         try:
             while self._gather():
                 self._round()
+                with self._changed:
+                    self._in_round = False
+                    self._changed.notify_all()
         finally:
+            self._runner.close()
             with self._changed:
                 self._closing = True
-                self._fail([*self._table.jobs(), *self._queue], "the engine was closed")
-                self._queue.clear()
+                self._in_round = False
+                self._changed.notify_all()
+                self._fail(list(self._unended.values()), "the engine was closed")
 
     def _gather(self) -> bool:
-        """Wait for work; False when the engine is to end."""
+        """Wait for work, and for the end of a pause; False when the engine is to end."""
         with self._changed:
-            while not self._closing and not self._queue and self._table.active == 0:
-                self._changed.wait()
-            if self._table.active == 0:
-                self._let_others_join()
-            return not self._closing
+            while not self._closing:
+                self._drop_cancelled()
+                if self._paused or not (self._queue or self._table.active):
+                    self._idle()
+                    continue
+                if self._table.active == 0:
+                    self._let_others_join()
+                if not self._paused:
+                    self._in_round = not self._closing
+                    return not self._closing
+            return False
+
+    def _idle(self) -> None:
+        """Wait for a change; let go at once of what a pause or `sleep` asks for, else a bit later.
+
+        Requests that come one after another find the copy of the weights that the last one made;
+        a copy of weights that were swapped out is nothing to wait for.
+        """
+        runner = self._runner
+        if not (self._paused or self._sleepy) and runner.holds_copy_of(self._policy):
+            if not self._changed.wait(COPY_KEPT_S):
+                runner.rest()
+            return
+        runner.rest(caches=self._sleepy and self._table.active == 0)
+        self._sleepy &= self._table.active > 0
+        self._changed.wait()
 
     def _let_others_join(self) -> None:
         deadline = time.monotonic() + GATHER_S
         seen = 0
         while not self._closing and seen < self._config.slots and time.monotonic() < deadline:
-            waiting = sum(job.waiting for job in self._queue)
+            waiting = self._queue.waiting
             if waiting == seen:
                 return
             seen = waiting
             # woken by every arrival, so the wait is for QUIET_S without one
             while self._changed.wait(QUIET_S) and time.monotonic() < deadline:
-                seen = sum(job.waiting for job in self._queue)
+                seen = self._queue.waiting
 
     def _round(self) -> None:
         """Seat whoever waits, decode one chunk, hand out what has ended."""
         with self._changed:
             policy = self._policy
             self._drop_cancelled()
-            seated = self._seat()
+            busy, tokens = self._table.active > 0, PREFILL_CHUNKS * self._chunk_tokens
+            budget = tokens if busy else math.inf
+            lanes, bucket = self._runner.lanes, self._runner.bucket
+            seating = seat(self._queue, self._table, lanes, policy.key, bucket, budget)
         try:
-            self._prefill_seated(policy, seated)
-            tokens, logprobs, counts = self._decode_chunk(policy)
+            self._score(policy, seating.to_score)
+            self._prefill(policy, seating)
+            for job, error in self._table.constrain():
+                self._fail([job], "its constraint failed", error)
+            if self._table.active == 0:
+                return
+            chunk = self._decode(policy)
+            self._refuse_nonfinite(chunk)
+            self._hand_out(self._table.advance(chunk), policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests are given up")
-            self._fail(self._table.jobs(), f"the device failed: {str(error)[:200]}")
-            self._cache = self._empty_cache()
-            return
-        self._refuse_nonfinite(logprobs, counts)
-        self.stats.tokens += int(counts.sum())
-        for job in self._table.advance(tokens, logprobs, counts, policy.weight_version):
-            self._finish(job, policy)
+            with self._changed:
+                begun = [job for job in self._unended.values() if job.started_at]
+            self._fail(begun, "the device failed", error)
+            self._runner.start_over()
+
+    def _hand_out(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
+        """Tell whoever listens what came, and resolve what has ended."""
+        for job, delta in added:
+            self.stats.tokens += len(delta.token_ids)
+            if job.on_delta is None or job.ended or job.future.cancelled():
+                continue
+            try:
+                job.on_delta(delta)
+            except Exception as error:  # noqa: BLE001 - whatever it raises is its own affair
+                _log.exception("a request's on_delta failed: the request is given up")
+                self._fail([job], "its listener failed", error)
+        for job in {id(job): job for job, delta in added if delta.finish_reason}.values():
+            if len(job.finished) == job.request.n and not job.ended:
+                self._finish(job, policy)
 
     def _drop_cancelled(self) -> None:
-        for job in self._table.jobs():
-            if job.future.cancelled():
-                self._table.release(job)
-        cancelled = [job for job in self._queue if job.future.cancelled()]
+        if not self._some_cancelled:
+            return
+        self._some_cancelled = False
+        jobs = {id(job): job for job in [*self._table.jobs(), *self._queue]}.values()
+        cancelled = [job for job in jobs if job.future.cancelled()]
+        self._queue.discard(cancelled)
         for job in cancelled:
-            self._queue.remove(job)
+            self._table.release(job)
+            self._end(job)
 
-    def _seat(self) -> list[tuple[int, Job]]:
-        """Give free slots to waiting samples, first come first served."""
-        seated: list[tuple[int, Job]] = []
-        for slot in self._table.free():
-            if not self._queue:
-                break
-            job = self._queue[0]
-            job.started_at = job.started_at or time.monotonic()
-            self._table.assign(slot, job)
-            seated.append((slot, job))
-            if job.waiting == 0:
-                self._queue.popleft()
-        return seated
+    def _score(self, policy: Policy, jobs: list[Job]) -> None:
+        """Score prompts; a job that wants no more than that is finished."""
+        for job in jobs:
+            self._score_prompt(policy, job)
+            if job.request.sampling.max_tokens == 0:
+                job.prefilled_at = time.monotonic()
+                job.finished = {
+                    index: Running(job=job, index=index, finish_reason="length")
+                    for index in range(job.request.n)
+                }
+                self._finish(job, policy)
 
-    def _prefill_seated(self, policy: Policy, seated: list[tuple[int, Job]]) -> None:
-        """Run each seated job's prompt once and copy its cache to the job's new slots."""
-        by_bucket: dict[int, dict[int, tuple[Job, list[int]]]] = {}
-        for slot, job in seated:
-            # the last prompt token goes through the first decode step, which gives its logits
-            length = len(job.request.prompt_ids) - 1
-            if length:
-                bucket = next(size for size in self.buckets() if size >= length)
-                by_bucket.setdefault(bucket, {}).setdefault(id(job), (job, []))[1].append(slot)
-        rows = self._config.prefill_rows
-        for bucket, jobs in sorted(by_bucket.items()):
-            waiting = list(jobs.values())
-            for start in range(0, len(waiting), rows):
-                self._prefill_jobs(policy, bucket, waiting[start : start + rows])
+    def _score_prompt(self, policy: Policy, job: Job) -> None:
+        request = job.request
+        job.prompt_scores = self._runner.score(policy, request.prompt_ids, request.top_logprobs)
+        job.scored_by = policy.key
+        self.stats.scored_prompts += 1
+
+    def _prefill(self, policy: Policy, seating: Seating) -> None:
+        """Run each prompt once in a lane, and copy its cache to all slots that start from it."""
+        started = time.monotonic()
+        if seating.prompts:
+            self._runner.prefill(policy, seating.prompts)
+            self.stats.prefilled_prompts += sum(map(len, seating.prompts.values()))
+        if seating.copies:
+            self._runner.copy(seating.copies)
+            self.stats.copied_prompts += len(seating.copies)
+        if seating.jobs:
+            self._runner.wait()
         now = time.monotonic()
-        for _, job in seated:
+        self.stats.prefill_s += now - started
+        for job in seating.jobs:
             job.prefilled_at = job.prefilled_at or now
 
-    def _prefill_jobs(self, policy: Policy, bucket: int, jobs: list[tuple[Job, list[int]]]) -> None:
-        rows = self._config.prefill_rows
-        tokens = np.zeros((rows, bucket), np.int32)
-        source = np.full(self._config.slots, rows, np.int32)
-        for row, (job, slots) in enumerate(jobs):
-            prompt = job.request.prompt_ids[:-1]
-            tokens[row, : len(prompt)] = prompt
-            source[slots] = row
+    def _decode(self, policy: Policy) -> Chunk:
         started = time.monotonic()
-        self._prefill(policy, tokens, len(jobs), source)
-        jax.block_until_ready(self._cache)
-        self.stats.prefill_s += time.monotonic() - started
-        self.stats.prefilled_prompts += len(jobs)
-
-    def _prefill(
-        self,
-        policy: Policy,
-        tokens_RP: Int32[np.ndarray, "R P"],
-        rows: int,
-        source_S: Int32[np.ndarray, " S"],
-    ) -> None:
-        self._cache = prefill_slots(
-            policy.weights,
-            self._rotary,
-            self._cache,
-            tokens_RP,
-            np.int32(rows),
-            source_S,
-            spec=self.spec,
-            dtype=self._dtype,
-        )
-
-    def _decode_chunk(
-        self, policy: Policy
-    ) -> tuple[Int32[np.ndarray, "S C"], Float32[np.ndarray, "S C"], Int32[np.ndarray, " S"]]:
-        started = time.monotonic()
-        self._cache, tokens, logprobs, counts = decode_chunk(
-            policy.weights,
-            self._rotary,
-            self._cache,
-            self._table.inputs,
-            spec=self.spec,
-            steps=self._config.chunk_steps,
-            dtype=self._dtype,
-        )
-        counts_S = np.asarray(counts)
+        extras = self._table.extras
+        # a constraint's mask holds for one token
+        steps = 1 if extras.constrained else self._config.chunk_steps
+        waiting = min(self._queue.waiting, self._config.slots)
+        shared = self._table.shared_positions(SHARE) if self._runner.sharing else 0
+        limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
+        chunk = self._runner.decode(policy, self._table.inputs, extras, limits)
         self.stats.decode_s += time.monotonic() - started
         self.stats.chunks += 1
-        self.stats.slot_steps += int(counts_S.max()) * self._config.slots
-        return np.asarray(tokens).T, np.asarray(logprobs).T, counts_S
+        self.stats.slot_steps += chunk.slot_steps
+        self.stats.busy_slot_steps += int(chunk.counts_S.sum())
+        return chunk
 
-    def _refuse_nonfinite(self, logprobs_SC: np.ndarray, counts_S: np.ndarray) -> None:
+    def _refuse_nonfinite(self, chunk: Chunk) -> None:
         """Give up requests whose logits are not finite, and forget what they left in the cache."""
-        bad = np.flatnonzero(~self._table.finite(logprobs_SC, counts_S))
+        bad = np.flatnonzero(~self._table.finite(chunk))
         if len(bad) == 0:
             return
         # a NaN in a masked position would still spoil whoever takes the slot next
         _log.error("non-finite logits in %d slots: their requests are given up", len(bad))
         jobs = {id(job): job for job in map(self._table.job_in, bad.tolist()) if job is not None}
         self._fail(list(jobs.values()), "the model's logits are not finite")
-        self._cache = jax.tree.map(jnp.nan_to_num, self._cache)
+        self._runner.forget_nonfinite()
 
-    def _fail(self, jobs: list[Job], message: str) -> None:
+    def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
+        """Give up requests. What a library says may name files, so it is the cause, no message."""
+        with self._changed:
+            self._queue.discard(jobs)
         for job in jobs:
             self._table.release(job)
-            if job in self._queue:
-                self._queue.remove(job)
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(InferenceError(message))
+            if self._end(job):
+                self.stats.failed += 1
+                told = InferenceError(message)
+                told.__cause__ = cause
+                job.future.set_exception(told)
 
     def _finish(self, job: Job, policy: Policy) -> None:
+        if job.request.score_prompt and job.scored_by is not policy.key:
+            self._score_prompt(policy, job)  # the result has scores of the weights that it names
         now = time.monotonic()
         version = policy.weight_version
         result = GenerationResult(
@@ -387,11 +449,18 @@ class Engine:
             queue_s=job.started_at - job.submitted_at,
             prefill_s=job.prefilled_at - job.started_at,
             decode_s=now - job.prefilled_at,
+            prompt_scores=job.prompt_scores,
         )
-        if job.future.set_running_or_notify_cancel():
+        if self._end(job):
             job.future.set_result(result)
 
-    def _empty_cache(self) -> Cache:
-        slots, length = self._config.slots, self.context_length
-        cache = decoder.empty_cache(self.spec, slots, length, self._dtype)
-        return on_device(cache, self._place)
+    def _end(self, job: Job) -> bool:
+        """Whether the future is now the engine's to resolve: once, and never a cancelled one."""
+        if job.ended:
+            return False
+        job.ended = True
+        self._unended.pop(id(job), None)
+        if job.future.set_running_or_notify_cancel():
+            return True
+        self.stats.cancelled += 1
+        return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError, StalePolicy
 from marin_rl.inference.client import PolicyClient
-from marin_rl.inference.protocol import served_model_id
+from marin_rl.inference.protocol import parse_served_model_id, served_model_id
 from marin_rl.storage.runs import Run, round_name
 
 Save = Callable[[Path], None]
@@ -29,7 +29,7 @@ def publish(run: Run, version: int, digest: str, save: Save) -> str:
     inference = run.config.inference
     if inference.publish == "update_weights_from_disk":
         folder = _exported(run, version, digest, save)
-        asyncio.run(_update(inference, folder, version))
+        asyncio.run(_update(inference, folder, version, digest))
     return asyncio.run(_model_id(inference, version, digest))
 
 
@@ -58,24 +58,42 @@ def _exports(run: Run) -> Path:
     return local.resolve()
 
 
-async def _update(inference: InferenceConfig, folder: Path, version: int) -> None:
+async def _update(inference: InferenceConfig, folder: Path, version: int, digest: str) -> None:
     async with _client(inference, inference.model) as client:
-        await client.update_weights(str(folder), version)
+        await client.update_weights(str(folder), version, digest)
 
 
 async def _model_id(inference: InferenceConfig, version: int, digest: str) -> str:
-    """The exact id where the endpoints speak of versions as we do, else the plain name."""
+    """The exact id where the endpoints speak of versions as we do, else the plain name.
+
+    An endpoint that speaks of versions, but of another one, did not load what it was told to.
+    """
     exact = served_model_id(inference.model, version, digest)
     async with _client(inference, exact) as client:
-        served = await client.models()
-    for name in (exact, inference.model):
-        if name in served:
-            return name
-    raise StalePolicy(
-        f"expected {exact} or {inference.model} at {', '.join(inference.endpoints)}, found "
-        f"{', '.join(served) or 'no model in common'}: load the checkpoint there, or set "
-        "inference.publish"
+        served = await client.models_of_each()
+    common = set.intersection(*served.values())
+    others = {
+        url: sorted(name for name in names if _speaks_of_versions(name, inference.model))
+        for url, names in served.items()
+        if exact not in names
+    }
+    if exact in common:
+        return exact
+    if inference.model in common and not any(others.values()):
+        return inference.model
+    found = "; ".join(
+        f"{', '.join(other or sorted(served[url])) or 'no model'} at {url}"
+        for url, other in others.items()
     )
+    raise StalePolicy(
+        f"expected {exact} (parameters {digest[:16]}) or {inference.model} at every endpoint, "
+        f"found {found}: load the checkpoint there, or set inference.publish"
+    )
+
+
+def _speaks_of_versions(name: str, model: str) -> bool:
+    parsed = parse_served_model_id(name)
+    return parsed is not None and parsed.name == model
 
 
 def _client(inference: InferenceConfig, model: str) -> PolicyClient:
@@ -83,6 +101,7 @@ def _client(inference: InferenceConfig, model: str) -> PolicyClient:
         endpoints=inference.endpoints,
         model=model,
         api_key=os.environ.get(inference.api_key_variable),
+        admin_key=os.environ.get(inference.server.admin_key_variable),
         timeout_s=inference.request_timeout_s,
         attempts_max=inference.request_attempts_max,
         in_flight_max=len(inference.endpoints),

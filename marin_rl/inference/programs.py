@@ -1,80 +1,185 @@
-"""The two compiled programs of the engine: a chunk of decode steps, and a prefill.
+"""The compiled programs of the engine: a chunk of decode steps, a prefill, a copy between slots.
 
 Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is given
 away (the cache, which is updated in place). Everything else is an argument, so that new weights,
-new requests and any load run the same programs.
+new requests, every lane and any load run the same programs.
 """
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.stages import Lowered
 from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
 from marin_rl.inference.decoder import Cache
-from marin_rl.inference.sampling import sample
-from marin_rl.inference.slots import SlotInputs
-from marin_rl.inference.weights import DecoderSpec, Rotary, Weights, fuse
+from marin_rl.inference.extras import Extras
+from marin_rl.inference.processors import Past, adjust
+from marin_rl.inference.reports import Report, empty_report, report
+from marin_rl.inference.sampling import sample, uniforms
+from marin_rl.inference.table import SlotInputs
+from marin_rl.inference.weights import (
+    Decoder,
+    DecoderSpec,
+    Rotary,
+    Weights,
+    fuse_layers,
+    gather_ends,
+    own_ends,
+)
+
+# What going back to the host costs, in steps of all slots: a chunk with samples waiting ends once
+# slots that they could have have idled for that long together, whatever its length (the break-even
+# rule of ski rental, so never more than twice the least possible waste).
+ROUND_COST_STEPS = 0.5
 
 
-@partial(jax.jit, static_argnames=("spec", "steps", "dtype"), donate_argnames="cache")
+class Limits(NamedTuple):
+    """How long a chunk may be, how many samples wait for a slot to become free, and how many
+    positions of the cache are alike in every `attention.SHARE` slots side by side.
+    """
+
+    steps: Int32[Array | np.ndarray | np.int32, ""]
+    waiting: Int32[Array | np.ndarray | np.int32, ""]
+    shared: Int32[Array | np.ndarray | np.int32, ""] = np.int32(0)
+
+
+class ChunkInputs(NamedTuple):
+    """All that a chunk is given beside weights and cache."""
+
+    slots: SlotInputs
+    extras: Extras
+    limits: Limits
+
+
+class Sampled(NamedTuple):
+    """What a chunk's steps sampled; `counts_S` of each slot's column are real."""
+
+    tokens_CS: Int32[Array, "C S"]
+    logprobs_CS: Float32[Array, "C S"]
+    reports: Report
+    counts_S: Int32[Array, " S"]
+    steps: Int32[Array, ""]
+
+
+class _State(NamedTuple):
+    """What a step hands to the next one; `idle` counts slot-steps that others waited for."""
+
+    cache: Cache
+    token_S: Array
+    position_S: Array
+    remaining_S: Array
+    idle: Array
+    sampled: Sampled
+
+
+compiled_layers = jax.jit(fuse_layers, static_argnames=("spec", "dtype"))
+_compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
+
+
+def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
+    """What the programs read at every step; no copy of what is read as the model has it."""
+    ends = own_ends(weights)
+    on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
+    if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
+        ends = _compiled_ends(weights, dtype=dtype)
+    layers = compiled_layers(spec=spec, layers=weights.layers, dtype=dtype)
+    return Decoder(layers=layers, **ends._asdict())
+
+
 def decode_chunk(
-    weights: Weights,
+    fused: Decoder,
     rotary: Rotary,
     cache: Cache,
-    inputs: SlotInputs,
+    given: ChunkInputs,
     *,
     spec: DecoderSpec,
     steps: int,
-    dtype: jnp.dtype,
-) -> tuple[Cache, Int32[Array, "C S"], Float32[Array, "C S"], Int32[Array, " S"]]:
-    """Up to `steps` tokens for every slot that has some remaining; ends early when none has.
+    sharing: bool = False,
+) -> tuple[Cache, Sampled]:
+    """Up to `limits.steps` <= `steps` tokens for every slot that has some remaining.
 
-    Returns the cache, tokens, their logprobs, and how many of them each slot really sampled.
+    `limits.shared` is heeded only with `sharing`.
+    Ends early when none has, and when those that wait for a slot are better served by a new round.
     """
-    fused = fuse(spec, weights, dtype)
+    inputs, extras, limits = given
     slots = inputs.token_S.shape[0]
-
-    def going(state):
-        return (state[0] < steps) & jnp.any(state[4] > 0)
-
-    def step(state):
-        index, cache, token, position, remaining, tokens, logprobs, counts = state
-        active = remaining > 0
-        logits, cache = decoder.decode_step(
-            spec, fused, rotary, cache, token, jnp.where(active, position, -1)
-        )
-        drawn, logprob = sample(logits, inputs.sampling, position + 1)
-        stopped = jnp.any(drawn[:, None] == inputs.stops_SN, axis=1)
-        return (
-            index + 1,
-            cache,
-            jnp.where(active, drawn, token),
-            position + active,
-            jnp.where(active & ~stopped, remaining - 1, 0),
-            tokens.at[index].set(drawn),
-            logprobs.at[index].set(logprob),
-            counts + active,
-        )
-
-    state = (
-        jnp.int32(0),
-        cache,
-        inputs.token_S,
-        inputs.position_S,
-        inputs.remaining_S,
-        jnp.zeros((steps, slots), jnp.int32),
-        jnp.zeros((steps, slots), jnp.float32),
-        jnp.zeros(slots, jnp.int32),
+    idle_max = max(1, int(ROUND_COST_STEPS * slots))
+    began = jnp.sum(inputs.remaining_S > 0)
+    # all of a chunk's at once: one call costs little more than that of a single step
+    uniform_CS = jax.vmap(uniforms, (None, 0))(
+        inputs.sampling.seed_S2, jnp.asarray(inputs.position_S) + 1 + jnp.arange(steps)[:, None]
     )
-    _, cache, _, _, _, tokens, logprobs, counts = jax.lax.while_loop(going, step, state)
-    return cache, tokens, logprobs, counts
+
+    def going(state: _State) -> Array:
+        busy = jnp.any(state.remaining_S > 0) & (state.idle < idle_max)
+        return busy & (state.sampled.steps < limits.steps)
+
+    def step(state: _State) -> _State:
+        active_S = state.remaining_S > 0
+        sampled, index = state.sampled, state.sampled.steps
+        logits, cache = decoder.decode_step(
+            spec,
+            fused,
+            rotary,
+            state.cache,
+            state.token_S,
+            jnp.where(active_S, state.position_S, -1),
+            jnp.asarray(limits.shared) if sharing else None,
+        )
+        past = Past(inputs.position_S, sampled.tokens_CS, index)
+        drawn = sample(adjust(logits, extras.wishes, past), inputs.sampling, uniform_CS[index])
+        told = report(logits, drawn, extras.asked)
+        stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)
+        remaining_S = jnp.where(active_S & ~stopped_S, state.remaining_S - 1, 0)
+        freed = began - jnp.sum(remaining_S > 0)
+        return _State(
+            cache=cache,
+            token_S=jnp.where(active_S, drawn.tokens_S, state.token_S),
+            position_S=state.position_S + active_S,
+            remaining_S=remaining_S,
+            idle=state.idle + jnp.minimum(freed, limits.waiting),
+            sampled=Sampled(
+                sampled.tokens_CS.at[index].set(drawn.tokens_S),
+                sampled.logprobs_CS.at[index].set(drawn.logprobs_S),
+                jax.tree.map(lambda whole, row: whole.at[index].set(row), sampled.reports, told),
+                sampled.counts_S + active_S,
+                index + 1,
+            ),
+        )
+
+    state = jax.lax.while_loop(going, step, _before(cache, inputs, steps, spec.vocabulary))
+    return state.cache, state.sampled
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"), donate_argnames="cache")
+def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _State:
+    """The state of a chunk in which nothing has been sampled yet."""
+    slots = inputs.token_S.shape[0]
+    reports = jax.tree.map(
+        lambda row: jnp.zeros((steps, *row.shape), row.dtype), empty_report(slots, vocabulary)
+    )
+    nothing = Sampled(
+        tokens_CS=jnp.zeros((steps, slots), jnp.int32),
+        logprobs_CS=jnp.zeros((steps, slots), jnp.float32),
+        reports=reports,
+        counts_S=jnp.zeros(slots, jnp.int32),
+        steps=jnp.int32(0),
+    )
+    return _State(
+        cache=cache,
+        token_S=jnp.asarray(inputs.token_S),
+        position_S=jnp.asarray(inputs.position_S),
+        remaining_S=jnp.asarray(inputs.remaining_S),
+        idle=jnp.int32(0),
+        sampled=nothing,
+    )
+
+
 def prefill_slots(
-    weights: Weights,
+    fused: Decoder,
     rotary: Rotary,
     cache: Cache,
     tokens_RP: Int32[Array, "R P"],
@@ -82,8 +187,55 @@ def prefill_slots(
     source_S: Int32[Array, " S"],
     *,
     spec: DecoderSpec,
-    dtype: jnp.dtype,
 ) -> Cache:
-    """The compiled form of `decoder.prefill`."""
-    fused = fuse(spec, weights, dtype)
+    """`decoder.prefill`, as `Programs` compiles it."""
     return decoder.prefill(spec, fused, rotary, cache, tokens_RP, rows, source_S)
+
+
+def copy_slots(
+    cache: Cache,
+    source_S: Int32[Array, " S"],
+    target_S: Int32[Array, " S"],
+    count: Int32[Array, ""],
+) -> Cache:
+    """Copy slot `source_S[i]` to slot `target_S[i]` for the first `count` i, in order."""
+
+    def copy(index: Any, cache: Cache) -> Cache:
+        source, target = source_S[index], target_S[index]
+        return jax.tree.map(
+            lambda array: jax.lax.dynamic_update_slice_in_dim(
+                array, jax.lax.dynamic_slice_in_dim(array, source, 1), target, 0
+            ),
+            cache,
+        )
+
+    return jax.lax.fori_loop(0, count, copy, cache)
+
+
+class ChunkProgram(Protocol):
+    """`decode_chunk`, as `Programs` compiles it: now, or when it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Cache, Sampled]:
+        """Run it."""
+        ...
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """What is to be compiled for such arguments."""
+        ...
+
+
+class Programs(NamedTuple):
+    """The three, compiled."""
+
+    decode_chunk: ChunkProgram
+    prefill_slots: Callable[..., Cache]
+    copy_slots: Callable[..., Cache]
+
+
+PROGRAMS = Programs(
+    decode_chunk=jax.jit(
+        decode_chunk, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache"
+    ),
+    prefill_slots=jax.jit(prefill_slots, static_argnames="spec", donate_argnames="cache"),
+    copy_slots=jax.jit(copy_slots, donate_argnames="cache"),
+)

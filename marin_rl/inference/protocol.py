@@ -9,7 +9,7 @@ in place of `logprobs.content`; the answer may carry `policy_versions` per choic
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,11 @@ from marin_rl.types import Message, Sampling
 
 MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
+CHAT_TOKENS_ROUTE = "/v1/chat/completions/tokens"
 COMPLETIONS_ROUTE = "/v1/completions"
 TOKENIZE_ROUTE = "/tokenize"
+DETOKENIZE_ROUTE = "/detokenize"
+GENERATE_ROUTE = "/inference/v1/generate"
 UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
 
 # Sample i of a request with a seed is drawn with `seed + i`, as vLLM does.
@@ -133,56 +136,6 @@ class ChatAnswer:
     timings: ServerTimings = field(default_factory=ServerTimings)
 
 
-def encode_answer(
-    answer: ChatAnswer, *, created: int, token_texts: Sequence[Sequence[str]] | None = None
-) -> bytes:
-    """The JSON of a chat completion.
-
-    Without `token_texts` the logprobs are compact; with them (the text of each token of each
-    completion) they stand in OpenAI's `logprobs.content`.
-    """
-    sampled = sum(len(c.token_ids) for c in answer.completions)
-    body: dict[str, Any] = {
-        "id": answer.request_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": answer.model,
-        "prompt_token_ids": answer.prompt_token_ids,
-        "choices": [
-            _encode_choice(index, completion, token_texts[index] if token_texts else None)
-            for index, completion in enumerate(answer.completions)
-        ],
-        "usage": {
-            "prompt_tokens": len(answer.prompt_token_ids),
-            "completion_tokens": sampled,
-            "total_tokens": len(answer.prompt_token_ids) + sampled,
-        },
-        "weight_version": answer.weight_version,
-        "parameters_digest": answer.parameters_digest,
-        "timings": answer.timings,
-    }
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _encode_choice(
-    index: int, completion: Completion, texts: Sequence[str] | None
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": index,
-        "message": {"role": "assistant", "content": completion.text},
-        "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids,
-        "policy_versions": completion.policy_versions,
-    }
-    if texts is None:
-        return choice | {"logprobs": None, "token_logprobs": completion.logprobs}
-    content = [
-        {"token": text, "logprob": float(logprob), "bytes": None, "top_logprobs": []}
-        for text, logprob in zip(texts, completion.logprobs, strict=True)
-    ]
-    return choice | {"logprobs": {"content": content}}
-
-
 def decode_answer(data: bytes) -> ChatAnswer:
     """Read a chat completion, ours or vLLM's; BadResponse says what is missing or absurd."""
     body = _mapping(_json(data), "the answer")
@@ -190,19 +143,30 @@ def decode_answer(data: bytes) -> ChatAnswer:
     if not isinstance(choices, list) or not choices:
         raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
     ordered = sorted((_mapping(c, "a choice") for c in choices), key=_index)
-    timings = body.get("timings") or {}
     return ChatAnswer(
         model=str(body.get("model", "")),
         prompt_token_ids=_token_ids(body.get("prompt_token_ids"), "prompt_token_ids"),
         completions=tuple(_decode_choice(choice) for choice in ordered),
         request_id=str(body.get("id") or ""),
-        weight_version=body.get("weight_version"),
-        parameters_digest=body.get("parameters_digest"),
-        timings=ServerTimings(**{k: float(timings.get(k) or 0.0) for k in _TIMINGS}),
+        weight_version=_weight_version(body.get("weight_version")),
+        parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
+        timings=_timings(_mapping(body.get("timings") or {}, "timings")),
     )
 
 
-_TIMINGS = ("queue_s", "prefill_s", "decode_s")
+def _weight_version(value: object) -> int | None:
+    version = _optional(value, int, "weight_version")
+    if version is not None and (isinstance(value, bool) or not 0 <= version < 2**31):
+        raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {value!r:.80}")
+    return version
+
+
+def _timings(timings: Mapping[str, Any]) -> ServerTimings:
+    found: dict[str, float] = {}
+    for name in ("queue_s", "prefill_s", "decode_s"):
+        value = _optional(timings.get(name), int | float, f"timings.{name}")
+        found[name] = 0.0 if value is None else float(value)
+    return ServerTimings(**found)
 
 
 def error_body(
@@ -288,6 +252,12 @@ def _json(data: bytes) -> object:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
+
+
+def _optional(value: object, kind: Any, what: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise BadResponse(f"expected {what} of type {kind}, found {value!r:.80}")
+    return value
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:

@@ -1,7 +1,9 @@
 """From logits to a token in every slot, on the device.
 
-Owns temperature, top-k, top-p, greedy choice, the random numbers, and the logprob of what was drawn
-under the very distribution it was drawn from. Leaves out stopping (`slots`) and logits (`decoder`).
+Owns temperature, min-p, top-k, top-p, greedy choice, the random numbers, and the logprob of what
+was drawn under the very distribution it was drawn from. Leaves out what changes logits before
+(`processors`), what is told beside the logprob (`reports`), stopping (`table`) and logits
+(`decoder`).
 
 A slot's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
 the slot, of the step, or of other requests. One uniform number per token is turned into a token
@@ -21,11 +23,12 @@ SEED_BITS = 64
 
 
 class SlotSampling(NamedTuple):
-    """How each slot samples. Temperature 0 is greedy; top_p 1 and top_k 0 are off."""
+    """How each slot samples. Temperature 0 is greedy; min_p 0, top_p 1 and top_k 0 are off."""
 
     temperature_S: Float32[Array | np.ndarray, " S"]
     top_p_S: Float32[Array | np.ndarray, " S"]
     top_k_S: Int32[Array | np.ndarray, " S"]
+    min_p_S: Float32[Array | np.ndarray, " S"]
     seed_S2: UInt32[Array | np.ndarray, "S 2"]
 
 
@@ -35,10 +38,23 @@ def seed_words(seed: int) -> tuple[int, int]:
     return seed >> 32, seed & 0xFFFFFFFF
 
 
+class Drawn(NamedTuple):
+    """A token per slot, and the distribution it comes from.
+
+    The logprob of token v in slot s is `scores_SV[s, v] - highest_S[s] - log_total_S[s]`.
+    """
+
+    tokens_S: Int32[Array, " S"]
+    logprobs_S: Float32[Array, " S"]
+    scores_SV: Float32[Array, "S V"]
+    highest_S: Float32[Array, " S"]
+    log_total_S: Float32[Array, " S"]
+
+
 def sample(
-    logits_SV: Float32[Array, "S V"], sampling: SlotSampling, positions_S: Int32[Array, " S"]
-) -> tuple[Int32[Array, " S"], Float32[Array, " S"]]:
-    """A token per slot, to stand at `positions_S`, and its logprob in nats.
+    logits_SV: Float32[Array, "S V"], sampling: SlotSampling, uniform_S: Float32[Array, " S"]
+) -> Drawn:
+    """A token per slot, as its number of `uniforms` chooses it, and its logprob in nats.
 
     The logprob is that of the distribution after temperature and filters. A greedy slot takes the
     likeliest token and reports its logprob at temperature 1, since under the distribution that it
@@ -46,22 +62,35 @@ def sample(
     """
     greedy_S = sampling.temperature_S == 0
     scaled_SV = logits_SV / jnp.where(greedy_S, 1, sampling.temperature_S)[:, None]
-    filters_S = ~greedy_S & ((sampling.top_k_S > 0) | (sampling.top_p_S < 1))
-    # Sorting the vocabulary is dear: nobody pays for it unless somebody asks for a filter.
-    scaled_SV = jax.lax.cond(
-        jnp.any(filters_S),
-        lambda scores: jnp.where(filters_S[:, None], filtered(scores, sampling), scores),
+    asked_S = (sampling.min_p_S > 0) | (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
+    scores_SV = jax.lax.cond(
+        jnp.any(asked_S & ~greedy_S),
+        lambda scores: jnp.where(greedy_S[:, None], scores, narrowed(scores, sampling)),
         lambda scores: scores,
         scaled_SV,
     )
-    shifted_SV = scaled_SV - jnp.max(scaled_SV, axis=-1, keepdims=True)
+    highest_S = jnp.max(scores_SV, axis=-1)
+    shifted_SV = scores_SV - highest_S[:, None]
     weights_SV = jnp.exp(shifted_SV)
-    drawn_S = draw(weights_SV, uniforms(sampling.seed_S2, positions_S))
-    likeliest_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    drawn_S = draw(weights_SV, uniform_S)
+    likeliest_S = _likeliest(logits_SV)
     tokens_S = jnp.where(greedy_S, likeliest_S, drawn_S)
     chosen_S = jnp.take_along_axis(shifted_SV, tokens_S[:, None], axis=-1)[:, 0]
+    log_total_S = jnp.log(jnp.sum(weights_SV, axis=-1))
     # a logprob of 0 is a certainty: rounding never makes it positive
-    return tokens_S, jnp.minimum(chosen_S - jnp.log(jnp.sum(weights_SV, axis=-1)), 0)
+    logprobs_S = jnp.minimum(chosen_S - log_total_S, 0)
+    return Drawn(tokens_S, logprobs_S, scores_SV, highest_S, log_total_S)
+
+
+def _likeliest(logits_SV: Float32[Array, "S V"]) -> Int32[Array, " S"]:
+    """The first token with the highest logit; the last token where a logit is NaN.
+
+    Two plain reductions: XLA's argmax is one of pairs, which a CPU computes six times as slowly.
+    """
+    V = logits_SV.shape[1]
+    highest_S1 = jnp.max(logits_SV, axis=-1, keepdims=True)
+    index_V = jnp.arange(V, dtype=jnp.int32)
+    return jnp.min(jnp.where(logits_SV == highest_S1, index_V, V - 1), axis=-1)
 
 
 def uniforms(
@@ -113,6 +142,22 @@ def _first_above(
     above = positive & (upto > target[:, None])
     last = jnp.max(jnp.where(positive, index, 0), axis=1)
     return jnp.where(jnp.any(above, axis=1), jnp.argmax(above, axis=1).astype(jnp.int32), last)
+
+
+def narrowed(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float32[Array, "S V"]:
+    """Scores with -inf outside min-p, then top-k, then top-p, each where its slot asks for it."""
+    share_S = sampling.min_p_S
+    least_S = jnp.max(scores_SV, axis=-1) + jnp.log(jnp.where(share_S > 0, share_S, 1))
+    kept_SV = (share_S <= 0)[:, None] | (scores_SV >= least_S[:, None])
+    scores_SV = jnp.where(kept_SV, scores_SV, -jnp.inf)
+    sorts_S = (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
+    # sorting the vocabulary is dear: nobody pays for it unless somebody asks for a rank
+    return jax.lax.cond(
+        jnp.any(sorts_S & (sampling.temperature_S > 0)),
+        lambda scores: jnp.where(sorts_S[:, None], filtered(scores, sampling), scores),
+        lambda scores: scores,
+        scores_SV,
+    )
 
 
 def filtered(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float32[Array, "S V"]:

@@ -2,15 +2,16 @@
 
 Owns the only reading of a model's insides: `read_model` takes references to its arrays (no copy,
 so new weights cost nothing) and refuses by name what the decoder would compute otherwise than the
-model does; `fuse` cuts and joins them inside a compiled program; `rotary_table` asks the model's
-own rotary module. Leaves out all arithmetic (`decoder`).
+model does; `fuse_layers` cuts and joins them inside a compiled program; `rotary_table` asks the
+model's own rotary module. Leaves out all arithmetic (`decoder`).
 
 Axes: L layers, D width, F width of the MLP, V vocabulary, K key/value heads, G query heads per
 key/value head, H head size, T positions.
 """
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import haliax as hax
 import jax
@@ -18,23 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.nn import Linear, RmsNorm
 from haliax.nn.scan import Stacked
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Float32
 from levanter.layers.attention import Attention
 from levanter.layers.rotary import RotaryEmbeddings
+from levanter.models.gemma import GemmaConfig, GemmaDecoderLayer, GemmaLMHeadModel, GemmaRMSNorm
 from levanter.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from levanter.models.qwen import QwenConfig, QwenDecoderLayer, QwenLMHeadModel
+from levanter.models.mistral import MistralConfig, MistralLMHeadModel
+from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, QwenLMHeadModel
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
-
-Tree = TypeVar("Tree")
+from marin_rl.inference.placement import TENSOR, WHOLE, constrain, pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """What is static about a model: sizes, the norm's epsilon, the activation."""
+    """What is static about a model: sizes, the norm's epsilon, the activation.
+
+    `embedding_scale` multiplies what enters the first layer. A norm whose weight is `norm_offset`
+    too small (Gemma's: it scales by 1 + weight) also multiplies before it rounds to the dtype.
+    """
 
     layers: int
     kv_heads: int
@@ -44,6 +49,8 @@ class DecoderSpec:
     vocabulary: int
     norm_epsilon: float
     activation: str
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
 
 
 class Affine(NamedTuple):
@@ -89,7 +96,11 @@ class Weights(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer, ready to multiply with: query, key and value in one matrix, gate and up in one."""
+    """One layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
+
+    Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
+    mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.
+    """
 
     qkv: Float[Array, "out D"]
     qkv_bias: Float[Array, " out"] | None
@@ -105,6 +116,15 @@ class Layer(NamedTuple):
     key_norm: Norm | None
     after_attention_norm: Norm | None
     after_mlp_norm: Norm | None
+
+
+class Ends(NamedTuple):
+    """What stands before and after the layers."""
+
+    embedding: Float[Array, "V D"]
+    embedding_norm: Norm | None
+    final_norm: Norm
+    head: Float[Array, "V D"]
 
 
 class Decoder(NamedTuple):
@@ -124,7 +144,10 @@ class Rotary(NamedTuple):
     sin: Float32[Array, "T half"]
 
 
-_DecoderLayer = LlamaDecoderLayer | QwenDecoderLayer
+_Model = LlamaLMHeadModel | QwenLMHeadModel | MistralLMHeadModel | GemmaLMHeadModel
+_Config = LlamaConfig | GemmaConfig
+_DecoderLayer = LlamaDecoderLayer | QwenDecoderLayer | GemmaDecoderLayer
+_RmsNorm = RmsNorm | GemmaRMSNorm
 
 
 def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
@@ -133,9 +156,10 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     Raises InputError, naming what is not supported, rather than decode something else than the
     model computes.
     """
-    if not isinstance(model, LlamaLMHeadModel | QwenLMHeadModel):
+    if not isinstance(model, _Model):
         raise InputError(
-            f"the engine decodes Llama, Qwen2 and Qwen3 models; found {type(model).__name__}"
+            "the engine decodes Llama, Qwen2, Qwen3, Mistral and Gemma models; found "
+            f"{type(model).__name__}"
         )
     stacked = model.transformer.layers
     if not isinstance(stacked, Stacked):
@@ -148,22 +172,14 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
         embedding=embedding,
         embedding_norm=_norm(model.embeddings.norm),
         layers=_read_layers(layer),
-        final_norm=_present(_norm(model.transformer.norm)),
+        final_norm=_present(_norm(cast(_RmsNorm, model.transformer.norm))),
         head=head,
     )
     return _spec(model.config, layer.self_attn, embedding.shape[0]), weights
 
 
-def on_device(arrays: Tree, place: SingleDeviceSharding) -> Tree:
-    """The same arrays, committed to one device: references where they lie there already.
-
-    Arrays that are spread over a mesh are gathered, which copies them. One placement for all means
-    one compiled program, whoever made the arrays.
-    """
-    return jax.device_put(arrays, place)
-
-
-def _spec(config: LlamaConfig, attention: Attention, vocabulary: int) -> DecoderSpec:
+def _spec(config: _Config, attention: Attention, vocabulary: int) -> DecoderSpec:
+    gemma = isinstance(config, GemmaConfig)
     return DecoderSpec(
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
@@ -173,25 +189,38 @@ def _spec(config: LlamaConfig, attention: Attention, vocabulary: int) -> Decoder
         vocabulary=vocabulary,
         norm_epsilon=config.layer_norm_epsilon,
         activation=str(ActivationFunctionEnum(config.activation_function).value),
+        embedding_scale=math.sqrt(config.hidden_dim) if gemma else 1.0,
+        norm_offset=1.0 if gemma else 0.0,
     )
 
 
-def _check_supported(config: LlamaConfig, layer: _DecoderLayer) -> None:
+def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
     attention = layer.self_attn
+    norm = GemmaRMSNorm if isinstance(config, GemmaConfig) else RmsNorm
     problems = {
         f"attention of type {type(attention).__name__}": type(attention) is not Attention,
-        "a sliding window": attention.config.sliding_window is not None
-        or (isinstance(config, QwenConfig) and config.use_sliding_window)
-        or bool(getattr(config, "use_sliding_window", False)),
+        "a sliding window": attention.config.sliding_window is not None or _has_window(config),
         "capped attention logits": attention.config.logits_soft_cap is not None,
         "another attention scale": attention.config.scaling_factor is not None,
         "no rotary embedding": attention.rot_embs is None,
-        f"the norm {type(layer.input_layernorm).__name__}": type(layer.input_layernorm)
-        is not RmsNorm,
+        f"the norm {type(layer.input_layernorm).__name__}": type(layer.input_layernorm) is not norm,
     }
     found = [what for what, wrong in problems.items() if wrong]
     if found:
         raise InputError(f"the engine cannot decode a model with {', '.join(found)}")
+
+
+def _has_window(config: _Config) -> bool:
+    """Whether the configuration declares a window shorter than its context."""
+    match config:
+        case MistralConfig():
+            # Levanter hands on the null of a Hugging Face configuration without one
+            window = cast(int | None, config.sliding_window)
+            return window is not None and window < config.max_seq_len
+        case QwenConfig() | Qwen3Config():
+            return config.use_sliding_window
+        case _:
+            return False
 
 
 def _read_layers(layer: _DecoderLayer) -> Layers:
@@ -204,10 +233,10 @@ def _read_layers(layer: _DecoderLayer) -> Layers:
         gate=_matrix(mlp.gate_proj),
         up=_matrix(mlp.up_proj),
         down=_matrix(mlp.down_proj),
-        attention_norm=_present(_norm(layer.input_layernorm)),
-        mlp_norm=_present(_norm(layer.post_attention_layernorm)),
-        query_norm=_norm(cast(RmsNorm | None, attention.q_norm)),
-        key_norm=_norm(cast(RmsNorm | None, attention.k_norm)),
+        attention_norm=_present(_norm(cast(_RmsNorm, layer.input_layernorm))),
+        mlp_norm=_present(_norm(cast(_RmsNorm, layer.post_attention_layernorm))),
+        query_norm=_norm(cast(_RmsNorm | None, attention.q_norm)),
+        key_norm=_norm(cast(_RmsNorm | None, attention.k_norm)),
         # only Llama's hybrid norm has these two
         after_attention_norm=_norm(getattr(layer, "post_attn_layernorm", None)),
         after_mlp_norm=_norm(getattr(layer, "post_mlp_layernorm", None)),
@@ -220,7 +249,7 @@ def _matrix(linear: Linear) -> Affine:
     return Affine(linear.weight.array, None if linear.bias is None else linear.bias.array)
 
 
-def _norm(norm: RmsNorm | None) -> Norm | None:
+def _norm(norm: _RmsNorm | None) -> Norm | None:
     if norm is None:
         return None
     return Norm(
@@ -250,48 +279,92 @@ def rotary_table(model: LmHeadModel, length: int) -> Rotary:
     return Rotary(table[:, :half], table[:, half:])
 
 
-def fuse(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
+def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
     """Slice the stacked layers and join what is multiplied with the same vector.
 
-    To be called inside a compiled program, before its loop: the slices are copies that the program
-    makes once and then reads at full speed.
+    To be called inside a compiled program, whose results the others then read at full speed. On a
+    mesh this is where weights that are spread over fsdp are gathered; what is spread over tensor
+    stays so.
     """
-    weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-    layers = weights.layers
-    return Decoder(
-        embedding=weights.embedding,
-        embedding_norm=weights.embedding_norm,
-        layers=tuple(
-            _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
-            for index in range(spec.layers)
-        ),
-        final_norm=weights.final_norm,
-        head=weights.head,
+    layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
+    return tuple(
+        _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
+        for index in range(spec.layers)
     )
+
+
+def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
+    """The same for what has no layers: to be called inside a compiled program, on a mesh."""
+    ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
+    return Ends(
+        embedding=constrain(ends.embedding, TENSOR, WHOLE),
+        embedding_norm=jax.tree.map(constrain, ends.embedding_norm),
+        final_norm=jax.tree.map(constrain, ends.final_norm),
+        head=constrain(ends.head, TENSOR, WHOLE),
+    )
+
+
+def own_ends(weights: Weights) -> Ends:
+    """References to the model's own arrays."""
+    return Ends(weights.embedding, weights.embedding_norm, weights.final_norm, weights.head)
 
 
 def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
-    width = spec.width
-    parts = [affine.weight.reshape(-1, width) for affine in (layer.query, layer.key, layer.value)]
-    biases = [affine.bias for affine in (layer.query, layer.key, layer.value)]
+    whole = jax.tree.map(constrain, layer)
+    qkv = _by_head(spec, [layer.query.weight, layer.key.weight, layer.value.weight])
+    qkv_bias = _by_head(spec, [layer.query.bias, layer.key.bias, layer.value.bias])
+    gate_up = _by_piece([layer.gate.weight, layer.up.weight])
+    assert qkv is not None
+    assert gate_up is not None
     return Layer(
-        qkv=jnp.concatenate(parts),
-        qkv_bias=_joined(biases),
-        output=layer.output.weight.reshape(width, -1),
-        output_bias=layer.output.bias,
-        gate_up=jnp.concatenate([layer.gate.weight, layer.up.weight]),
-        gate_up_bias=_joined([layer.gate.bias, layer.up.bias]),
-        down=layer.down.weight,
-        down_bias=layer.down.bias,
-        attention_norm=layer.attention_norm,
-        mlp_norm=layer.mlp_norm,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        after_attention_norm=layer.after_attention_norm,
-        after_mlp_norm=layer.after_mlp_norm,
+        qkv=qkv.reshape(-1, spec.width),
+        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
+        output=constrain(layer.output.weight.reshape(spec.width, -1), WHOLE, TENSOR),
+        output_bias=whole.output.bias,
+        gate_up=gate_up,
+        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
+        down=constrain(layer.down.weight, WHOLE, TENSOR),
+        down_bias=whole.down.bias,
+        attention_norm=whole.attention_norm,
+        mlp_norm=whole.mlp_norm,
+        query_norm=whole.query_norm,
+        key_norm=whole.key_norm,
+        after_attention_norm=whole.after_attention_norm,
+        after_mlp_norm=whole.after_mlp_norm,
     )
 
 
-def _joined(biases: list[Array | None]) -> Array | None:
-    present = [bias.reshape(-1) for bias in biases if bias is not None]
-    return jnp.concatenate(present) if present else None
+def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
+    """Weights [K, out, D] or biases [K, out] of query, key and value, joined for each head."""
+    present = [
+        constrain(part, TENSOR).reshape(spec.kv_heads, -1, *part.shape[3:])
+        for part in _with_groups(parts)
+    ]
+    return constrain(jnp.concatenate(present, axis=1), TENSOR) if present else None
+
+
+def _with_groups(parts: list[Array | None]) -> list[Array]:
+    """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
+    query, *others = parts
+    found = [other[:, None] for other in others if other is not None]
+    return found if query is None else [query, *found]
+
+
+def _by_piece(parts: list[Array | None]) -> Array | None:
+    """Gate and up [F, …] joined piece by piece, so that each device holds a piece of both.
+
+    In one matrix and not on an axis of their own: XLA would transpose that at every step on a CPU.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    count = pieces(present[0].shape[0], TENSOR)
+    cut = [part.reshape(count, -1, *part.shape[1:]) for part in present]
+    return constrain(jnp.concatenate(cut, axis=1).reshape(-1, *present[0].shape[1:]), TENSOR)
+
+
+def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
+    """Gate and up [..., F] from what `Layer.gate_up` was multiplied to."""
+    *lead, both = joined.shape
+    cut = joined.reshape(*lead, pieces(both // 2, TENSOR), 2, -1)
+    return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)

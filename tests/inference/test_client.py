@@ -5,6 +5,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,8 @@ from marin_rl.errors import (
 )
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.protocol import (
-    ChatAnswer,
     ChatRequest,
-    Completion,
     decode_answer,
-    encode_answer,
     parse_served_model_id,
     served_model_id,
 )
@@ -100,6 +99,119 @@ def test_faults_that_pass_are_tried_again(server: FakePolicyServer, fault: str) 
     assert len(server.requests) == 2
 
 
+def in_seconds(seconds: float) -> str:
+    """An HTTP date; whole seconds is all it can say."""
+    return format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
+
+
+@pytest.mark.parametrize("fault", ["429", "503"])
+@pytest.mark.parametrize("asked", [lambda: "1", lambda: "0.9", lambda: in_seconds(2)])
+def test_an_endpoint_that_asks_to_be_left_alone_is(
+    server: FakePolicyServer, fault: str, asked: Callable[[], str]
+) -> None:
+    server.faults.extend([fault])
+    server.error_headers = {"Retry-After": asked()}
+    began = time.monotonic()
+    assert len(ask([server.url]).completions) == 4
+    assert 0.9 <= time.monotonic() - began < 30
+    assert len(server.requests) == 2
+
+
+def test_meanwhile_another_endpoint_is_asked(server: FakePolicyServer) -> None:
+    server.fault = lambda _: "429"
+    server.error_headers = {"Retry-After": "60"}
+
+    async def use(client: PolicyClient) -> None:
+        for _ in range(5):
+            await client.chat(MESSAGES, 1, Sampling(max_tokens=4, seed=1))
+
+    began = time.monotonic()
+    with FakePolicyServer(MODEL) as other:
+        ask([server.url, other.url], use)
+        assert (len(server.requests), len(other.requests)) == (1, 5)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("absurd", ["-1", "soon", "", "nan", "1e400", "Sat, 99 Nov 2026"])
+def test_a_header_that_says_nothing_is_as_none(server: FakePolicyServer, absurd: str) -> None:
+    server.faults.extend(["429"])
+    server.error_headers = {"Retry-After": absurd}
+    began = time.monotonic()
+    ask([server.url])
+    assert time.monotonic() - began < 30
+
+
+def test_no_endpoint_keeps_a_client_longer_than_an_answer_may_take(
+    server: FakePolicyServer,
+) -> None:
+    server.faults.extend(["503"])
+    server.error_headers = {"Retry-After": "99999999999999999999"}
+    began = time.monotonic()
+    ask([server.url], timeout_s=1.0)
+    assert 0.9 <= time.monotonic() - began < 30
+
+
+def update(client: PolicyClient) -> Awaitable[None]:
+    return client.update_weights("/shared/round-00003", 3, "ab" * 32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        ({"api_key": "call", "admin_key": "manage"}, "Bearer manage"),
+        ({"api_key": "call"}, "Bearer call"),
+    ],
+)
+def test_new_weights_are_asked_for_with_the_admin_key_where_there_is_one(
+    server: FakePolicyServer, keys: dict[str, str], sent: str
+) -> None:
+    body = {
+        "model_path": "/shared/round-00003",
+        "weight_version": "3",
+        "parameters_digest": "ab" * 32,
+    }
+    with FakePolicyServer(MODEL) as other:
+        ask([server.url, other.url], update, **keys)
+        assert server.updates == other.updates == [(sent, body)]
+
+    async def chat(client: PolicyClient) -> None:
+        await update(client)
+        await client.chat(MESSAGES, 1, Sampling(max_tokens=4, seed=1))
+
+    server.api_key = "call"  # what is no update goes on with the plain key
+    ask([server.url], chat, **keys)
+
+
+def test_an_update_is_tried_again_and_the_admin_key_never_told(server: FakePolicyServer) -> None:
+    server.faults.extend(["503", "drop"])
+    ask([server.url], update, admin_key="manage")
+    assert len(server.updates) == 1
+    server.fault = lambda _: "unauthorized"
+    with pytest.raises(RequestRejected, match="admin_key_variable") as caught:
+        ask([server.url], update, admin_key="fault", api_key="scripted")
+    assert "***" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", ["digest_mismatch", "canary_mismatch"])
+def test_an_endpoint_that_found_other_weights_is_not_asked_again(
+    server: FakePolicyServer, code: str
+) -> None:
+    server.faults.extend(["conflict"])
+    server.error_code = code
+    with pytest.raises(StalePolicy, match="scripted fault conflict"):
+        ask([server.url], update)
+    assert len(server.requests) == 1
+
+
+def test_an_endpoint_that_is_busy_with_another_update_is_asked_again(
+    server: FakePolicyServer,
+) -> None:
+    server.faults.extend(["conflict"])
+    server.error_code = "busy"
+    ask([server.url], update)
+    assert (len(server.requests), len(server.updates)) == (2, 1)
+
+
 def test_attempts_are_bounded(server: FakePolicyServer) -> None:
     server.fault = lambda _: "503"
     with pytest.raises(EndpointUnavailable, match="scripted fault 503"):
@@ -109,10 +221,8 @@ def test_attempts_are_bounded(server: FakePolicyServer) -> None:
 
 def test_a_slow_endpoint_is_unavailable(server: FakePolicyServer) -> None:
     server.fault = lambda _: "slow"
-    began = time.monotonic()
     with pytest.raises(EndpointUnavailable, match=r"no answer in 0\.3 s"):
         ask([server.url], attempts_max=1, timeout_s=0.3)
-    assert time.monotonic() - began < 2
 
 
 def test_nobody_listens() -> None:
@@ -212,38 +322,6 @@ def test_served_model_ids() -> None:
     assert parse_served_model_id("Qwen/Qwen3-0.6B") is None
 
 
-@pytest.mark.parametrize("style", ["compact", "content"])
-def test_encode_and_decode_are_inverse(style: str) -> None:
-    random = np.random.default_rng(5)
-    completions = tuple(
-        Completion(
-            text=f"t{i}",
-            token_ids=random.integers(0, 2**31 - 1, i, dtype=np.int32),
-            logprobs=-random.exponential(size=i).astype(np.float32),
-            finish_reason="stop",
-            policy_versions=np.arange(i, dtype=np.int32) if i % 2 else None,
-        )
-        for i in range(1, 40)
-    )
-    answer = ChatAnswer(
-        model=MODEL,
-        prompt_token_ids=np.arange(3, dtype=np.int32),
-        completions=completions,
-        request_id="r",
-        weight_version=3,
-        parameters_digest="ab",
-    )
-    texts = None if style == "compact" else [["x"] * len(c.token_ids) for c in completions]
-    back = decode_answer(encode_answer(answer, created=0, token_texts=texts))
-    assert (back.model, back.request_id, back.weight_version) == (MODEL, "r", 3)
-    assert back.timings == answer.timings
-    for a, b in zip(completions, back.completions, strict=True):
-        assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
-        assert a.token_ids.tolist() == b.token_ids.tolist()
-        assert a.logprobs.tobytes() == b.logprobs.tobytes()
-        assert (a.policy_versions is None) == (b.policy_versions is None)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -258,6 +336,13 @@ def test_encode_and_decode_are_inverse(style: str) -> None:
         {"prompt_token_ids": [None]},
         {"prompt_token_ids": [[1], [2, 3]]},
         {"prompt_token_ids": 7},
+        {"timings": [1]},
+        {"timings": {"queue_s": "abc"}},
+        {"weight_version": "7"},
+        {"weight_version": {"a": 1}},
+        {"weight_version": -1},
+        {"weight_version": True},
+        {"parameters_digest": 7},
     ],
 )
 def test_absurd_answers_are_refused(change: dict[str, Any]) -> None:
@@ -266,30 +351,6 @@ def test_absurd_answers_are_refused(change: dict[str, Any]) -> None:
     assert decode_answer(json.dumps(good).encode()).completions[0].logprobs.tolist() == [-1]
     with pytest.raises(BadResponse, match=r"expected|not JSON"):
         decode_answer(json.dumps(good | change).encode())
-
-
-def test_reading_a_round_takes_milliseconds() -> None:
-    """128 completions of 64 tokens; measured 2 ms, the limit leaves room for a busy machine."""
-    random = np.random.default_rng(0)
-    completions = tuple(
-        Completion(
-            text="x" * 64,
-            token_ids=random.integers(0, 512, 64, dtype=np.int32),
-            logprobs=-random.exponential(size=64).astype(np.float32),
-            finish_reason="length",
-        )
-        for _ in range(128)
-    )
-    answer = ChatAnswer(
-        model="m", prompt_token_ids=np.arange(64, dtype=np.int32), completions=completions
-    )
-    data = encode_answer(answer, created=0)
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        decode_answer(data)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.05
 
 
 def test_the_request_body_is_plain_json() -> None:

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 
 import equinox as eqx
@@ -10,68 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
+from engines import bits, engine_of, random_requests, request_of, result_of
+from slow import others_slow
 from tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
-from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
-from marin_rl.inference.engine import Engine
-from marin_rl.inference.programs import decode_chunk, prefill_slots
-from marin_rl.inference.slots import GenerationRequest, GenerationResult
+from marin_rl.inference.programs import PROGRAMS, compiled_layers
+from marin_rl.inference.scoring import score_tokens
+from marin_rl.inference.slots import GenerationRequest
 from marin_rl.types import Sampling
 
-CONTEXT = 96
-END = 1
 
-
-def engine_of(model: LmHeadModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
-    return Engine(
-        model,
-        EngineConfig(**{"slots": 8, "chunk_steps": 4, "prefill_rows": 4, **config}),
-        context_length=CONTEXT,
-        weight_version=1,
-        parameters_digest="one",
-        stop_token_ids=stop_token_ids,
-        decode=lambda ids: "".join(chr(32 + i) for i in ids),
-    )
-
-
-@pytest.fixture(scope="module")
-def model() -> LmHeadModel:
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def engine(model: LmHeadModel) -> Iterator[Engine]:
-    engine = engine_of(model)
-    yield engine
-    engine.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32)
-
-
-def request_of(
-    length: int = 10, *, prompt_seed: int = 0, n: int = 1, stop_token_ids=(), **sampling
-) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt_of(length, prompt_seed),
-        n=n,
-        sampling=Sampling(**{"max_tokens": 12, "seed": 7, **sampling}),
-        stop_token_ids=stop_token_ids,
-    )
-
-
-def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
-    return engine.submit(request).result(timeout=120)
-
-
-def bits(result: GenerationResult) -> list[tuple[bytes, bytes]]:
-    return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for s in result.samples]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "llama", "qwen3"))
 def test_logprobs_are_those_of_the_models_own_forward(family):
     model = tiny_model(family)
     engine = engine_of(model)
@@ -94,22 +43,6 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(engine, model, length)
     np.testing.assert_array_equal(sample.token_ids, logits[length - 1 : -1].argmax(-1))
     truth = full_logprobs(model, request.prompt_ids, sample.token_ids)
     assert np.abs(sample.logprobs - truth).max() < 1e-4
-
-
-def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
-    return [
-        request_of(
-            rng.randint(1, 60),
-            prompt_seed=index,
-            n=rng.choice((1, 1, 3, 11)),
-            max_tokens=rng.randint(1, 30),
-            temperature=rng.choice((0.0, 0.7, 1.0)),
-            top_p=rng.choice((1.0, 1.0, 0.8)),
-            top_k=rng.choice((0, 0, 5)),
-            seed=rng.getrandbits(48),
-        )
-        for index in range(count)
-    ]
 
 
 def test_bitwise_the_same_alone_and_under_any_load(engine, model):
@@ -151,16 +84,35 @@ def test_without_a_seed_every_request_differs(engine):
     assert len(drawn) == 3
 
 
+def compiled() -> list[int]:
+    """How many programs of each kind exist."""
+    return [f._cache_size() for f in (*PROGRAMS, score_tokens, compiled_layers)]
+
+
 def test_nothing_is_compiled_once_warm(model):
     engine = engine_of(model, slots=6)
+    everything = {
+        "logit_bias": ((3, 1.0),),
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "min_p": 0.1,
+        "top_logprobs": 3,
+        "raw_logprobs": True,
+        "score_prompt": True,
+        "stop": ("never there",),
+    }
     try:
         engine.warm_up()
-        before = decode_chunk._cache_size(), prefill_slots._cache_size()
+        before = compiled()
         requests = random_requests(random.Random(5), 12)
+        requests += [request_of(40, n=9, **everything), request_of(7, top_logprobs=1)]
+        requests += [request_of(90, score_prompt=True, max_tokens=0)]
         wait([engine.submit(request) for request in requests], timeout=120)
         engine.swap(tiny_model(seed=1), 2, "two")
         result_of(engine, requests[0])
-        assert (decode_chunk._cache_size(), prefill_slots._cache_size()) == before
+        assert engine.stats.copied_prompts > 0
+        assert compiled() == before
     finally:
         engine.close()
 
@@ -194,13 +146,12 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(engine):
     assert free.finish_reason == "length"
 
 
-def test_stop_strings_cut_text_and_tokens(engine):
+def test_a_stop_string_ends_the_tokens_with_the_one_that_completes_it(engine):
     (free,) = result_of(engine, request_of()).samples
     text = "".join(chr(32 + i) for i in free.token_ids)
     stop = text[5:7]
     (sample,) = result_of(engine, request_of(stop=(stop, "never there"))).samples
     at = text.index(stop)
-    assert sample.text == text[:at]
     assert sample.finish_reason == "stop"
     np.testing.assert_array_equal(sample.token_ids, free.token_ids[: at + 2])
     np.testing.assert_array_equal(sample.logprobs, free.logprobs[: at + 2])
@@ -211,7 +162,6 @@ def test_a_stop_string_that_never_comes_leaves_the_completion_whole(engine):
     (sample,) = result_of(engine, request_of(stop=("never there",))).samples
     np.testing.assert_array_equal(sample.token_ids, free.token_ids)
     assert sample.finish_reason == "length"
-    assert sample.text == "".join(chr(32 + i) for i in free.token_ids)
 
 
 def test_top_k_logprobs_are_those_of_the_filtered_distribution(engine, model):
@@ -248,14 +198,14 @@ def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
     assert len(devices) == 2
     request = request_of()
     expected = bits(result_of(engine, request))
-    compiled = decode_chunk._cache_size()
+    compiled = PROGRAMS.decode_chunk._cache_size()
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arrays, rest = eqx.partition(model, eqx.is_array)
     try:
         engine.swap(eqx.combine(jax.device_put(arrays, spread), rest), 1, "one")
         assert bits(result_of(engine, request)) == expected
-        assert decode_chunk._cache_size() == compiled
+        assert PROGRAMS.decode_chunk._cache_size() == compiled
     finally:
         engine.swap(model, 1, "one")
 
@@ -267,9 +217,7 @@ def test_a_swap_in_the_middle_is_told_per_token_and_takes_no_copy(model):
         chunks = engine.stats.chunks
         while engine.stats.chunks < chunks + 3:
             time.sleep(0.001)
-        started = time.perf_counter()
         engine.swap(other, 2, "two")
-        assert time.perf_counter() - started < 0.1
         assert pointers(engine.policy.weights) <= pointers(eqx.filter(other, eqx.is_array))
         result = future.result(timeout=120)
     finally:

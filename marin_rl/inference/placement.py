@@ -1,0 +1,98 @@
+"""Where the engine's arrays lie: on one device, or over the mesh that the model's arrays lie on.
+
+Owns reading that mesh off the arrays themselves, and the names by which the decoder says how what
+it computes is spread: slots over data and fsdp, key/value heads, the MLP and the vocabulary over
+tensor, the rules that training follows. Leaves out what is computed (`decoder`, `weights`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+Tree = TypeVar("Tree")
+
+# Axes of the mesh, as `constrain` is told for each axis of an array.
+SLOTS = ("data", "fsdp")
+TENSOR = ("tensor",)
+WHOLE = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One device, or a mesh; `weights` says where the weights stay: where the model has them."""
+
+    weights: Any
+    mesh: Mesh | None = None
+
+    def place_weights(self, weights: Tree) -> Tree:
+        """References to arrays that lie as the first ones did; others are moved there."""
+        return jax.device_put(weights, self.weights)
+
+    def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
+        """Arrays spread as `axes` say for their leading dimensions; the rest is whole."""
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, self._sharding(leaf, axes)), arrays)
+
+    def _sharding(self, leaf: Array | np.ndarray, axes: tuple[tuple[str, ...], ...]) -> Sharding:
+        if self.mesh is None:
+            return self.weights
+        return NamedSharding(self.mesh, _spec(dict(self.mesh.shape), leaf.shape, axes))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The context in which programs are traced and called."""
+        if self.mesh is None:
+            yield
+            return
+        with jax.set_mesh(self.mesh):
+            yield
+
+
+def placement_of(weights: Any) -> Placement:
+    """The mesh that all arrays share, if it has several devices; else the first device."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
+    leaves = jax.tree.leaves(shardings)
+    meshes = {leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)}
+    if len(meshes) == 1 and all(isinstance(leaf, NamedSharding) for leaf in leaves):
+        (mesh,) = meshes
+        if isinstance(mesh, Mesh) and mesh.size > 1:
+            return Placement(shardings, mesh)
+    return Placement(SingleDeviceSharding(jax.devices()[0]))
+
+
+def constrain(array: Array, *axes: tuple[str, ...]) -> Array:
+    """Inside a program: how the leading dimensions are spread; on one device nothing happens."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    if not sizes:
+        return array
+    return jax.lax.with_sharding_constraint(array, _spec(sizes, array.shape, axes))
+
+
+def pieces(size: int, axes: tuple[str, ...]) -> int:
+    """Inside a program: into how many pieces a dimension of `size` is cut; 1 on one device."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    count = int(np.prod([sizes.get(name, 1) for name in axes]))
+    return 1 if size % count else count
+
+
+def _spec(
+    sizes: dict[str, int], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]
+) -> PartitionSpec:
+    """A dimension that its axes of the mesh do not divide stays whole.
+
+    Written as XLA writes the shardings of its results, so that a cache that was made and one that
+    came out of a program are the same argument to the next.
+    """
+    spread = []
+    for size, names in zip(shape, axes, strict=False):
+        present = tuple(name for name in names if sizes.get(name, 1) > 1)
+        whole = not present or size % int(np.prod([sizes[name] for name in present]))
+        spread.append(None if whole else present[0] if len(present) == 1 else present)
+    while spread and spread[-1] is None:
+        spread.pop()
+    return PartitionSpec(*spread)

@@ -1,0 +1,99 @@
+"""What is told of a token beside its logprob: the model's own one, and the likeliest tokens.
+
+Owns both, on the device, each under a conditional, so that nobody pays for what nobody asks for.
+Leaves out the distribution that tokens are drawn from (`sampling`).
+
+Axes: S slots, V vocabulary, K likeliest tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from marin_rl.inference.sampling import Drawn
+from marin_rl.inference.slots import TOP_LOGPROBS_MAX
+
+
+class Asked(NamedTuple):
+    """Which slots want raw logprobs, and how many of the likeliest tokens each wants."""
+
+    raw_S: Bool[Array | np.ndarray, " S"]
+    top_S: Int32[Array | np.ndarray, " S"]
+
+
+class Report(NamedTuple):
+    """Logprobs in nats; zeros where nobody asks. The likeliest tokens come first.
+
+    Those of a chunk have an axis of its steps before that of slots.
+    """
+
+    raw_S: Float32[Array | np.ndarray, "*steps S"]
+    top_ids_SK: Int32[Array | np.ndarray, "*steps S K"]
+    top_logprobs_SK: Float32[Array | np.ndarray, "*steps S K"]
+
+
+def top_count(vocabulary: int) -> int:
+    """How many of the likeliest tokens are found: TOP_LOGPROBS_MAX, or all there are."""
+    return min(TOP_LOGPROBS_MAX, vocabulary)
+
+
+def empty_report(slots: int, vocabulary: int) -> Report:
+    """Zeros, of the shapes that `report` gives."""
+    K = top_count(vocabulary)
+    return Report(
+        jnp.zeros(slots, jnp.float32),
+        jnp.zeros((slots, K), jnp.int32),
+        jnp.zeros((slots, K), jnp.float32),
+    )
+
+
+def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, asked: Asked) -> Report:
+    """Of the model's `logits_SV`, and of the distribution that `drawn` tells.
+
+    The top ones are of the model's own distribution in a slot that asks for raw logprobs, else of
+    the one that was sampled from.
+    """
+    S, V = logits_SV.shape
+    wanted = jnp.any(asked.raw_S) | jnp.any(asked.top_S > 0)
+    return jax.lax.cond(
+        wanted,
+        lambda logits: _report(logits, drawn, asked),
+        lambda logits: empty_report(S, V),
+        logits_SV,
+    )
+
+
+def _report(logits_SV: Array, drawn: Drawn, asked: Asked) -> Report:
+    V = logits_SV.shape[1]
+    raw_SV = log_softmax(logits_SV)
+    raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
+    shifted_SV = drawn.scores_SV - drawn.highest_S[:, None]
+    sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
+    every_SV = jnp.where(asked.raw_S[:, None], raw_SV, sampled_SV)
+    top_SK, ids_SK = jax.lax.cond(
+        jnp.any(asked.top_S > 0),
+        likeliest,
+        lambda every: (
+            jnp.zeros((every.shape[0], top_count(V)), jnp.float32),
+            jnp.zeros((every.shape[0], top_count(V)), jnp.int32),
+        ),
+        every_SV,
+    )
+    return Report(raw_S, ids_SK, top_SK)
+
+
+def log_softmax(logits: Float32[Array, "N V"]) -> Float32[Array, "N V"]:
+    """Logprobs, never positive."""
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.minimum(shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)), 0)
+
+
+def likeliest(
+    logprobs: Float32[Array, "N V"],
+) -> tuple[Float32[Array, "N K"], Int32[Array, "N K"]]:
+    """The largest logprobs, largest first, and their tokens; of equals the lower token first."""
+    top, ids = jax.lax.top_k(logprobs, top_count(logprobs.shape[1]))
+    return top, ids

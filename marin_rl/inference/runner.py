@@ -1,0 +1,324 @@
+"""The engine's compiled programs, and the arrays that they run on.
+
+Owns where arrays lie, the lanes' caches, the rotary table, the fused weights while there is work,
+and the calls: prefill, copies between slots, a chunk of decoding, the scoring of a prompt. Leaves
+out what the programs compute (`programs`, `scoring`), whose tokens these are (`table`) and when
+anything runs (`engine`). Used by the engine's thread alone.
+
+Axes: S slots, R prompts of one prefill, P positions of a prompt bucket.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.config import EngineConfig
+from marin_rl.errors import InputError
+from marin_rl.inference import decoder
+from marin_rl.inference.decoder import Cache
+from marin_rl.inference.extras import ExtraRows, Extras
+from marin_rl.inference.lanes import lanes_for, shares_prompts
+from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
+from marin_rl.inference.programs import (
+    PROGRAMS,
+    ChunkInputs,
+    Limits,
+    Sampled,
+    fused_weights,
+)
+from marin_rl.inference.scoring import prompt_scores, score_tokens
+from marin_rl.inference.seating import Prompt, Prompts
+from marin_rl.inference.slots import PromptScores
+from marin_rl.inference.table import Chunk, SlotInputs
+from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
+from marin_rl.memory import give_back_freed_memory
+
+BUCKET_MIN = 16
+
+Tree = TypeVar("Tree")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """What is loaded: references to the model's arrays, and their identity.
+
+    `key` is this load's own, and outlives the weights where something that they computed does.
+    """
+
+    weights: Weights
+    weight_version: int
+    parameters_digest: str
+    key: object = field(default_factory=object)
+
+
+class Runner:
+    """Programs of one model's shape, on a cache for each lane of `config.slots` slots.
+
+    Slots are numbered through all lanes. Raises InputError for a model that it cannot decode
+    faithfully.
+    """
+
+    def __init__(
+        self, model: LmHeadModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
+    ) -> None:
+        self.spec, weights = read_model(model)
+        self._placement = placement_of(weights)
+        weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        on_mesh = self._placement.mesh is not None
+        self.lanes = lanes_for(
+            config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh
+        )
+        self.sharing = shares_prompts(
+            self.lanes,
+            weights_bytes=weights_bytes,
+            queries_per_kv=self.spec.queries_per_kv,
+            on_mesh=on_mesh,
+        )
+        self._config = config
+        self._context_length = context_length
+        self._dtype = dtype
+        self._fused: tuple[object, Decoder] | None = None
+        several = self.lanes.count > 1
+        # programs that one thread starts run one after the other
+        self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
+        self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
+        self.length = decoder.cache_length(self._caches[0])
+        self.buckets = _buckets(self.length)
+        self._rotary = self.put(rotary_table(model, self.length))
+
+    def put(self, arrays: Tree) -> Tree:
+        """The same arrays, whole on every device that the programs run on."""
+        return self._placement.place(arrays)
+
+    def policy(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Policy:
+        """References to a model's arrays. Raises InputError for a model of another shape."""
+        spec, weights = read_model(model)
+        if spec != self.spec:
+            raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
+        placed = self._placement.place_weights(weights)
+        return Policy(placed, weight_version, parameters_digest)
+
+    def warm_up(self, policy: Policy, inputs: SlotInputs, extras: ExtraRows) -> None:
+        """Compile every program, for every bucket; changes nothing.
+
+        The largest goes first, while the caches are not there, and what compiling freed goes back
+        after each: so none of them needs its memory on top of another's.
+        """
+        nothing = Limits(np.int32(0), np.int32(0))
+        self._wake()
+        self._compile_without_caches(policy, inputs, extras, nothing)
+        self.decode(policy, inputs, extras, nothing)
+        for bucket in reversed(self.buckets):
+            self.prefill(policy, {(bucket, 0): [(np.zeros(0, np.int32), [])]})
+            self.score(policy, np.zeros(bucket, np.int32), 0)
+            give_back_freed_memory()
+        self.copy([(0, 0)])
+        self.rest()
+
+    def _compile_without_caches(
+        self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
+    ) -> None:
+        """Compile a chunk for caches of these shapes, which are empty and not kept."""
+        cache = jax.tree.map(_shape_of, self._caches[0])
+        self.rest(caches=True)
+        give_back_freed_memory()
+        given = self._given(0, inputs, extras.on_device(0), limits)
+        with self._placement.active():
+            PROGRAMS.decode_chunk.lower(
+                self._decoder(policy), self._rotary, cache, given, **self._chunk_sizes
+            ).compile()
+        give_back_freed_memory()
+
+    def bucket(self, length: int) -> int:
+        """The padded length of a prompt of `length` tokens."""
+        return next(size for size in self.buckets if size >= length)
+
+    def prefill(self, policy: Policy, prompts: Prompts) -> None:
+        """Run prompts, by bucket and lane, each into the cache of its slots, all in that lane."""
+        self._wake()
+        fused = self._decoder(policy)
+        shares = [
+            [(bucket, one) for (bucket, at), one in sorted(prompts.items(), key=_key) if at == lane]
+            for lane in range(self.lanes.count)
+        ]
+
+        def run(lane: int) -> None:
+            for bucket, found in shares[lane]:
+                rows = self._config.prefill_rows
+                for start in range(0, len(found), rows):
+                    self._prefill(fused, lane, bucket, found[start : start + rows])
+
+        self._in_lanes(run)
+
+    def _prefill(self, fused: Decoder, lane: int, bucket: int, prompts: list[Prompt]) -> None:
+        rows = self._config.prefill_rows
+        tokens_RP = np.zeros((rows, bucket), np.int32)
+        source_S = np.full(self._config.slots, rows, np.int32)
+        for row, (tokens, slots) in enumerate(prompts):
+            tokens_RP[row, : len(tokens)] = tokens
+            source_S[slots] = row
+        self._caches[lane] = PROGRAMS.prefill_slots(
+            fused,
+            self._rotary,
+            self._caches[lane],
+            tokens_RP,
+            np.int32(len(prompts)),
+            self.lanes.part(lane, source_S),
+            spec=self.spec,
+        )
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy slots' caches: from the first of each pair to the second, of the same lane."""
+        size = self.lanes.size
+
+        def run(lane: int) -> None:
+            own = [(a % size, b % size) for a, b in pairs if self.lanes.of(b) == lane]
+            if not own:
+                return
+            ends_S2 = np.zeros((size, 2), np.int32)
+            ends_S2[: len(own)] = own
+            source_S, target_S = np.ascontiguousarray(ends_S2.T)
+            self._caches[lane] = PROGRAMS.copy_slots(
+                self._caches[lane], source_S, target_S, np.int32(len(own))
+            )
+
+        self._in_lanes(run)
+
+    def decode(
+        self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
+    ) -> Chunk:
+        """A chunk of at most `limits.steps` steps in every lane, side by side."""
+        self._wake()
+        fused = self._decoder(policy)
+        wished = [extras.on_device(lane) for lane in range(self.lanes.count)]
+
+        def run(lane: int) -> Sampled:
+            given = self._given(lane, inputs, wished[lane], limits)
+            self._caches[lane], sampled = PROGRAMS.decode_chunk(
+                fused, self._rotary, self._caches[lane], given, **self._chunk_sizes
+            )
+            return jax.block_until_ready(sampled)
+
+        sampled = self._in_lanes(run)
+        return Chunk(
+            tokens_SC=np.concatenate([np.asarray(one.tokens_CS).T for one in sampled]),
+            logprobs_SC=np.concatenate([np.asarray(one.logprobs_CS).T for one in sampled]),
+            counts_S=np.concatenate([np.asarray(one.counts_S) for one in sampled]),
+            slot_steps=sum(int(one.steps) for one in sampled) * self.lanes.size,
+            weight_version=policy.weight_version,
+            parameters_digest=policy.parameters_digest,
+            reports=tuple(one.reports for one in sampled),
+        )
+
+    def _given(self, lane: int, inputs: SlotInputs, extras: Extras, limits: Limits) -> ChunkInputs:
+        return ChunkInputs(self.lanes.part(lane, inputs), extras, limits)
+
+    @property
+    def _chunk_sizes(self) -> dict[str, Any]:
+        """What is static in a chunk's program."""
+        return {
+            "spec": self.spec,
+            "steps": self._config.chunk_steps,
+            "sharing": self.sharing,
+        }
+
+    def _in_lanes(self, run: Callable[[int], Result]) -> list[Result]:
+        """What `run` returns in every lane; all have ended when an error of one is raised."""
+        if self._threads is None:
+            with self._placement.active():
+                return [run(0)]
+        futures = [self._threads.submit(run, lane) for lane in range(self.lanes.count)]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def score(self, policy: Policy, prompt: Int32[np.ndarray, " p"], top: int) -> PromptScores:
+        """Logprobs of a prompt's tokens and the `top` likeliest, by a forward pass of their own."""
+        tokens_P = np.zeros(self.bucket(len(prompt)), np.int32)
+        tokens_P[: len(prompt)] = prompt
+        with self._placement.active():
+            scored = score_tokens(
+                self._decoder(policy),
+                self._rotary,
+                tokens_P,
+                np.bool_(top > 0),
+                spec=self.spec,
+            )
+        chosen_P, ids_PK, top_PK = map(np.asarray, scored)
+        return prompt_scores(len(prompt), top, chosen_P, ids_PK, top_PK)
+
+    def wait(self) -> None:
+        """Return when the caches are computed."""
+        jax.block_until_ready(self._caches)
+
+    def close(self) -> None:
+        """End the lanes' threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def rest(self, *, caches: bool = False) -> None:
+        """Give back what is only needed while work goes on: the fused copy of the weights.
+
+        The `caches` too, where no slot is in use; the next prompt or chunk has them made anew.
+        """
+        self._fused = None
+        if caches:
+            self._caches = []
+
+    def holds_copy_of(self, policy: Policy) -> bool:
+        """Whether the fused weights are there, and this policy's."""
+        return self._fused is not None and self._fused[0] is policy.key
+
+    def _wake(self) -> None:
+        if not self._caches:
+            self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
+
+    def _decoder(self, policy: Policy) -> Decoder:
+        """The policy's weights as the programs read them: made by its first program since `rest`.
+
+        The copy of other weights goes before this one comes, so there is never more than one.
+        """
+        if self._fused is None or self._fused[0] is not policy.key:
+            self._fused = None
+            with self._placement.active():
+                fused = fused_weights(self.spec, policy.weights, self._dtype)
+            self._fused = policy.key, fused
+        return self._fused[1]
+
+    def forget_nonfinite(self) -> None:
+        """Replace what is not a number: in a masked position it would spoil the slot's next one."""
+        self._caches = jax.tree.map(jnp.nan_to_num, self._caches)
+
+    def start_over(self) -> None:
+        """New caches and a new copy of the weights, for after a failure on the device."""
+        self.rest(caches=True)
+
+    def _empty_cache(self) -> Cache:
+        slots, length = self.lanes.size, self._context_length
+        cache = decoder.empty_cache(self.spec, slots, length, self._dtype)
+        return self._placement.place(cache, SLOTS, TENSOR)
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for in an array's stead."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _key(item: tuple[tuple[int, int], list[Prompt]]) -> tuple[int, int]:
+    """Bucket and lane."""
+    return item[0]
+
+
+def _buckets(longest: int) -> tuple[int, ...]:
+    """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
+    sizes = [BUCKET_MIN]
+    while sizes[-1] < longest:
+        sizes.append(min(2 * sizes[-1], longest))
+    return tuple(sizes)

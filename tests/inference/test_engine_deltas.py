@@ -1,0 +1,279 @@
+"""Deltas while a request runs, and the engine at rest."""
+
+import threading
+import time
+from concurrent.futures import Future, wait
+
+import numpy as np
+import pytest
+from engines import bits, engine_of, request_of, result_of
+from tiny_models import tiny_model
+
+from marin_rl.errors import InferenceError
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+
+
+class Listener:
+    """Collects a request's deltas, each with whether the future was done by then."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.threads: set[str] = set()
+        self.late = False
+        self.future: Future[GenerationResult] | None = None
+
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.threads.add(threading.current_thread().name)
+        self.late |= self.future is not None and self.future.done()
+
+    def of(self, index: int) -> list[Delta]:
+        return [delta for delta in self.deltas if delta.index == index]
+
+
+def listen(engine: Engine, request: GenerationRequest) -> Listener:
+    listener = Listener()
+    listener.future = engine.submit(request, listener)
+    return listener
+
+
+def result(listener: Listener) -> GenerationResult:
+    assert listener.future is not None
+    return listener.future.result(timeout=120)
+
+
+def wait_for_chunks(engine: Engine, count: int) -> None:
+    wanted = engine.stats.chunks + count
+    while engine.stats.chunks < wanted:
+        time.sleep(0.001)
+
+
+def test_deltas_under_load_concatenate_to_the_result(engine):
+    listeners = [
+        listen(engine, request_of(1 + 3 * index, prompt_seed=index, n=3, max_tokens=1 + 5 * index))
+        for index in range(10)
+    ]
+    for listener in listeners:
+        whole = result(listener)
+        assert not listener.late
+        assert listener.threads == {"engine"}
+        for index, sample in enumerate(whole.samples):
+            deltas = listener.of(index)
+            ids = np.concatenate([delta.token_ids for delta in deltas])
+            logprobs = np.concatenate([delta.logprobs for delta in deltas])
+            np.testing.assert_array_equal(ids, sample.token_ids)
+            np.testing.assert_array_equal(logprobs, sample.logprobs)
+            assert [d.finish_reason for d in deltas] == [""] * (len(deltas) - 1) + ["length"]
+            assert all(len(d.token_ids) for d in deltas)
+            assert {(d.weight_version, d.parameters_digest) for d in deltas} == {(1, "one")}
+
+
+def test_tokens_are_delivered_while_the_request_runs(engine):
+    listener = listen(engine, request_of(max_tokens=40))
+    assert len(result(listener).samples[0].token_ids) == 40
+    assert [len(delta.token_ids) for delta in listener.deltas] == [4] * 10
+
+
+def test_a_stop_string_ends_the_deltas_with_the_token_that_completes_it(engine):
+    (free,) = result_of(engine, request_of(max_tokens=40)).samples
+    text = "".join(chr(32 + i) for i in free.token_ids)
+    listener = listen(engine, request_of(max_tokens=40, stop=(text[21:23],)))
+    (sample,) = result(listener).samples
+    assert len(sample.token_ids) == text.index(text[21:23]) + 2
+    assert listener.deltas[-1].finish_reason == "stop"
+    ids = np.concatenate([delta.token_ids for delta in listener.deltas])
+    np.testing.assert_array_equal(ids, sample.token_ids)
+
+
+def test_a_listener_that_fails_takes_its_own_request_down_and_no_other(engine):
+    alone = bits(result_of(engine, request_of(n=3)))
+
+    def fail(delta: Delta) -> None:
+        raise RuntimeError("no room")
+
+    failed = engine.stats.failed
+    broken = engine.submit(request_of(n=3, max_tokens=60), fail)
+    healthy = engine.submit(request_of(n=3))
+    assert bits(healthy.result(timeout=120)) == alone
+    with pytest.raises(InferenceError, match=r"^its listener failed$") as caught:
+        broken.result(timeout=120)
+    assert str(caught.value.__cause__) == "no room"
+    assert engine.stats.failed == failed + 1
+
+
+def test_no_delta_comes_after_a_request_was_cancelled(model):
+    engine = engine_of(model)
+    try:
+        listener = listen(engine, request_of(n=8, max_tokens=80))
+        queued = engine.submit(request_of(n=8, max_tokens=80))
+        wait_for_chunks(engine, 2)
+        assert listener.future is not None
+        assert listener.future.cancel()
+        assert queued.cancel()
+        seen = len(listener.deltas)
+        chunks = engine.stats.chunks
+        assert len(result_of(engine, request_of(n=8, max_tokens=2)).samples) == 8
+        # one chunk may have been running, and those of the last request
+        assert engine.stats.chunks <= chunks + 2
+        assert len(listener.deltas) <= seen + 8
+        assert engine.stats.cancelled == 2
+        assert (engine.queued, engine.active) == (0, 0)
+        assert wait([listener.future, queued], timeout=10).not_done == set()
+    finally:
+        engine.close()
+
+
+def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
+    engine, other = engine_of(model), tiny_model(seed=9)
+    try:
+        expected = bits(result_of(engine, request_of(max_tokens=80)))
+        running = engine.submit(request_of(max_tokens=80))
+        wait_for_chunks(engine, 2)
+        engine.pause()
+        assert engine.paused
+        chunks = engine.stats.chunks
+        waiting = engine.submit(request_of())
+        time.sleep(0.05)
+        assert engine.stats.chunks == chunks
+        assert (engine.queued, engine.active) == (1, 1)
+        assert not running.done()
+        engine.resume()
+        assert not engine.paused
+        assert bits(running.result(timeout=120)) == expected
+        assert waiting.result(timeout=120).weight_version == 1
+
+        engine.pause()
+        swapped = engine.submit(request_of())
+        engine.swap(other, 2, "two")
+        engine.resume()
+        assert swapped.result(timeout=120).weight_version == 2
+        assert swapped.result().samples[0].policy_versions is None
+    finally:
+        engine.close()
+
+
+class Between(Future[GenerationResult]):
+    """A future that ends well, while another thread cancels one in the middle of its callback."""
+
+    def __init__(self, victim: Future[GenerationResult]) -> None:
+        super().__init__()
+        self._victim = victim
+
+    def cancelled(self) -> bool:
+        self._victim.cancel()
+        return False
+
+
+def test_a_cancellation_beside_the_end_of_another_request_is_not_forgotten(model):
+    engine = engine_of(model, chunk_steps=1)
+    try:
+        first = threading.Event()
+        victim = engine.submit(request_of(max_tokens=80), lambda delta: first.set())
+        assert first.wait(60)
+        engine.pause()
+        engine._note_cancelled(Between(victim))
+        engine.resume()
+        wait([victim], timeout=60)
+        assert result_of(engine, request_of(max_tokens=2))
+        assert engine.stats.cancelled == 1
+        assert engine.active == 0
+        assert engine.stats.tokens < 80
+    finally:
+        engine.close()
+
+
+def test_who_leaves_while_the_engine_is_paused_waits_no_longer(model):
+    engine = engine_of(model)
+    try:
+        running = listen(engine, request_of(max_tokens=80))
+        wait_for_chunks(engine, 2)
+        engine.pause()
+        waiting = [engine.submit(request_of()) for _ in range(3)]
+        assert (engine.queued, engine.active) == (3, 1)
+        for future in [running.future, *waiting]:
+            assert future is not None
+            assert future.cancel()
+        deadline = time.monotonic() + 60
+        while (engine.queued, engine.active) != (0, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert engine.paused
+        assert engine.stats.cancelled == 4
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_dies_leaves_nobody_waiting(model, monkeypatch):
+    """A request that has left the queue and its slot is nowhere but with whoever asked it."""
+    monkeypatch.setattr(threading, "excepthook", lambda died: None)
+    engine = engine_of(model)
+
+    def die(delta: Delta) -> None:
+        raise SystemExit
+
+    futures = [
+        engine.submit(request_of(max_tokens=1), die),
+        engine.submit(request_of(max_tokens=1)),
+        engine.submit(request_of(n=3, max_tokens=40)),
+        engine.submit(request_of(n=20, max_tokens=40)),
+    ]
+    for future in futures:
+        with pytest.raises(InferenceError, match="closed"):
+            future.result(timeout=60)
+    assert not engine.alive
+    engine.close()
+
+
+def test_scores_of_a_prompt_are_those_of_the_weights_that_are_told(model):
+    engine, other = engine_of(model, slots=1), tiny_model(seed=9)
+    told: list[Delta] = []
+
+    def swap_once(delta: Delta) -> None:
+        told.append(delta)
+        if len(told) == 1:
+            engine.swap(other, 2, "two")
+        if len(told) == 6:
+            engine.swap(model, 3, "three")
+
+    def scored() -> np.ndarray:
+        scores = result_of(engine, request_of(20, score_prompt=True, max_tokens=0)).prompt_scores
+        assert scores is not None
+        return scores.logprobs
+
+    try:
+        old = scored()
+        request = request_of(20, n=2, score_prompt=True, max_tokens=16)
+        result = engine.submit(request, swap_once).result(timeout=120)
+        firsts = [delta for delta in told if delta.prompt_scores is not None]
+        assert [(delta.index, delta.weight_version) for delta in firsts] == [(0, 1), (1, 2)]
+        assert result.weight_version == 3
+        engine.swap(other, 4, "two")
+        new = scored()
+        assert np.abs(new - old)[1:].max() > 0.01
+        for scores, expected in ((firsts[0], old), (firsts[1], new), (result, old)):
+            assert scores.prompt_scores is not None
+            np.testing.assert_array_equal(scores.prompt_scores.logprobs, expected)
+    finally:
+        engine.close()
+
+
+def test_a_paused_engine_closes(model):
+    engine = engine_of(model)
+    engine.pause()
+    future = engine.submit(request_of())
+    engine.close()
+    with pytest.raises(InferenceError, match="closed"):
+        future.result(timeout=10)
+
+
+def test_a_snapshot_stands_still(engine):
+    before = engine.stats.snapshot()
+    result_of(engine, request_of(20, n=2, max_tokens=6))
+    after = engine.stats.snapshot()
+    assert after.requests == before.requests + 1
+    assert after.prompt_tokens == before.prompt_tokens + 20
+    assert after.tokens == before.tokens + 12
+    assert after.busy_slot_steps == before.busy_slot_steps + 12
+    # two chunks of at most four steps, over eight slots
+    assert after.slot_steps == before.slot_steps + 6 * 8

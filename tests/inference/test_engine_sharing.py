@@ -1,0 +1,112 @@
+"""A prompt's cache that slots side by side read together: the same bits as each on its own."""
+
+import random
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from engines import bits, engine_of, request_of, result_of
+from tiny_models import tiny_model
+
+from marin_rl.inference.attention import SHARE, times_cached
+from marin_rl.inference.decoder import BLOCK_MIN
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.lanes import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
+from marin_rl.inference.slots import Delta, GenerationRequest
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    """One that shares among its eight slots; two lanes of four, which share nothing."""
+    model = tiny_model("llama-gqa")
+    sharing, apart = engine_of(model, lanes=1), engine_of(model, lanes=2)
+    assert sharing._runner.sharing
+    assert not apart._runner.sharing
+    yield sharing, apart
+    sharing.close()
+    apart.close()
+
+
+def shared_while(engine: Engine, *requests: GenerationRequest) -> set[int]:
+    """Positions shared after each chunk of the requests, all of them seated at once."""
+    found: set[int] = set()
+
+    def look(_: Delta) -> None:
+        found.add(engine._table.shared_positions(SHARE))
+
+    engine.pause()
+    futures = [engine.submit(request, look) for request in requests]
+    engine.resume()
+    for future in futures:
+        future.result(timeout=120)
+    return found
+
+
+def test_whole_lanes_of_small_models_share_on_a_cpu():
+    shares = lambda lanes, weights_bytes=1, queries_per_kv=2, on_mesh=False: shares_prompts(
+        lanes, weights_bytes=weights_bytes, queries_per_kv=queries_per_kv, on_mesh=on_mesh
+    )
+    assert shares(Lanes(2, 2 * SHARE))
+    assert not shares(Lanes(2, SHARE))
+    assert not shares(Lanes(1, SHARE), weights_bytes=LANE_WEIGHTS_BYTES_MAX + 1)
+    assert not shares(Lanes(1, SHARE), on_mesh=True)
+    assert not shares(Lanes(1, SHARE), queries_per_kv=1)
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("head_size", [8, 64, 128])
+def test_products_with_a_common_cache_have_the_same_bits(queries, head_size):
+    rng = np.random.default_rng(queries)
+    rows = rng.standard_normal((2 * SHARE, 2, queries, head_size), np.float32)
+    keys = rng.standard_normal((2, 2, head_size, BLOCK_MIN), np.float32)
+    scores = products(rows, keys)
+    values = rng.standard_normal((2, 2, BLOCK_MIN, head_size), np.float32)
+    products(np.abs(scores), values)
+
+
+def products(rows: np.ndarray, cached: np.ndarray) -> np.ndarray:
+    """Of every slot, by both ways."""
+    times = jax.jit(times_cached, static_argnums=2)
+    cached = np.repeat(cached, SHARE, axis=0)
+    apart = np.asarray(times(rows, cached, 1))
+    np.testing.assert_array_equal(np.asarray(times(rows, cached, SHARE)), apart)
+    return apart
+
+
+@pytest.mark.parametrize("length", [BLOCK_MIN - 1, BLOCK_MIN, BLOCK_MIN + 6])
+def test_a_group_reads_its_prompt_once_and_gets_the_same_bits(engines, length):
+    sharing, apart = engines
+    request = request_of(length, n=SHARE, raw_logprobs=True)
+    expected = bits(result_of(apart, request))
+    assert bits(result_of(sharing, request)) == expected
+    assert length in shared_while(sharing, request)
+    # alone in a slot, too
+    for index in (0, SHARE - 1):
+        one = request_of(length, seed=7 + index, raw_logprobs=True)
+        assert bits(result_of(sharing, one)) == expected[index : index + 1]
+
+
+def test_different_prompts_side_by_side_are_not_shared(engines):
+    requests = [request_of(70, prompt_seed=seed, n=SHARE // 2) for seed in (0, 1)]
+    assert shared_while(engines[0], *requests) <= {0}
+
+
+def test_the_same_bits_under_any_load(engines):
+    sharing, apart = engines
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    requests = [
+        request_of(
+            rng.randint(BLOCK_MIN - 2, 75),
+            prompt_seed=index,
+            n=rng.choice((1, 3, 8, 8, 11)),
+            max_tokens=rng.randint(1, 20),
+            seed=index,
+        )
+        for index in range(10)
+    ]
+    expected = [bits(result_of(apart, request)) for request in requests]
+    futures = [sharing.submit(request) for request in requests]
+    assert [bits(future.result(timeout=120)) for future in futures] == expected

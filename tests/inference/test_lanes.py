@@ -1,0 +1,187 @@
+"""Lanes: the same answers in whichever lane, and all of them change weights between two chunks."""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import bits, engine_of, random_requests, request_of, result_of
+from levanter.models.lm_model import LmHeadModel
+from tiny_models import tiny_model
+
+from marin_rl.errors import InputError
+from marin_rl.inference.engine import COPY_KEPT_S, Engine
+from marin_rl.inference.lanes import (
+    LANE_SLOTS_MIN,
+    LANE_WEIGHTS_BYTES_MAX,
+    Lanes,
+    lanes_for,
+)
+from marin_rl.inference.programs import PROGRAMS, compiled_layers, fused_weights
+from marin_rl.inference.slots import Delta
+from marin_rl.inference.weights import read_model
+
+
+@pytest.fixture(scope="module")
+def laned(model: LmHeadModel) -> Iterator[Engine]:
+    """Two lanes of four slots."""
+    engine = engine_of(model, lanes=2)
+    yield engine
+    engine.close()
+
+
+def test_slots_are_parted_evenly_and_in_order():
+    lanes = Lanes(3, 12)
+    assert [lanes.of(slot) for slot in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
+    parts = [lanes.part(lane, np.arange(12)) for lane in range(3)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(12))
+
+
+def test_left_to_itself_a_cpu_has_a_lane_for_each_core_that_a_small_model_fills():
+    count = lambda slots, weights_bytes=1, on_mesh=False: (
+        lanes_for(0, slots, weights_bytes=weights_bytes, on_mesh=on_mesh).count
+    )
+    cores = len(os.sched_getaffinity(0))
+    full = cores * LANE_SLOTS_MIN
+    assert count(full) == cores
+    assert count(full - 1) == 1
+    assert count(full, weights_bytes=LANE_WEIGHTS_BYTES_MAX + 1) == 1
+    assert count(full, on_mesh=True) == 1
+
+
+def test_lanes_that_cannot_be_are_refused(model):
+    with pytest.raises(InputError, match="divide the 8 slots"):
+        engine_of(model, lanes=3)
+    with pytest.raises(InputError, match="a mesh"):
+        lanes_for(2, 8, weights_bytes=1, on_mesh=True)
+
+
+def test_bitwise_the_same_with_and_without_lanes_and_under_any_load(engine, laned):
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    requests = random_requests(rng, 16)
+    expected = [bits(result_of(engine, request)) for request in requests]
+    assert [bits(result_of(laned, request)) for request in requests] == expected
+    for _ in range(2):
+        order = rng.sample(range(len(requests)), len(requests))
+        futures = {}
+        for index in order:
+            futures[index] = laned.submit(requests[index])
+            time.sleep(rng.choice((0, 0, 0.02)))
+        for index in order:
+            assert bits(futures[index].result(timeout=120)) == expected[index], index
+
+
+def test_what_one_lane_asks_for_is_told_and_does_not_touch_the_other(engine, laned):
+    wishes = {"logit_bias": ((3, 5.0),), "presence_penalty": 1.0, "top_logprobs": 3}
+    requests = [
+        request_of(prompt_seed=1, n=4, raw_logprobs=True, **wishes),
+        request_of(prompt_seed=2, n=4),
+    ]
+    expected = [bits(result_of(engine, request)) for request in requests]
+    futures = [laned.submit(request) for request in requests]
+    assert [bits(future.result(timeout=120)) for future in futures] == expected
+
+
+def test_groups_are_spread_over_lanes_and_each_prompt_runs_once_in_a_lane(laned):
+    before = laned.stats.snapshot()
+    futures = [laned.submit(request_of(20, prompt_seed=i, n=4, max_tokens=4)) for i in range(2)]
+    wait(futures, timeout=120)
+    after = laned.stats.snapshot()
+    assert after.prefilled_prompts - before.prefilled_prompts == 2
+    assert after.chunks - before.chunks == 1
+    assert after.busy_slot_steps - before.busy_slot_steps == 8 * 4
+    # one request over both lanes: its prompt runs once in each
+    result_of(laned, request_of(20, n=8, max_tokens=4))
+    assert laned.stats.prefilled_prompts - after.prefilled_prompts == 2
+
+
+def test_a_late_sibling_copies_the_prompt_within_its_lane(engine, laned):
+    requests = [request_of(20, prompt_seed=i, n=7, max_tokens=9 + i) for i in range(3)]
+    expected = [bits(result_of(engine, request)) for request in requests]
+    before = laned.stats.copied_prompts
+    futures = [laned.submit(request) for request in requests]
+    assert [bits(future.result(timeout=120)) for future in futures] == expected
+    assert laned.stats.copied_prompts > before
+
+
+def test_all_lanes_change_weights_between_the_same_two_chunks(model):
+    engine = engine_of(model, lanes=2)
+    other = tiny_model(seed=1)
+    swapped: list[bool] = []
+
+    def swap_once(_: Delta) -> None:
+        if not swapped:
+            swapped.append(True)
+            engine.swap(other, 2, "two")
+
+    try:
+        futures = [
+            engine.submit(request_of(prompt_seed=i, n=2, max_tokens=12), swap_once)
+            for i in range(4)
+        ]
+        samples = [sample for future in futures for sample in future.result(timeout=120).samples]
+    finally:
+        engine.close()
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample.policy_versions is not None
+        assert sample.policy_versions.tolist() == [1] * 4 + [2] * 8
+
+
+def test_nothing_is_compiled_once_warm_whichever_lane(model):
+    engine = engine_of(model, slots=6, lanes=3)
+    programs = *PROGRAMS, compiled_layers
+    try:
+        engine.warm_up()
+        before = [program._cache_size() for program in programs]
+        wait([engine.submit(one) for one in random_requests(random.Random(5), 12)], timeout=120)
+        engine.swap(tiny_model(seed=1), 2, "two")
+        result_of(engine, request_of(n=6))
+        assert [program._cache_size() for program in programs] == before
+    finally:
+        engine.close()
+
+
+def wait_until_the_copy_is_gone(engine: Engine, within_s: float | int) -> None:
+    deadline = time.monotonic() + within_s
+    while engine._runner._fused is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned):
+    result_of(laned, request_of())
+    copy = laned._runner._fused
+    assert copy is not None
+    result_of(laned, request_of())
+    assert laned._runner._fused is copy  # one after another share it
+    wait_until_the_copy_is_gone(laned, within_s=60)
+
+
+@pytest.mark.parametrize("ends", ["sleep", "pause", "swap"])
+def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends):
+    engine = engine_of(model)
+    try:
+        result_of(engine, request_of())
+        began = time.monotonic()
+        if ends == "swap":
+            engine.swap(tiny_model(seed=1), 2, "two")
+        else:
+            getattr(engine, ends)()
+        wait_until_the_copy_is_gone(engine, within_s=COPY_KEPT_S)
+        assert time.monotonic() - began < COPY_KEPT_S
+    finally:
+        engine.close()
+
+
+def test_what_is_not_joined_with_anything_is_the_trainers_own_array(model):
+    spec, weights = read_model(model)
+    fused = fused_weights(spec, weights, jnp.dtype(jnp.float32))
+    for own, given in ((fused.embedding, weights.embedding), (fused.head, weights.head)):
+        assert own.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
