@@ -1,0 +1,194 @@
+"""A request's way through the engine and back: prepared, submitted, seated, written, or given up.
+
+Owns what a route asks of the engine (`Order`), the hops between event loop, tokenizer, engine and
+writer, deadlines, and what happens when a client leaves. Leaves out how a body is read and how
+an answer looks (the routes), and what is sent when (`streaming`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.types import Receive, Scope
+
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.serving.access import RequestRecord, record_of
+from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.connections import client_of
+from marin_rl.serving.delivery import Reply
+from marin_rl.serving.guard import client_left, read_body
+from marin_rl.serving.limits import deadline_of, draining_error, queue_timeout, request_timeout
+from marin_rl.serving.service import Service
+
+_log = logging.getLogger(__name__)
+
+Delivered = Callable[[int, Delta], bytes]
+Finished = Callable[[Sequence[GenerationResult]], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a request asks of the engine, and how the answer is written, by the writer's thread.
+
+    `end` makes what is sent when every prompt has its samples. A stream has a `delta` too: what is
+    sent when a chunk added something to a sample of a prompt.
+    """
+
+    requests: list[GenerationRequest]
+    end: Finished
+    delta: Delivered | None = None
+
+
+Prepare = Callable[[Service, bytes], Order]
+
+
+class Exchange:
+    """One request on its way through the engine and back. Made and closed on the event loop."""
+
+    def __init__(self, service: Service, scope: Scope) -> None:
+        self.reply = Reply()
+        self.record: RequestRecord = record_of(scope)
+        self._service = service
+        self._futures: list[Future[GenerationResult]] = []
+        self._results: dict[int, GenerationResult] = {}
+        self._expected = 0
+        self._seated = self._closed = False
+        self._deadline = deadline_of(scope)
+        first = min(self._deadline.queue_at, self._deadline.total_at)
+        self._timer = self.reply.loop.call_at(first, self._look_at_the_clock)
+        service.running += 1
+        self._client = client_of(scope)
+        self._client.when_left(self._left)
+
+    def begin(self, prepare: Prepare, data: bytes) -> None:
+        """Have a request read, checked and submitted, here where it is short, else by a thread.
+
+        The reply tells what comes of it: ApiError for what is refused, or once the engine is
+        closed.
+        """
+        self._service.preparer.add(data, partial(self._begin, prepare, data))
+
+    def _begin(self, prepare: Prepare, data: bytes) -> None:
+        try:
+            self._submit(prepare(self._service, data))
+        except Exception as error:  # noqa: BLE001 whoever reads the reply gets it
+            self._raise(error)
+        if self._closed:
+            self._cancel()
+
+    def _submit(self, order: Order) -> None:
+        self.record.stream = order.delta is not None
+        self.record.prompt_tokens = sum(len(request.prompt_ids) for request in order.requests)
+        self._expected = len(order.requests)
+        try:
+            for index, request in enumerate(order.requests):
+                listen = self._seat if order.delta is None else self._listener(order.delta, index)
+                future = self._service.engine.submit(request, listen)
+                self._futures.append(future)
+                future.add_done_callback(partial(self._done, order.end, index))
+        except InputError as error:
+            raise ApiError(400, str(error)) from None
+        except InferenceError as error:
+            raise self._told(error) from None
+
+    def _raise(self, error: BaseException) -> None:
+        self._service.writer.put(self.reply, partial(_raised, error))
+
+    def close(self) -> None:
+        """The answer is sent, or given up: free what is held for it. Later calls change nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._service.running -= 1
+        self._timer.cancel()
+        self._client.when_left(None)
+        self._cancel()
+        self._note()
+
+    def _cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+    def _seat(self, delta: Delta) -> None:
+        self._seated = True
+
+    def _listener(self, write: Delivered, index: int) -> Callable[[Delta], None]:
+        writer, reply = self._service.writer, self.reply
+
+        def listen(delta: Delta) -> None:
+            self._seated = True
+            writer.put(reply, lambda: (write(index, delta), False))
+
+        return listen
+
+    def _done(self, write: Finished, index: int, future: "Future[GenerationResult]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self._raise(self._told(error))
+            return
+        self._results[index] = future.result()
+        if len(self._results) == self._expected:
+            results = [self._results[index] for index in range(self._expected)]
+            self._service.writer.put(self.reply, lambda: (write(results), True))
+
+    def _told(self, error: BaseException) -> BaseException:
+        if not isinstance(error, InferenceError):
+            return error
+        if self._service.stopping:
+            return draining_error()
+        number = self.record.request_id
+        _log.error("request %s failed: %s (%r)", number, error, error.__cause__)
+        told = f"{error}; the server's log has it as {number}"
+        return ApiError(500, told, type="server_error", code="engine_failed")
+
+    def _look_at_the_clock(self) -> None:
+        """One timer for both deadlines: hardly any request ever meets the first."""
+        now, deadline = time.monotonic(), self._deadline
+        if now >= deadline.total_at:
+            self._fail(request_timeout())
+        elif not self._seated and now >= deadline.queue_at:
+            self._fail(queue_timeout())
+        else:
+            later = deadline.total_at if self._seated else min(deadline.queue_at, deadline.total_at)
+            self._timer = self.reply.loop.call_at(later, self._look_at_the_clock)
+
+    def _left(self) -> None:
+        self._fail(client_left())
+
+    def _fail(self, error: ApiError) -> None:
+        self._cancel()
+        self.reply.fail(error)
+
+    def _note(self) -> None:
+        """Tell the record what the request cost."""
+        if not self._results or len(self._results) < self._expected:
+            return
+        record, results = self.record, list(self._results.values())
+        record.queue_s = max(result.queue_s for result in results)
+        record.prefill_s = max(result.prefill_s for result in results)
+        record.decode_s = max(result.decode_s for result in results)
+        record.weight_version = results[-1].weight_version
+        record.completion_tokens = sum(
+            len(sample.token_ids) for result in results for sample in result.samples
+        )
+
+
+def _raised(error: BaseException) -> tuple[bytes, bool]:
+    raise error
+
+
+async def take(service: Service, scope: Scope, receive: Receive) -> tuple[Exchange, bytes]:
+    """Let a request in: its body, and its way through the engine, which the caller closes.
+
+    ApiError 503 while the server takes no new work.
+    """
+    data = await read_body(receive)
+    if service.draining or service.stopping:
+        raise draining_error()
+    return Exchange(service, scope), data

@@ -1,0 +1,300 @@
+"""The life of an inference server: an engine, its routes, and a thread that answers.
+
+Owns starting and stopping, the port, new weights for a running server, and the end of a standalone
+one (SIGTERM: no new work, running requests finish, exit). Leaves out the routes (`app`), who may
+call them (`gate`) and the address (`addresses`).
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import jax.numpy as jnp
+import uvicorn
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.compilation import spare_long_lived_objects
+from marin_rl.config import InferenceConfig, ServerConfig
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.protocol import CHAT_ROUTE
+from marin_rl.serving.access import AccessLog, Stream
+from marin_rl.serving.addresses import check_reach, listen
+from marin_rl.serving.app import Service, create_app
+from marin_rl.serving.connections import Connections, raise_files_limit
+from marin_rl.serving.gate import Gate
+from marin_rl.serving.keys import Keys
+from marin_rl.serving.origins import Origins
+from marin_rl.serving.telemetry import Snapshot, Telemetry
+from marin_rl.serving.templates import check_template
+from marin_rl.serving.updates import Updater
+from marin_rl.tokenizers import check_vocabulary
+from marin_rl.training.model import LmHeadModel
+
+START_S = 30.0
+STOP_S = 5  # what clients get to take in their last bytes
+ALIVE_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyServer:
+    """A policy behind the OpenAI protocol, in this process.
+
+    The bearer token is read from the environment variable `config.api_key_variable`; without one
+    the server binds to loopback only. Raises InputError for a model or tokenizer that cannot be
+    served.
+    """
+
+    def __init__(
+        self,
+        model: LmHeadModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: InferenceConfig,
+        *,
+        context_length: int,
+        weight_version: int = 0,
+        parameters_digest: str = "",
+        dtype: jnp.dtype | type = jnp.float32,
+    ) -> None:
+        check_vocabulary(tokenizer, model.Vocab.size)
+        check_template(tokenizer)
+        self._config = config.server
+        self._keys = Keys.from_environment(config)
+        self._tokenizer = tokenizer
+        self.engine = Engine(
+            model,
+            config.engine,
+            context_length=context_length,
+            weight_version=weight_version,
+            parameters_digest=parameters_digest,
+            stop_token_ids=stop_token_ids(tokenizer),
+            decode=_decoder_of(tokenizer),
+            dtype=dtype,
+        )
+        self.telemetry = Telemetry(self._snapshot)
+        self.updater = Updater(self.engine, model, tokenizer, config, dtype, self.telemetry)
+        self._service = Service(self.engine, tokenizer, config.model, self.updater)
+        self._gate = Gate(
+            config=self._config,
+            keys=self._keys,
+            origins=self._origins("127.0.0.1"),
+            telemetry=self.telemetry,
+        )
+        self._app = create_app(self._service, self._gate)
+        self._uvicorn: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._base_url = ""
+
+    @property
+    def model_id(self) -> str:
+        """The id of what is loaded: name, weight version and digest."""
+        return self._service.model_id
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients are given: `http://host:port/v1`."""
+        assert self._base_url, "the server was not started"
+        return self._base_url
+
+    @property
+    def routes(self) -> dict[str, set[str]]:
+        """Every path, as a template, with its methods."""
+        found: dict[str, set[str]] = {}
+        for route in self._app.routes:
+            found.setdefault(route.path, set()).update(route.methods or ())
+        return found
+
+    def start(self, host: str = "127.0.0.1", port: int = 0, *, warm_up: bool = False) -> str:
+        """Answer requests from a thread; returns the base URL. Port 0 takes a free one.
+
+        `warm_up` compiles all programs first. Raises ConfigError for an address that cannot be
+        bound, or one beyond this machine without a token.
+        """
+        check_reach(self._keys, host)
+        self._gate.origins = self._origins(host)
+        listener = listen(host, port)
+        if warm_up:
+            self.engine.warm_up()
+        self._uvicorn = uvicorn.Server(self._http())
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, args=([listener],), name="server", daemon=True
+        )
+        self._thread.start()
+        _wait_until(lambda: self._uvicorn is not None and self._uvicorn.started, START_S)
+        bound = listener.getsockname()[1]
+        self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/v1"
+        return self._base_url
+
+    @property
+    def settings(self) -> ServerConfig:
+        """Who may call, how much, and how long."""
+        return self._config
+
+    def log_requests(self, stream: Stream) -> None:
+        """Write one JSON line for each request to `stream` from now on."""
+        self._close_log()
+        self._gate.log = AccessLog(stream)
+        self.telemetry.lines_dropped = self._gate.log.lines_dropped
+
+    def how_to_call(self) -> str:
+        """What to tell whoever starts the server: its address, whose tokens, and an example."""
+        keys, root = self._keys, self.base_url.removesuffix("/v1")
+        header = f'-H "Authorization: Bearer ${keys.api_variable}" ' if keys.api else ""
+        messages = [{"role": "user", "content": "Hi"}]
+        body = json.dumps({"model": self._service.name, "messages": messages})
+        return "\n".join(
+            (
+                f"serving {self.model_id} at {self.base_url}",
+                f"  API token:   {_whence(keys.api, keys.api_variable, 'this machine only')}",
+                f"  admin token: {_whence(keys.admin, keys.admin_variable, 'no admin routes')}",
+                f"  try: curl {root}{CHAT_ROUTE} {header}-H 'Content-Type: application/json' "
+                f"-d '{body}'",
+            )
+        )
+
+    def _http(self) -> uvicorn.Config:
+        connections = Connections(
+            config=self._config,
+            on_refused=self.telemetry.connection_refused,
+            on_count=self.telemetry.connections_open,
+        )
+        return uvicorn.Config(
+            self._app,
+            http=connections.protocol(),
+            ws="none",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_S,
+        )
+
+    def _origins(self, host: str) -> Origins:
+        return Origins(self._config, host, has_token=self._keys.api is not None)
+
+    def _snapshot(self) -> Snapshot:
+        engine, policy = self.engine, self.engine.policy
+        return Snapshot(
+            model_id=self._service.id_of(policy),
+            weight_version=policy.weight_version,
+            parameters_digest=policy.parameters_digest,
+            stats=engine.stats.snapshot(),
+            slots=engine.slots,
+            busy=engine.active,
+            queued=engine.queued,
+            paused=engine.paused,
+        )
+
+    def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
+        """Serve another model's arrays from the next chunk on, without a copy; the new model id.
+
+        Raises InputError, and goes on with the old weights, for a model of another shape.
+        """
+        self.updater.swap(model, weight_version, parameters_digest)
+        return self.model_id
+
+    def drain(self, timeout_s: float | int | None = None) -> bool:
+        """Take no new requests and wait for the running ones; whether all of them finished.
+
+        They get `timeout_s`, or else the configuration's `drain_timeout_s`.
+        """
+        self._service.draining = self._service.stopping = True
+        self.engine.resume()  # paused requests would never end
+        limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+        return _becomes_true(lambda: self._service.running == 0, limit_s)
+
+    def stop(self) -> None:
+        """Close the port and the engine. Running requests end with an error, streams properly."""
+        self._service.draining = self._service.stopping = True
+        self.engine.close()
+        if self._uvicorn is not None and self._thread is not None:
+            self._uvicorn.should_exit = True
+            self._thread.join(timeout=START_S)
+            self._uvicorn = self._thread = None
+        self._service.close()
+        self._close_log()
+
+    def _close_log(self) -> None:
+        log, self._gate.log = self._gate.log, None
+        if log is not None:
+            log.close()
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's end token. InputError if it has none."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise InputError("the tokenizer has no end token: completions would never end")
+    return (end,)
+
+
+def _whence(digest: bytes | None, variable: str, without: str) -> str:
+    return f"from {variable}" if digest else f"{variable} is not set: {without}"
+
+
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    return lambda ids: tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def serve_forever(
+    server: PolicyServer, host: str, port: int, *, announce: Callable[[str], None] = _log.info
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; the process's exit code.
+
+    0 after a signal, 1 where the engine died. A second signal ends at once. To be called from the
+    main thread.
+    """
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            os._exit(1)
+        asked.set()
+
+    previous = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        raise_files_limit()
+        if server.settings.access_log:
+            server.log_requests(sys.stderr)
+        server.start(host, port, warm_up=True)
+        spare_long_lived_objects()
+        announce(server.how_to_call())
+        while not asked.wait(ALIVE_S):
+            if not server.engine.alive:
+                announce("the engine ended by itself: its last words are above")
+                return 1
+        announce("draining: running requests finish, new ones are refused")
+        if not server.drain():
+            announce("some requests are still running: they end now with an error")
+    finally:
+        server.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    if not _becomes_true(condition, timeout_s):
+        raise InferenceError(f"the server did not start within {timeout_s:g} s")
+
+
+def _becomes_true(condition: Callable[[], bool], timeout_s: float | int) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True

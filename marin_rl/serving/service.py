@@ -1,0 +1,247 @@
+"""What every route works with: the engine, its tokenizer, its names and its limits.
+
+Owns the served names, the limits that follow from model and configuration, and the thread that
+parses and tokenizes. Leaves out a request's way (`exchange`), who may call (`guard`), what is
+accepted (`generation`), how answers look (`answers`, `streaming`), and the routes themselves.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import orjson
+from jaxtyping import Int32
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+import marin_rl
+from marin_rl.config import ServerConfig
+from marin_rl.inference.engine import Engine, Policy
+from marin_rl.inference.protocol import served_model_id
+from marin_rl.inference.slots import STOP_TOKENS_MAX, Delta, GenerationResult
+from marin_rl.serving.answers import Heading, Reading
+from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.constraints import Constraints
+from marin_rl.serving.delivery import Preparer, Writer
+from marin_rl.serving.generation import SamplingBody, SamplingFields
+from marin_rl.serving.limits import (
+    check_samples,
+    check_tokens,
+)
+from marin_rl.serving.templates import ChatPrompts
+from marin_rl.serving.texts import Texts
+from marin_rl.serving.tools import ToolFormat, tool_format
+from marin_rl.serving.updates import Updater
+from marin_rl.tokenizers import encoder_of, is_direct
+
+# More characters than any tokenizer's tokens have on average.
+TOKEN_CHARACTERS_MAX = 256
+
+Prompt = Int32[np.ndarray, " P"]
+
+
+@dataclass
+class Service:
+    """What the routes work with. `draining` may be taken back, `stopping` may not."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    updater: Updater
+    limits: ServerConfig = field(default_factory=ServerConfig)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    stopping: bool = False
+    running: int = 0
+    # one thread: not every tokenizer may be used by two at a time
+    worker: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    )
+    writer: Writer = field(default_factory=Writer)
+
+    @cached_property
+    def preparer(self) -> Preparer:
+        """Has requests prepared, by that thread where they take long."""
+        return Preparer(self.worker, alone=not is_direct(self.tokenizer))
+
+    @cached_property
+    def texts(self) -> Texts:
+        """The way from ids back to text."""
+        return Texts(self.tokenizer)
+
+    @cached_property
+    def chat_prompts(self) -> ChatPrompts:
+        """The way from conversations to ids."""
+        return ChatPrompts(self.tokenizer)
+
+    @cached_property
+    def _encode(self) -> Callable[[str, bool], list[int]]:
+        return encoder_of(self.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls, if its template says so."""
+        return tool_format(self.tokenizer)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """What makes answers keep a form."""
+        return Constraints(
+            self.tokenizer,
+            vocabulary=self.engine.spec.vocabulary,
+            stop_tokens=self.stop_token_ids,
+        )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end every completion."""
+        return self.engine.stop_token_ids
+
+    @property
+    def model_id(self) -> str:
+        """The id of what is loaded."""
+        return self.id_of(self.engine.policy)
+
+    def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
+        """The id under which a policy is, or was, served."""
+        return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
+
+    def fingerprint_of(self, policy: Policy | GenerationResult | Delta) -> str:
+        """What names the code, the architecture and the weights that answer together."""
+        return _fingerprint(self._architecture, policy.parameters_digest)
+
+    @cached_property
+    def _architecture(self) -> str:
+        return repr(self.engine.spec)
+
+    def top(self, heading: Heading, kind: str, source: GenerationResult | Delta) -> dict[str, Any]:
+        """What an answer, or a chunk of one, begins with; `source` tells the weights."""
+        return heading.body(kind, self.id_of(source), self.fingerprint_of(source))
+
+    def chunk(
+        self, heading: Heading, kind: str, source: GenerationResult | Delta, body: SamplingBody
+    ) -> dict[str, Any]:
+        """What a chunk of a stream holds beside its choices."""
+        chunk = self.top(heading, kind, source)
+        if body.include_usage:
+            chunk["usage"] = None
+        chunk["weight_version"] = source.weight_version
+        return chunk
+
+    @property
+    def known(self) -> list[str]:
+        """The ids that requests may name: the loaded version's own, and the stable alias."""
+        return [self.model_id, self.name]
+
+    def close(self) -> None:
+        """End the threads."""
+        self.worker.shutdown(wait=False)
+        self.writer.close()
+
+    def encode(self, text: str, *, special: bool = True) -> Prompt:
+        """Ids of plain text; `special` opens and ends it as the tokenizer does."""
+        self.check_characters(len(text), "prompt")
+        return np.asarray(self._encode(text, special), np.int32)
+
+    def check_model(self, model: str) -> None:
+        """ApiError 404, with the known ids, for a model that is not served."""
+        known = self.known
+        if model not in known:
+            raise ApiError(
+                404,
+                f"the model {model[:200]!r} is not served here; known: {', '.join(known)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def check_ids(self, tokens: Sequence[int], param: str = "tokens") -> None:
+        """ApiError 400 for ids outside the vocabulary."""
+        vocabulary = self.engine.spec.vocabulary
+        largest = max(tokens, default=0)
+        if largest >= vocabulary:
+            raise ApiError(
+                400, f"expected token ids below {vocabulary}, found {largest}", param=param
+            )
+
+    def check_fields(self, body: SamplingFields, prompts: int) -> None:
+        """ApiError 400 for unknown ids and too many samples, 503 for a full queue."""
+        self._check_stops(body.stop_token_ids or ())
+        self.check_ids([token for token, _ in body.biases], "logit_bias")
+        self.check_samples(body.samples, prompts)
+
+    def _check_stops(self, tokens: Sequence[int]) -> None:
+        self.check_ids(tokens, "stop_token_ids")
+        most = STOP_TOKENS_MAX - len(self.stop_token_ids)
+        if len(tokens) > most:
+            raise ApiError(
+                400,
+                f"stop_token_ids: expected at most {most} beside the model's own, found "
+                f"{len(tokens)}",
+                code="limit_exceeded",
+                param="stop_token_ids",
+            )
+
+    def reading(self, body: SamplingFields, *, special: bool = False) -> Reading:
+        """How the samples of a request become text."""
+        return Reading(
+            texts=self.texts,
+            stop_token_ids=frozenset(self.stop_token_ids).union(body.stop_token_ids or ()),
+            stop=body.stop_strings,
+            special=special,
+        )
+
+    def check_characters(self, count: int, param: str) -> None:
+        """ApiError 400 for a text that no tokenizer could fit into the context: it is not tried."""
+        most = self.engine.context_length * TOKEN_CHARACTERS_MAX
+        if count > most:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {self.engine.context_length} tokens: "
+                f"expected at most {most} characters, found {count}",
+                code="context_length_exceeded",
+                param=param,
+            )
+
+    def check_samples(self, n: int, prompts: int) -> None:
+        """ApiError 400 for more samples than a request may ask for, 503 for more than may wait."""
+        check_samples(self.limits, n=n, prompts=prompts, queued=self.engine.queued)
+
+    def new_tokens(self, prompt: Prompt, asked: int | None, *, param: str) -> int:
+        """The limit of new tokens of one prompt: what is asked for, else what there is room for.
+
+        ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
+        """
+        length = len(prompt)
+        check_tokens(self.limits, prompt_tokens=length, new_tokens=asked, param=param)
+        context = self.engine.context_length
+        room = context - length
+        least = 1 if asked is None else asked
+        if room < least:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {context} tokens, but the prompt has "
+                f"{length} and {least} new ones were asked for: shorten the prompt or lower "
+                "max_tokens",
+                code="context_length_exceeded",
+                param=param,
+            )
+        if asked is not None:
+            return asked
+        return min(room, self.limits.new_tokens_max or room)
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(architecture: str, digest: str) -> str:
+    text = "\n".join((marin_rl.__version__, architecture, digest))
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """Any JSON, NumPy arrays included."""
+    data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(data, status, media_type="application/json")

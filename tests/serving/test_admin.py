@@ -1,0 +1,542 @@
+"""The admin routes over loopback: new weights from disk, and all that must not get through."""
+
+import asyncio
+import http.client
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from levanter.models.lm_model import LmHeadModel
+from small_runs import commit, parts, small_run, weights
+
+from marin_rl.errors import RequestRejected, StalePolicy
+from marin_rl.inference.client import PolicyClient
+from marin_rl.serving.loading import Loaded, Served, Source, read_checkpoint
+from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.standalone import proven_server
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.model import (
+    build_model,
+    named_parameters,
+    parameters_digest,
+    save_hf,
+    with_parameters,
+)
+
+KEY = "manage"
+UPDATE = "/admin/update_weights_from_disk"
+CHAT = "/v1/chat/completions"
+Answer = tuple[int, dict[str, str], dict[str, Any]]
+
+
+def talk(server: PolicyServer, method: str, path: str, body: Any = None, key: str | None = KEY):
+    connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=120)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+    response = connection.getresponse()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    answer = response.status, headers, json.loads(response.read())
+    connection.close()
+    return answer
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "abc"}]
+    return {"model": "policy", "messages": messages, "max_tokens": 12, "seed": 1, **fields}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of three checkpoints."""
+    run = small_run(tmp_path_factory.mktemp("runs"), "inference.engine.chunk_steps=2")
+    for round in range(3):
+        commit(run, round)
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(run: Run) -> Iterator[PolicyServer]:
+    """A server of round 1, with an admin token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARIN_RL_ADMIN_KEY", KEY)
+        server = proven_server(read_checkpoint(run, 1), character_tokenizer(), run.config)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def unchanged(server: PolicyServer) -> Iterator[None]:
+    """The same model id, and bitwise the same answers, after the test as before it."""
+
+    def seen() -> bytes:
+        body = chat_body(n=4, return_token_ids=True, logprobs=True)
+        status, _, answer = talk(server, "POST", CHAT, body)
+        assert status == 200
+        return json.dumps([answer["model"], answer["choices"]]).encode()
+
+    before = seen()
+    yield
+    assert seen() == before
+
+
+def update(server: PolicyServer, body: dict[str, Any], path: str = UPDATE) -> Answer:
+    return talk(server, "POST", path, body)
+
+
+def refused(server: PolicyServer, body: dict[str, Any]) -> tuple[int, str, str]:
+    """Status, code and message of a refused update."""
+    failures = server.updater.stats.failures
+    status, _, answer = update(server, body)
+    error = answer["error"]
+    assert "Traceback" not in error["message"]
+    assert error["message"].startswith("the old weights go on: ")
+    assert server.updater.stats.failures == failures + 1
+    assert server.updater.stats.last is not None
+    assert server.updater.stats.last.refused in error["message"]
+    return status, error["code"], error["message"]
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def other_rope(folder: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    edit_config(folder, rope_theta=77.0, rope_parameters=rope)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file: Path) -> None:
+    """One bit in the middle, where there is neither a header nor a footer."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def other_order(folder: Path) -> None:
+    """Two characters change places: the same size, other ids."""
+    file = folder / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tree))
+
+
+def other_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text() + " ")
+
+
+def missing_shard(folder: Path) -> None:
+    weight_map = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent": (shutil.rmtree, "no tokenizer folder"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
+    "torn weights": (lambda f: truncate(f / "model.safetensors"), "cannot read"),
+    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot read"),
+    "a missing shard": (missing_shard, "does not fit its config.json"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "torn configuration": (lambda f: truncate(f / "config.json"), "config.json"),
+    "another width": (lambda f: edit_config(f, intermediate_size=80), "another architecture"),
+    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "another architecture"),
+    "another rotary base": (other_rope, "rotary embeddings are of another base"),
+    "another epsilon": (lambda f: edit_config(f, rms_norm_eps=0.1), "another architecture"),
+    "a shorter context": (lambda f: edit_config(f, max_position_embeddings=32), "64 positions"),
+    "another family": (lambda f: edit_config(f, model_type="gpt2"), "model_type is 'gpt2'"),
+    "words for numbers": (lambda f: edit_config(f, hidden_size="many"), ""),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    "torn tokenizer": (lambda f: truncate(f / "tokenizer.json"), "cannot load"),
+    "another tokenizer": (other_order, "expected the tokenizer that is served"),
+    "another template": (other_template, "expected the chat template that is served"),
+}
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_folder_that_is_unfit_is_refused(
+    server: PolicyServer, run: Run, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "model"
+    save_hf(weights(run, 2), character_tokenizer(), folder)
+    spoil, words = DAMAGED[damage]
+    spoil(folder)
+    status, code, message = refused(server, {"model_path": str(folder)})
+    assert (status, code) == (400, "weights_refused")
+    assert words in message
+
+
+def spoiled(run: Run, value: float) -> LmHeadModel:
+    """Weights with a single number that is none."""
+    model = weights(run, 2)
+    parameters = {name: np.array(array) for name, array in named_parameters(model).items()}
+    parameters["transformer/norm/weight"][3] = value
+    return with_parameters(model, parameters)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(
+    server: PolicyServer, run: Run, tmp_path: Path, value: float
+) -> None:
+    save_hf(spoiled(run, value), character_tokenizer(), tmp_path / "model")
+    status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
+    assert (status, code) == (400, "weights_refused")
+    assert "transformer/norm/weight has 1 values of 32 not finite" in message
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_finite_weights_with_logits_that_are_not_fail_the_canary(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    save_hf(spoiled(run, 3e38), character_tokenizer(), tmp_path / "model")
+    status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
+    assert (status, code) == (409, "canary_mismatch")
+    assert "not finite" in message
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_flipped_bit_contradicts_the_promised_digest(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    model = weights(run, 2)
+    promised = parameters_digest(model)
+    save_hf(model, character_tokenizer(), tmp_path / "model")
+    flip(tmp_path / "model/model.safetensors")
+    body = {"model_path": str(tmp_path / "model"), "parameters_digest": promised}
+    status, code, message = refused(server, body)
+    assert (status, code) == (409, "digest_mismatch")
+    assert f"expected parameters with the digest {promised}, found " in message
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_places_that_the_caller_did_not_name_are_not_told(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    secret = tmp_path / "of-another-user" / "hidden"
+    save_hf(weights(run, 2), character_tokenizer(), secret)
+    truncate(secret / "model.safetensors")
+    given = tmp_path / "given"
+    given.symlink_to(secret)
+    _, _, message = refused(server, {"model_path": str(given)})
+    assert f"{given}/model.safetensors" in message
+    assert "of-another-user" not in message
+
+
+def own_run(root: Path, round: int, **options: Any) -> Run:
+    """A run of its own to be damaged, with one checkpoint."""
+    run = small_run(root)
+    commit(run, round, **options)
+    return run
+
+
+def manifest(run: Run) -> Path:
+    path = run.store.local_path(f"{checkpoint_slot(2)}/manifest.json")
+    assert path is not None
+    return path
+
+
+def each_part(damage: Callable[[Path], object]) -> Callable[[Run], object]:
+    return lambda run: damage(parts(run, 2)[0])
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Run], object], str]] = {
+    "a torn file": (each_part(truncate), "was damaged after it was committed"),
+    "a flipped bit": (each_part(flip), "was damaged after it was committed"),
+    "a missing file": (each_part(Path.unlink), "does not exist"),
+    "an empty file": (each_part(lambda f: f.write_bytes(b"")), "was damaged after"),
+    "the last file": (lambda run: truncate(parts(run, 2)[-1]), "was damaged after"),
+    "a torn manifest": (lambda run: truncate(manifest(run)), "manifest"),
+    "no manifest": (lambda run: manifest(run).unlink(), "no checkpoint of round 2"),
+    "no folder": (lambda run: shutil.rmtree(manifest(run).parent), "no checkpoint of round 2"),
+    "no run": (lambda run: shutil.rmtree(manifest(run).parents[2]), "no run 'debug'"),
+}
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("damage", CHECKPOINTS)
+def test_a_damaged_checkpoint_is_refused(server: PolicyServer, tmp_path: Path, damage: str) -> None:
+    run = own_run(tmp_path, 2)
+    spoil, words = CHECKPOINTS[damage]
+    spoil(run)
+    body = {"root": str(tmp_path), "run_id": "debug", "round": 2}
+    status, code, message = refused(server, body)
+    assert (status, code) == (400, "weights_refused")
+    assert words in message
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    ("extra", "status", "words"),
+    [
+        ({"parameters_digest": "0" * 64}, 409, "expected parameters with the digest 0000"),
+        ({"tokenizer_digest": "0" * 64}, 400, "found another (000000000000)"),
+        ({"chat_template_digest": "0" * 64}, 400, "expected the chat template"),
+    ],
+)
+def test_a_checkpoint_must_be_what_its_manifest_says(
+    server: PolicyServer, tmp_path: Path, extra: dict[str, str], status: int, words: str
+) -> None:
+    own_run(tmp_path, 2, extra=extra)
+    found = refused(server, {"root": str(tmp_path), "run_id": "debug"})
+    assert found[0] == status
+    assert words in found[2]
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_checkpoints_of_other_models_and_of_no_numbers_are_refused(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    other = small_run(tmp_path / "wide", "policy.model.hidden_size=64")
+    commit(other, 0, build_model(other.config.policy, 103, 0))
+    body = {"root": str(tmp_path / "wide"), "run_id": "debug"}
+    assert "another architecture: parameter" in refused(server, body)[2]
+    own_run(tmp_path / "nan", 0, model=spoiled(run, np.nan))
+    assert "not finite" in refused(server, body | {"root": str(tmp_path / "nan")})[2]
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "model_path"),
+        ({"model_path": ""}, "model_path"),
+        ({"model_path": "a\0b"}, "model_path"),
+        ({"root": "a\0b", "run_id": "z"}, "root"),
+        ({"model_path": "x", "root": "y", "run_id": "z"}, "model_path"),
+        ({"model_path": "x", "round": 1}, "round"),
+        ({"root": "x"}, "model_path"),
+        ({"run_id": "x"}, "run_id"),
+        ({"root": "x", "run_id": "../y"}, "run_id"),
+        ({"root": "x", "run_id": "y", "round": -1}, "round"),
+        ({"model_path": "x", "parameters_digest": "AB"}, "parameters_digest"),
+        ({"model_path": "x", "flush_cache": True}, "flush_cache"),
+    ],
+)
+def test_what_is_wrong_in_a_body_is_named(
+    server: PolicyServer, body: dict[str, Any], param: str
+) -> None:
+    status, _, answer = update(server, body)
+    assert status == 400
+    told = answer["error"]
+    assert param in (told["param"] or told["message"])
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_root_that_is_no_place_is_refused(server: PolicyServer) -> None:
+    body = {"root": "ftp://nowhere/runs", "run_id": "debug"}
+    assert refused(server, body)[:2] == (400, "weights_refused")
+
+
+def test_good_weights_are_taken_from_folder_and_run(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    model = weights(run, 7)
+    digest = parameters_digest(model)
+    save_hf(model, character_tokenizer(), tmp_path / "model")
+    version = server.engine.policy.weight_version
+    body = {"model_path": str(tmp_path / "model"), "parameters_digest": digest}
+    status, _, answer = update(server, body)
+    assert (status, answer["model"]) == (200, f"policy@{version + 1:05d}-{digest[:8]}")
+    assert (answer["last_update"]["outcome"], answer["last_update"]["source"]) == (
+        "switched",
+        "disk",
+    )
+    assert answer["last_update"]["bytes"] == sum(a.nbytes for a in named_parameters(model).values())
+    _, _, chosen = talk(server, "POST", CHAT, chat_body())
+    assert chosen["model"] == answer["model"]
+    root = str(Path(run.store.url).parent)
+    for round in (0, 2, 1):
+        _, _, answer = update(server, {"root": root, "run_id": "debug", "round": round})
+        digest = parameters_digest(weights(run, round))
+        assert answer["model"] == f"policy@{round:05d}-{digest[:8]}"
+    _, _, answer = update(server, {"root": root, "run_id": "debug", "weight_version": "41"})
+    assert (answer["weight_version"], answer["parameters_digest"]) == (
+        41,
+        parameters_digest(weights(run, 2)),
+    )
+    update(server, {"root": root, "run_id": "debug", "round": 1})
+
+
+def test_sglangs_route_is_the_same_and_takes_the_admin_key_of_our_client(
+    server: PolicyServer, run: Run, tmp_path: Path
+) -> None:
+    model = weights(run, 8)
+    save_hf(model, character_tokenizer(), tmp_path / "model")
+
+    async def tell(digest: str, key: str | None = KEY) -> None:
+        async with PolicyClient(
+            endpoints=[server.base_url], model="policy", admin_key=key
+        ) as client:
+            await client.update_weights(str(tmp_path / "model"), 8, digest)
+
+    digest = parameters_digest(model)
+    asyncio.run(tell(digest))
+    assert server.model_id == f"policy@00008-{digest[:8]}"
+    with pytest.raises(StalePolicy, match="expected parameters with the digest"):
+        asyncio.run(tell("0" * 64))
+    with pytest.raises(RequestRejected, match="admin_key_variable"):
+        asyncio.run(tell(digest, None))
+    assert server.model_id == f"policy@00008-{digest[:8]}"
+
+
+def held(model: LmHeadModel, begun: threading.Event, release: threading.Event) -> Source:
+    """Weights that take as long to read as the test wants."""
+
+    def read(served: Served) -> Loaded:
+        begun.set()
+        assert release.wait(60)
+        return Loaded(model=model, parameters_digest=parameters_digest(model), bytes=0)
+
+    return Source(kind="disk", place="held", read=read)
+
+
+def test_one_update_at_a_time_and_requests_go_on_meanwhile(server: PolicyServer, run: Run) -> None:
+    begun, release = threading.Event(), threading.Event()
+    source = held(weights(run, 5), begun, release)
+    loading = threading.Thread(target=server.updater.load, args=(source,))
+    loading.start()
+    try:
+        assert begun.wait(60)
+        before = server.model_id
+        root = str(Path(run.store.url).parent)
+        status, headers, answer = update(server, {"root": root, "run_id": "debug"})
+        assert (status, answer["error"]["code"]) == (409, "busy")
+        assert headers["retry-after"] == "1"
+        assert talk(server, "GET", "/admin/status")[2]["updating"] is True
+        assert talk(server, "POST", CHAT, chat_body())[2]["model"] == before
+        assert server.model_id == before
+    finally:
+        release.set()
+        loading.join(60)
+    assert server.engine.policy.parameters_digest == parameters_digest(weights(run, 5))
+
+
+def test_paused_requests_wait_and_weights_may_change(server: PolicyServer, run: Run) -> None:
+    status, _, answer = talk(server, "POST", "/admin/pause")
+    answers: list[Answer] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(talk(server, "POST", CHAT, chat_body()))
+    )
+    try:
+        assert (status, answer["paused"]) == (200, True)
+        chunks = server.engine.stats.chunks
+        asking.start()
+        deadline = time.monotonic() + 30
+        while server.engine.queued == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        _, _, answer = talk(server, "GET", "/admin/status")
+        assert (answer["running"], answer["queued"]) == (1, 1)
+        status, _, answer = talk(server, "POST", "/admin/drain", {})
+        assert (status, answer["error"]["code"]) == (409, "paused")
+        model = server.swap(weights(run, 6), 6, parameters_digest(weights(run, 6)))
+        assert (server.engine.stats.chunks, answers) == (chunks, [])
+    finally:
+        _, _, answer = talk(server, "POST", "/admin/resume")
+    assert answer["paused"] is False
+    asking.join(60)
+    assert answers[0][2]["model"] == model
+
+
+def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServer) -> None:
+    answers: list[Answer] = []
+    body = chat_body(n=400, max_tokens=50)
+    asking = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, body)))
+    asking.start()
+    while server.engine.queued == 0:
+        time.sleep(0.001)
+    try:
+        status, _, answer = talk(server, "POST", "/admin/drain", {"timeout_s": 0.05})
+        assert (status, answer["drained"], answer["draining"]) == (200, False, True)
+        assert talk(server, "GET", "/readyz")[0] == 503
+        assert talk(server, "POST", CHAT, chat_body())[0] == 503
+        _, _, answer = talk(server, "POST", "/admin/drain", {"timeout_s": 120})
+        assert (answer["drained"], answer["running"], answer["queued"]) == (True, 0, 0)
+        asking.join(60)
+        assert len(answers[0][2]["choices"]) == 400
+    finally:
+        assert talk(server, "POST", "/admin/resume")[2]["draining"] is False
+    assert talk(server, "GET", "/readyz")[0] == 200
+    assert talk(server, "POST", CHAT, chat_body())[0] == 200
+
+
+@pytest.mark.parametrize("timeout", ["soon", -1, 1e9, True])
+def test_a_timeout_of_the_drain_is_a_number_of_seconds(server: PolicyServer, timeout: Any) -> None:
+    assert talk(server, "POST", "/admin/drain", {"timeout_s": timeout})[0] == 400
+    assert talk(server, "GET", "/admin/status")[2]["draining"] is False
+
+
+ROUTES = (
+    ("POST", UPDATE),
+    ("POST", "/update_weights_from_disk"),
+    ("POST", "/admin/pause"),
+    ("POST", "/admin/resume"),
+    ("POST", "/admin/drain"),
+    ("GET", "/admin/status"),
+)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_the_admin_routes_are_for_the_admin_alone(
+    server: PolicyServer, method: str, path: str
+) -> None:
+    for key in (None, "", "manag", "manage2"):
+        status, _, answer = talk(server, method, path, {}, key)
+        assert (status, answer["error"]["code"]) == (403, "admin_only")
+    assert server.engine.paused is False
+
+
+def test_what_is_going_on_is_told(server: PolicyServer, run: Run) -> None:
+    server.swap(weights(run, 1), 1, parameters_digest(weights(run, 1)))
+    status, _, answer = talk(server, "GET", "/admin/status")
+    last = answer.pop("last_update")
+    assert (status, answer) == (
+        200,
+        {
+            "model": server.model_id,
+            "weight_version": 1,
+            "parameters_digest": parameters_digest(weights(run, 1)),
+            "paused": False,
+            "draining": False,
+            "running": 0,
+            "queued": 0,
+            "updating": False,
+            "transfers": server.updater.stats.transfers,
+            "failures": server.updater.stats.failures,
+        },
+    )
+    assert (last["source"], last["outcome"], last["bytes"]) == ("memory", "switched", 0)
+    assert 0 <= last["seconds_ago"] < 60
+
+
+def test_a_server_that_shuts_down_is_not_resumed(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", KEY)
+    server = proven_server(read_checkpoint(run, 1), character_tokenizer(), run.config)
+    server.start()
+    try:
+        talk(server, "POST", "/admin/pause")
+        assert server.drain(10.0)
+        assert server.engine.paused is False
+        status, _, answer = talk(server, "POST", "/admin/resume")
+        assert (status, answer["error"]["code"]) == (409, "stopping")
+        assert talk(server, "GET", "/readyz")[0] == 503
+    finally:
+        server.stop()

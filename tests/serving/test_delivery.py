@@ -1,0 +1,111 @@
+"""Where requests are prepared: short ones on the event loop, all that may take long on a thread."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from marin_rl.serving.delivery import SHORT_BYTES, SHORT_S, Preparer, Reply
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "reverse abc"}], "n": 4}
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def where(preparer: Preparer, body: Any) -> threading.Thread:
+    """The thread on which a body is prepared."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found: list[threading.Thread] = []
+    done = threading.Event()
+
+    def work() -> None:
+        found.append(threading.current_thread())
+        done.set()
+
+    preparer.add(data, work)
+    assert done.wait(10)
+    return found[0]
+
+
+def used(worker: ThreadPoolExecutor, **options: Any) -> Preparer:
+    """One that has seen that requests take no time."""
+    preparer = Preparer(worker, **options)
+    for _ in range(40):
+        where(preparer, CHAT)
+    return preparer
+
+
+def test_the_first_are_the_threads_and_short_ones_then_are_not(worker: ThreadPoolExecutor) -> None:
+    here = threading.current_thread()
+    assert where(Preparer(worker), CHAT) is not here
+    assert where(used(worker), CHAT) is here
+    assert where(used(worker, alone=True), CHAT) is not here
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"tools": []},
+        CHAT | {"response_format": {"type": "json_object"}},
+        b'{"t\\u006fols": []}',
+        CHAT | {"user": "x" * SHORT_BYTES},
+        {"prompt": ["a"] * 200},
+        {"prompt": [[5]] * 200},
+    ],
+    ids=["tools", "form", "hidden", "large", "prompts", "lists"],
+)
+def test_what_may_take_long_is_the_threads(worker: ThreadPoolExecutor, body: Any) -> None:
+    preparer = used(worker)
+    assert where(preparer, body) is not threading.current_thread()
+    assert where(preparer, CHAT) is threading.current_thread()
+
+
+def spin(seconds: float) -> Callable[[], None]:
+    def work() -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    return work
+
+
+def test_whatever_turns_out_slow_goes_to_the_thread_until_it_is_not(
+    worker: ThreadPoolExecutor,
+) -> None:
+    preparer, here = used(worker), threading.current_thread()
+    data = json.dumps(CHAT).encode()
+    preparer.add(data, spin(10 * SHORT_S))
+    assert where(preparer, CHAT) is not here
+    assert any(where(preparer, CHAT) is here for _ in range(40))
+
+
+def test_what_is_made_is_given_and_what_is_raised_is_raised(worker: ThreadPoolExecutor) -> None:
+    async def made(preparer: Preparer) -> int:
+        with pytest.raises(KeyError):
+            await preparer.made(b"{}", lambda: {}["absent"])
+        return await preparer.made(b"{}", lambda: 7)
+
+    for preparer in (Preparer(worker), used(worker)):
+        assert asyncio.run(made(preparer)) == 7
+
+
+def test_nothing_is_read_that_comes_after_the_end() -> None:
+    """Two threads may each find that they finished a request."""
+
+    async def read() -> list[bytes | None]:
+        reply = Reply()
+        for _ in range(2):
+            reply.add(b"all", last=True)
+        reply.fail(ValueError("late"))
+        return [await reply.read(), await reply.read()]
+
+    assert asyncio.run(read()) == [b"all", None]

@@ -1,0 +1,314 @@
+"""Who may speak to the server: tokens, names, pages, and a walk over every route."""
+
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+from servers import CHAT, asks_well, chat_body, raw, serving, status_of, talk
+
+from marin_rl.config import InferenceConfig, ServerConfig
+from marin_rl.errors import ConfigError
+from marin_rl.serving.guard import OPEN_PATHS
+from marin_rl.serving.keys import Keys
+from marin_rl.serving.origins import Origins, preflight_headers
+from marin_rl.serving.server import PolicyServer
+
+API, ADMIN = "sésame", "open-the-mountain"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
+PAGE = "https://app.example.org"
+
+
+def wire(text: str) -> str:
+    """What `http.client` must be given so that UTF-8 goes out."""
+    return text.encode().decode("latin-1")
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": wire(f"Bearer {token}")}
+
+
+@pytest.fixture(scope="module")
+def closed() -> Iterator[PolicyServer]:
+    """A server with both tokens, and one page that may call it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARIN_RL_API_KEY", API)
+        patch.setenv("MARIN_RL_ADMIN_KEY", ADMIN)
+        limits = ServerConfig(hosts_allowed=("*.lan.example",), origins_allowed=(PAGE,))
+        with serving(limits) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[PolicyServer]:
+    """A server without any token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MARIN_RL_API_KEY", raising=False)
+        patch.delenv("MARIN_RL_ADMIN_KEY", raising=False)
+        with serving() as server:
+            yield server
+
+
+def keys(api: str | None, admin: str | None) -> Keys:
+    digest = lambda token: None if token is None else hashlib.sha256(token.encode()).digest()
+    return Keys(
+        api=digest(api), admin=digest(admin), api_variable="API_KEY", admin_variable="ADMIN_KEY"
+    )
+
+
+@pytest.mark.parametrize(
+    ("api", "admin", "headers", "caller"),
+    [
+        ("a", "b", [b"Bearer a"], "api"),
+        ("a", "b", [b"bearer   a "], "api"),
+        ("a", "b", [b"Bearer b"], "admin"),
+        ("a", "b", [], None),
+        ("a", "b", [b"Bearer c"], None),
+        ("a", "b", [b"Bearer"], None),
+        ("a", "b", [b"a"], None),
+        ("a", "b", [b"Basic a"], None),
+        ("a", "b", [b"Bearer a", b"Bearer a"], None),
+        ("a", "b", [b"Bearer a, Bearer b"], None),
+        ("a", "b", [b"Bearer \xff\xfe"], None),
+        ("\u00fc", None, ["Bearer \u00fc".encode()], "api"),
+        ("\u00fc", None, ["Bearer \u00fc".encode("latin-1")], None),
+        ("a", None, [b"Bearer "], None),
+        (None, "b", [], "local"),
+        (None, "b", [b"Bearer b"], "admin"),
+        (None, "b", [b"Bearer EMPTY"], "local"),
+        (None, None, [b"Bearer "], "local"),
+    ],
+)
+def test_whose_request_it_is(
+    api: str | None, admin: str | None, headers: list[bytes], caller: str | None
+) -> None:
+    assert keys(api, admin).caller(headers) == caller
+
+
+def test_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = InferenceConfig()
+    monkeypatch.setenv("MARIN_RL_API_KEY", "  ")
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", " x\n")
+    found = Keys.from_environment(config)
+    assert (found.api, found.admin) == (None, hashlib.sha256(b"x").digest())
+    monkeypatch.setenv("MARIN_RL_API_KEY", "x")
+    with pytest.raises(ConfigError, match="hold the same token"):
+        Keys.from_environment(config)
+    monkeypatch.setenv("MARIN_RL_API_KEY", "two words")
+    with pytest.raises(ConfigError, match="MARIN_RL_API_KEY: expected a token without blanks"):
+        Keys.from_environment(config)
+
+
+def rules(host: str = "127.0.0.1", *, token: bool = True, **given: tuple[str, ...]) -> Origins:
+    return Origins(ServerConfig(**given), host, has_token=token)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("origins", "host", "ours"),
+    [
+        (rules(token=False), "localhost:8000", True),
+        (rules(token=False), "127.0.0.1", True),
+        (rules(token=False), "[::1]:8000", True),
+        (rules(token=False), "LOCALHOST", True),
+        (rules(token=False), "evil.example", False),
+        (rules(token=False), "127.0.0.1.evil.example", False),
+        (rules(token=False), "localhost.evil.example", False),
+        (rules(token=False), "10.0.0.5", False),
+        (rules(token=False), "", False),
+        (rules(token=False), "[::1", False),
+        (rules(token=False), "localhost:8000@evil.example", False),
+        (rules(token=False), "localhost, evil.example", False),
+        (rules("10.0.0.5"), "10.0.0.5:80", True),
+        (rules("0.0.0.0"), "10.0.0.5:80", True),
+        (rules("0.0.0.0"), "evil.example", False),
+        (rules("0.0.0.0", hosts_allowed=("api.example.org",)), "API.example.org:8000", True),
+        (rules("0.0.0.0", hosts_allowed=("*.example.org",)), "a.b.example.org", True),
+        (rules("0.0.0.0", hosts_allowed=("*.example.org",)), "badexample.org", False),
+        (rules("gpu-7"), "gpu-7:8000", True),
+    ],
+)
+def test_which_names_are_ours(origins: Origins, host: str, ours) -> None:
+    assert (origins.refusal({b"host": [host.encode()]}) is None) == ours
+
+
+def test_one_host_is_named_exactly_once() -> None:
+    assert rules().refusal({}) is not None
+    assert rules().refusal({b"host": [b"localhost", b"localhost"]}) is not None
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        (rules(token=False), "http://localhost:3000", True),
+        (rules(token=False), "http://127.0.0.1:8000", True),
+        (rules(token=False), "https://evil.example", False),
+        (rules(token=False), "null", False),
+        (rules(token=False), "http://localhost.evil.example", False),
+        (rules(token=False), "file://localhost", False),
+        (rules(), "http://localhost:8000", True),  # the server's own pages
+        (rules(), "http://localhost:3000", False),
+        (rules(origins_allowed=(PAGE,)), PAGE, True),
+        (rules(origins_allowed=(PAGE,)), PAGE + ".evil.example", False),
+        (rules(origins_allowed=(PAGE,)), "http://app.example.org", False),
+    ],
+)
+def test_which_pages_may_call(origins: Origins, origin: str, allowed) -> None:
+    headers = {b"host": [b"localhost:8000"], b"origin": [origin.encode()]}
+    assert (origins.refusal(headers) is None) == allowed
+
+
+def test_a_preflight_gives_back_only_names_of_headers() -> None:
+    asked = {b"access-control-request-headers": [b"authorization, x-stainless-os"]}
+    given = dict(preflight_headers(PAGE, asked))
+    assert given[b"access-control-allow-headers"] == b"authorization, x-stainless-os"
+    split = {b"access-control-request-headers": [b"a\r\nset-cookie: x"]}
+    given = dict(preflight_headers(PAGE, split))
+    assert given[b"access-control-allow-headers"] == b"authorization, content-type"
+
+
+def every_path(server: PolicyServer) -> list[str]:
+    known = [path.replace("{model:path}", "policy") for path in server.routes]
+    assert len(known) >= 15
+    assert not any("{" in path for path in known)
+    assert {CHAT, "/metrics", "/admin/pause", "/update_weights_from_disk"} <= set(known)
+    strange = ["/", "/docs", "/openapi.json", "/redoc", "//healthz", "/healthz/", "/HEALTHZ"]
+    return [*known, *strange, "/healthz/../v1/models", "/readyz;x", "*", "/invocations", "/%00"]
+
+
+def test_every_route_but_health_is_closed_to_whoever_has_no_token(closed: PolicyServer) -> None:
+    for path in every_path(closed):
+        for method in METHODS:
+            status, headers, answer = talk(closed, method, path)
+            if method == "BREW":  # no method of HTTP: nobody looks at the rest
+                assert (status, answer["error"]["code"]) == (400, "bad_http"), path
+                continue
+            if path in OPEN_PATHS:
+                assert status in (200, 405), (method, path)
+                continue
+            assert status == 401, (method, path)
+            assert headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert answer["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    ["Bearer sesame", f"Basic {API}", "Bearer", API, f"Bearer {API} x", "Bearer \x85", ""],
+)
+def test_a_wrong_token_is_a_401(closed: PolicyServer, authorization: str) -> None:
+    headers = {"Authorization": wire(authorization)}
+    assert talk(closed, "GET", "/v1/models", headers=headers)[0] == 401
+    assert talk(closed, "POST", CHAT, chat_body(), headers)[0] == 401
+
+
+def test_a_token_behind_the_body_is_no_header(closed: PolicyServer) -> None:
+    """The parser tells of trailers as of headers, at times before a request is looked at."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with raw(closed) as connection:
+        trailers = b"Authorization: Bearer " + API.encode() + b"\r\n\r\n"
+        connection.sendall(head + b"2\r\n{}\r\n0\r\n" + trailers)
+        assert status_of(connection.recv(65536)) == 401
+
+
+def test_the_right_token_opens_the_api_and_the_admins_too(closed: PolicyServer) -> None:
+    assert asks_well(closed, bearer(API))
+    assert asks_well(closed, bearer(ADMIN))
+    status, headers, _ = talk(closed, "PUT", "/v1/models", headers=bearer(API))
+    assert (status, set(headers["allow"].split(", "))) == (405, {"GET", "HEAD"})
+    assert talk(closed, "GET", "/v1/nothing", headers=bearer(API))[0] == 404
+
+
+def admin_routes(server: PolicyServer) -> list[tuple[str, str]]:
+    """Every method of the routes that change the server or tell how it is."""
+    return [
+        (method, path)
+        for path, methods in server.routes.items()
+        if path.startswith("/admin") or "weights" in path
+        for method in sorted(methods - {"HEAD"})  # whose answers have no body
+    ]
+
+
+def test_admin_routes_are_closed_to_the_api_token(closed: PolicyServer) -> None:
+    routes = admin_routes(closed)
+    assert len(routes) >= 6
+    for method, path in routes:
+        status, _, answer = talk(closed, method, path, b"{}", bearer(API))
+        assert (status, answer["error"]["code"]) == (403, "admin_only"), (method, path)
+        assert "admin token" in answer["error"]["message"]
+    assert talk(closed, "GET", "/admin/status", headers=bearer(ADMIN))[0] == 200
+
+
+def test_without_an_admin_token_admin_routes_say_which_variable_to_set(
+    local: PolicyServer,
+) -> None:
+    for method, path in admin_routes(local):
+        status, _, answer = talk(local, method, path, b"{}")
+        assert status == 403
+        assert "MARIN_RL_ADMIN_KEY" in answer["error"]["message"]
+
+
+def test_host_and_origin_are_checked_with_a_token_too(closed: PolicyServer) -> None:
+    good = bearer(API)
+    for host, status in (("evil.example", 403), ("gpu.lan.example", 200), ("10.1.2.3", 200)):
+        assert talk(closed, "GET", "/v1/models", headers=good | {"Host": host})[0] == status
+    for origin, status in (("https://evil.example", 403), (PAGE, 200), ("null", 403)):
+        assert talk(closed, "GET", "/v1/models", headers=good | {"Origin": origin})[0] == status
+
+
+def test_a_listed_page_may_read_answers_and_errors_and_others_may_not(
+    closed: PolicyServer,
+) -> None:
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+    status, headers, _ = talk(closed, "OPTIONS", CHAT, headers=asked)
+    assert (status, headers["access-control-allow-origin"]) == (204, PAGE)
+    assert headers["access-control-allow-methods"] == "GET, POST"
+    assert "access-control-allow-credentials" not in headers
+    for token, expected in ((bearer(API), 200), ({}, 401)):
+        status, headers, _ = talk(closed, "GET", "/v1/models", headers=token | {"Origin": PAGE})
+        assert (status, headers["access-control-allow-origin"]) == (expected, PAGE)
+        assert headers["vary"] == "Origin"
+    evil = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    status, headers, _ = talk(closed, "OPTIONS", CHAT, headers=evil)
+    assert status == 403
+    assert not any(name.startswith("access-control") for name in headers)
+    _, headers, _ = talk(closed, "GET", "/v1/models", headers=bearer(API))
+    assert not any(name.startswith("access-control") for name in headers)
+
+
+def test_without_a_token_only_this_machine_is_answered(local: PolicyServer) -> None:
+    assert talk(local, "GET", "/v1/models", headers={"Host": "evil.example"})[0] == 403
+    for origin, status in (("https://evil.example", 403), ("http://localhost:3000", 200)):
+        assert talk(local, "GET", "/v1/models", headers={"Origin": origin})[0] == status
+    assert asks_well(local)
+    assert asks_well(local, bearer("EMPTY"))
+
+
+SECRET = "the-other-clients-words"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", CHAT, b"{"),
+        ("POST", CHAT, b'{"model": "gpt"}'),
+        ("POST", CHAT, b"\xff\xfe\x00"),
+        ("POST", CHAT, b"[" * 100_000),
+        ("POST", "/detokenize", b'{"tokens": [1000000]}'),
+        ("POST", "/tokenize", b'{"prompt": 3}'),
+        ("POST", "/v1/completions", b'{"model": "policy", "prompt": [-1]}'),
+        ("GET", "/v1/models/../../etc/passwd", b""),
+        ("GET", "/v1/nothing", b""),
+        ("DELETE", CHAT, b""),
+    ],
+)
+def test_no_error_tells_of_files_traces_or_other_requests(
+    closed: PolicyServer, method: str, path: str, body: bytes
+) -> None:
+    told = chat_body(messages=[{"role": "user", "content": SECRET}])
+    talk(closed, "POST", CHAT, told, bearer(API))
+    status, headers, answer = talk(closed, method, path, body, bearer(API))
+    assert 400 <= status < 500
+    text = str(answer)
+    for leak in ("Traceback", "site-packages", "/work", "/home", ".py", SECRET, API, ADMIN):
+        assert leak not in text, (leak, text)
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert headers["x-request-id"]

@@ -1,0 +1,345 @@
+"""The server's life: what keeps it from starting, how it drains, and how it ends on a signal."""
+
+import asyncio
+import gc
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from servers import CHAT, CONTEXT, asks_well, chat_body, raw, serving, talk
+from tiny_models import full_logprobs, tiny_model
+from typer.testing import CliRunner
+
+from marin_rl.cli import app
+from marin_rl.compilation import spare_long_lived_objects
+from marin_rl.config import InferenceConfig, ServerConfig, load_config
+from marin_rl.errors import ConfigError, InputError, StalePolicy
+from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.serving.addresses import check_address
+from marin_rl.serving.briefly import Weights
+from marin_rl.serving.briefly import serving as briefly
+from marin_rl.serving.server import PolicyServer
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.types import Message, Sampling, SlotRef
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with serving() as running:
+        yield running
+
+
+def test_without_a_token_it_binds_to_loopback_only(server: PolicyServer) -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        with pytest.raises(ConfigError, match="set a token in the environment variable"):
+            server.start(host)
+    for host in ("127.0.0.1", "127.0.0.2", "localhost"):
+        check_address(InferenceConfig(), host, 0)
+
+
+def test_an_admin_token_does_not_open_the_api_to_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "x")
+    with pytest.raises(ConfigError, match="MARIN_RL_API_KEY, or bind to"):
+        check_address(InferenceConfig(), "0.0.0.0", 0)
+    monkeypatch.setenv("MARIN_RL_API_KEY", "y")
+    check_address(InferenceConfig(), "0.0.0.0", 0)
+
+
+def test_a_port_that_is_not_to_be_had_is_an_error_that_names_it(server: PolicyServer) -> None:
+    port = urlsplit(server.base_url).port
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+        server.start(port=port)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:70000: .*0-65535"):
+        check_address(InferenceConfig(), "127.0.0.1", 70_000)
+
+
+def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = Weights(
+        model=tiny_model(),
+        tokenizer=character_tokenizer(),
+        parameters_digest="0123456789",
+        source=SlotRef(slot="here", sha256=""),
+    )
+
+    def fail(*args: object) -> None:
+        raise OSError("no more of them")
+
+    config = load_config(TESTS.parent / "configs/debug.yaml")
+    before = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    monkeypatch.setattr(socket.socket, "bind", fail, raising=False)
+    with pytest.raises(ConfigError, match="no more of them"), briefly(weights, config):
+        pass
+    assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
+
+
+def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<|one more|>"])
+    with pytest.raises(InputError, match="ids up to 103"):
+        PolicyServer(tiny_model(), tokenizer, InferenceConfig(), context_length=CONTEXT)
+
+
+def test_a_wrong_start_of_the_command_is_one_message_before_any_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = str(tmp_path / "absent")  # a model that is not there is found out last
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, told in (
+            (["--host", "0.0.0.0"], "open to others: set a token"),
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["--set", "inference.server.body_byte_max=1"], "did you mean inference.server.body_"),
+            (["--set", "inference.server.origins_allowed=[example.org]"], "scheme://host"),
+            (["--config", absent], "no configuration file"),
+        ):
+            shown = CliRunner().invoke(app, ["serve", "--model", absent, *arguments])
+            assert isinstance(shown.exception, ConfigError), arguments
+            assert told in str(shown.exception)
+    monkeypatch.setenv("MARIN_RL_HOST", "0.0.0.0")
+    shown = CliRunner().invoke(app, ["serve", "--model", absent])
+    assert "open to others" in str(shown.exception)
+
+
+def test_it_tells_how_to_call_it(server: PolicyServer) -> None:
+    told = server.how_to_call()
+    first, *rest = told.splitlines()
+    assert first == f"serving {server.model_id} at {server.base_url}"
+    assert "MARIN_RL_API_KEY is not set: this machine only" in rest[0]
+    assert "MARIN_RL_ADMIN_KEY is not set: no admin routes" in rest[1]
+    body = json.loads(rest[2].split("-d '")[1].rstrip("'"))
+    assert talk(server, "POST", CHAT, body | {"max_tokens": 2})[0] == 200
+
+
+def test_the_collector_looks_at_what_came_after_the_start_only() -> None:
+    spare_long_lived_objects()
+    frozen = gc.get_freeze_count()
+    assert frozen > 100_000  # the libraries
+    assert len(gc.get_objects()) < frozen
+    spare_long_lived_objects()  # once a process
+    assert gc.get_freeze_count() <= frozen
+
+
+def test_a_swap_changes_the_served_id_and_the_old_one_is_stale() -> None:
+    other = tiny_model(seed=4)
+
+    async def ask(model: str) -> ChatAnswer:
+        async with PolicyClient(endpoints=[server.base_url], model=model) as client:
+            messages = [Message(role="user", content="abc")]
+            return await client.chat(messages, 2, Sampling(seed=1, max_tokens=10))
+
+    with serving() as server:
+        old = server.model_id
+        assert server.swap(other, 4, "f" * 64) == server.model_id == "policy@00004-ffffffff"
+        answer = asyncio.run(ask(server.model_id))
+        truth = full_logprobs(other, answer.prompt_token_ids, answer.completions[0].token_ids)
+        assert np.abs(answer.completions[0].logprobs - truth).max() < 1e-4
+        assert (answer.weight_version, answer.parameters_digest) == (4, "f" * 64)
+        with pytest.raises(StalePolicy, match=r"known: policy@00004-ffffffff, policy"):
+            asyncio.run(ask(old))
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+    with serving() as server:
+        assert asks_well(server)
+        answers: list[tuple] = []
+        body = chat_body(n=64, max_tokens=60)
+        asking = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, body)))
+        asking.start()
+        wait_until(lambda: server.engine.active > 0)
+        drained: list[bool] = []
+        draining = threading.Thread(target=lambda: drained.append(server.drain(60)))
+        draining.start()
+        wait_until(lambda: talk(server, "GET", "/readyz")[0] == 503)
+        assert talk(server, "GET", "/healthz")[0] == 200
+        status, headers, answer = talk(server, "POST", CHAT, chat_body())
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert int(headers["retry-after"]) >= 1
+        asking.join(timeout=60)
+        draining.join(timeout=60)
+        assert drained == [True]
+        ((status, _, answer),) = answers
+        assert status == 200
+        assert len(answer["choices"]) == 64
+
+
+def test_what_outlives_the_drain_ends_properly() -> None:
+    """A plain request gets an error, a stream an error event; neither is cut off."""
+    with serving(ServerConfig(drain_timeout_s=0.2)) as server:
+        assert asks_well(server)
+        streamed, plain = (chat_body(n=500, max_tokens=90, stream=s) for s in (True, False))
+        connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
+        connection.request("POST", CHAT, json.dumps(streamed))
+        response = connection.getresponse()  # its head comes with the first piece
+        assert response.status == 200
+        found: list[tuple] = []
+        asking = threading.Thread(target=lambda: found.append(talk(server, "POST", CHAT, plain)))
+        asking.start()
+        waiting = server.engine.stats.requests
+        wait_until(lambda: server.engine.stats.requests > waiting or server.engine.queued > 500)
+        assert not server.drain()
+        server.stop()
+        text = response.read().decode()
+        asking.join(timeout=60)
+        connection.close()
+    status, headers, answer = found[0]
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    assert int(headers["retry-after"]) >= 1
+    assert_ended_properly(text)
+    assert '"error"' in text
+
+
+def test_stopping_twice_is_stopping_once_and_the_port_is_free_again() -> None:
+    with serving() as server:
+        port = urlsplit(server.base_url).port
+        assert port
+        with raw(server):
+            server.stop()
+        server.stop()
+        check_address(InferenceConfig(), "127.0.0.1", port)
+
+
+def assert_ended_properly(text: str) -> None:
+    """Every event is whole, and the last one says that nothing follows."""
+    events = [event for event in text.split("\n\n") if event]
+    assert text.endswith("\n\n")
+    assert events[-1] == "data: [DONE]"
+    for event in events[:-1]:
+        json.loads(event.removeprefix("data: "))
+
+
+def wait_until(condition, timeout_s: float | int = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+SCRIPT = """
+import sys
+from tiny_models import tiny_model
+from marin_rl.compilation import enable_compilation_cache
+from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
+from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.tokenizers import character_tokenizer
+
+enable_compilation_cache()
+config = InferenceConfig(
+    engine=EngineConfig(slots=2, chunk_steps=1, prefill_rows=1),
+    server=ServerConfig(drain_timeout_s=float(sys.argv[1])),
+)
+server = PolicyServer(tiny_model(), character_tokenizer(), config, context_length=96)
+sys.exit(serve_forever(server, "127.0.0.1", 0, announce=lambda line: print(line, flush=True)))
+"""
+
+
+@contextmanager
+def process(drain_s: float | int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its base URL."""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    command = [sys.executable, "-c", SCRIPT, str(drain_s)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        try:
+            assert running.stdout is not None
+            yield running, running.stdout.readline().split()[-1]
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_sigterm_when_idle_ends_with_0_and_one_log_line_a_request() -> None:
+    with process(30) as (running, url):
+        idle = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
+        assert talk(url, "POST", CHAT, chat_body())[0] == 200
+        running.send_signal(signal.SIGTERM)
+        _, log = running.communicate(timeout=30)
+        idle.close()
+    assert running.returncode == 0
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert [line["route"] for line in lines] == [CHAT]
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0() -> None:
+    found: dict[str, tuple] = {}
+    with process(60) as (running, url):
+        bodies = {
+            "plain": chat_body(n=40, max_tokens=24),
+            "stream": chat_body(n=8, max_tokens=60, stream=True),
+        }
+        threads = [
+            threading.Thread(
+                target=lambda k=kind, b=body: found.update({k: talk(url, "POST", CHAT, b)})
+            )
+            for kind, body in bodies.items()
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        running.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(timeout=60)
+        assert running.wait(timeout=60) == 0
+    status, _, answer = found["plain"]
+    assert (status, len(answer["choices"])) == (200, 40)
+    assert found["stream"][0] == 200
+    assert_ended_properly(found["stream"][2])
+    assert '"error"' not in found["stream"][2]
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_streams_beyond_the_drain_end_with_an_event() -> None:
+    found: list[tuple] = []
+    body = chat_body(n=2000, max_tokens=80, stream=True)
+    with process(0.5) as (running, url):
+        asking = threading.Thread(target=lambda: found.append(talk(url, "POST", CHAT, body)))
+        asking.start()
+        time.sleep(1.0)
+        running.send_signal(signal.SIGTERM)
+        asking.join(timeout=60)
+        assert running.wait(timeout=60) == 0
+    assert_ended_properly(found[0][2])
+    assert '"draining"' in found[0][2]
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_a_second_signal_ends_at_once() -> None:
+    body = chat_body(n=2000, max_tokens=80, stream=True)
+    with process(60) as (running, url), raw_request(url, body):
+        time.sleep(0.5)
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert running.poll() is None
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=30) == 1
+
+
+def raw_request(url: str, body: dict) -> socket.socket:
+    """A request whose answer nobody reads."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection

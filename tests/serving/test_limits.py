@@ -1,0 +1,220 @@
+"""Rates, sizes and deadlines: the arithmetic by hand, then a real server that refuses."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
+
+from marin_rl.config import ServerConfig
+from marin_rl.inference.slots import GenerationRequest
+from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.limits import (
+    Rates,
+    TokenBucket,
+    check_samples,
+    check_tokens,
+)
+from marin_rl.types import Sampling
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
+    clock = Clock()
+    bucket = TokenBucket(2.0, 3, clock=clock)
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
+    clock.now += 0.25
+    assert bucket.take() == pytest.approx(0.25)
+    clock.now += 0.25
+    assert bucket.take() == 0
+    clock.now += 60
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+@given(
+    rate=st.floats(0.01, 1e4),
+    burst=st.integers(1, 50),
+    pauses=st.lists(st.floats(0, 3), max_size=60),
+)
+def test_whoever_waits_as_told_is_let_in_and_nobody_gets_more(
+    rate: float, burst: int, pauses: list[float]
+) -> None:
+    clock = Clock()
+    bucket = TokenBucket(rate, burst, clock=clock)
+    for let_in, pause in enumerate(pauses, start=1):
+        clock.now += pause
+        wait_s = bucket.take()
+        if wait_s:
+            clock.now += wait_s
+            assert bucket.take() == 0
+        assert let_in <= burst + (clock.now - 100.0) * rate + 1e-3
+
+
+def test_admin_is_never_held_up_and_others_have_buckets_of_their_own() -> None:
+    rates = Rates(ServerConfig(requests_per_second=0.5, requests_burst=1), clock=Clock())
+    assert rates.refusal("api") is None
+    assert rates.refusal("local") is None
+    assert all(rates.refusal("admin") is None for _ in range(100))
+    refusal = rates.refusal("api")
+    assert refusal is not None
+    assert refusal.status == 429
+    assert refusal.headers == {"Retry-After": "2", "Retry-After-Ms": "2000"}
+
+
+def test_a_burst_without_a_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="requests_burst: expected with requests_per_second only"):
+        ServerConfig(requests_burst=3)
+
+
+def test_no_rate_means_no_limit() -> None:
+    rates = Rates(ServerConfig())
+    assert all(rates.refusal("api") is None for _ in range(10_000))
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "param"),
+    [
+        ({"n": 4, "prompts": 8, "queued": 0}, 0, None),
+        ({"n": 5, "prompts": 1, "queued": 0}, 400, "n"),
+        ({"n": 1, "prompts": 13, "queued": 0}, 400, "prompt"),
+        ({"n": 4, "prompts": 2, "queued": 33}, 503, None),
+        ({"n": 4, "prompts": 2, "queued": 32}, 0, None),
+        # what never fits is nothing to try again
+        ({"n": 4, "prompts": 11, "queued": 0}, 400, "n"),
+        ({"n": 4, "prompts": 10, "queued": 1}, 503, None),
+    ],
+)
+def test_samples_are_counted(asked: dict[str, int], status: int, param: str | None) -> None:
+    config = ServerConfig(samples_max=4, prompts_max=12, samples_queued_max=40)
+    if not status:
+        check_samples(config, **asked)
+        return
+    with pytest.raises(ApiError) as refused:
+        check_samples(config, **asked)
+    assert (refused.value.status, refused.value.body["error"]["param"]) == (status, param)
+    assert ("Retry-After" in refused.value.headers) == (status == 503)
+
+
+def test_tokens_are_counted() -> None:
+    config = ServerConfig(prompt_tokens_max=10, new_tokens_max=5)
+    check_tokens(config, prompt_tokens=10, new_tokens=5)
+    check_tokens(config, prompt_tokens=1, new_tokens=None)
+    with pytest.raises(ApiError, match="messages: expected at most 10 prompt tokens, found 11"):
+        check_tokens(config, prompt_tokens=11, new_tokens=1, param="messages")
+    with pytest.raises(ApiError, match="max_tokens: expected at most 5 new tokens, found 6"):
+        check_tokens(config, prompt_tokens=1, new_tokens=6)
+
+
+def test_too_many_requests_are_told_when_to_come_again() -> None:
+    with serving(ServerConfig(requests_per_second=2.0, requests_burst=3)) as server:
+        answers = [talk(server, "GET", "/v1/models") for _ in range(5)]
+        assert [status for status, _, _ in answers][:3] == [200] * 3
+        status, headers, body = answers[-1]
+        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+        wait_s = int(headers["retry-after-ms"]) / 1000
+        assert 0 < wait_s <= 1.01
+        assert int(headers["retry-after"]) == 1
+        assert all(talk(server, "GET", "/healthz")[0] == 200 for _ in range(20))
+        time.sleep(wait_s)
+        assert talk(server, "GET", "/v1/models")[0] == 200
+
+
+def test_configured_limits_of_a_request_are_told_by_name() -> None:
+    limits = ServerConfig(samples_max=4, prompts_max=2, new_tokens_max=8, prompt_tokens_max=20)
+    with serving(limits) as server:
+        for path, fields, param in (
+            (CHAT, chat_body(n=5), "n"),
+            (CHAT, chat_body(max_tokens=9), "max_tokens"),
+            (CHAT, chat_body(messages=[{"role": "user", "content": "x" * 30}]), "messages"),
+            ("/v1/completions", {"model": "policy", "prompt": ["a"] * 3}, "prompt"),
+        ):
+            status, _, answer = talk(server, "POST", path, fields)
+            assert status == 400, (param, answer)
+            assert answer["error"]["param"] == param
+            assert "at most" in answer["error"]["message"]
+        assert asks_well(server)
+
+
+def test_a_full_queue_is_a_503_that_says_when_to_come_again() -> None:
+    with serving(ServerConfig(samples_queued_max=16)) as server:
+        status, headers, answer = talk(server, "POST", CHAT, chat_body(n=17))
+        assert (status, answer["error"]["code"]) == (400, "limit_exceeded")
+        assert "retry-after" not in headers
+        server.engine.pause()
+        waiting = server.engine.submit(
+            GenerationRequest(
+                prompt_ids=np.array([4], np.int32), n=9, sampling=Sampling(max_tokens=1)
+            )
+        )
+        status, headers, answer = talk(server, "POST", CHAT, chat_body(n=8))
+        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        waiting.cancel()
+        server.engine.resume()
+        assert asks_well(server)
+
+
+def test_who_finds_no_slot_in_time_is_told_and_leaves_nothing_behind() -> None:
+    with serving(ServerConfig(queue_timeout_s=0.2)) as server:
+        assert asks_well(server)
+        server.engine.pause()
+        try:
+            status, headers, answer = talk(server, "POST", CHAT, chat_body(n=3))
+        finally:
+            server.engine.resume()
+        assert (status, answer["error"]["code"]) == (503, "queue_timeout")
+        assert int(headers["retry-after"]) >= 1
+        assert asks_well(server)
+        assert (server.engine.queued, server.engine.active) == (0, 0)
+
+
+def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
+    with serving(ServerConfig(request_timeout_s=0.5)) as server:
+        assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] in (200, 504)  # may compile
+        body = chat_body(n=2000, max_tokens=80)
+        started = time.monotonic()
+        status, _, answer = talk(server, "POST", CHAT, body)
+        assert (status, answer["error"]["code"]) == (504, "request_timeout")
+        assert time.monotonic() - started < 60
+        deadline = time.monotonic() + 60
+        while (server.engine.queued or server.engine.active) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (server.engine.queued, server.engine.active) == (0, 0)
+        assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] == 200
+
+
+def test_a_body_that_trickles_in_is_given_up() -> None:
+    with serving(ServerConfig(body_timeout_s=0.5)) as server, raw(server) as slow:
+        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
+        stop = threading.Event()
+
+        def trickle() -> None:
+            while not stop.wait(0.1):
+                try:
+                    slow.send(b" ")
+                except OSError:
+                    return
+
+        trickling = threading.Thread(target=trickle)
+        started = time.monotonic()
+        trickling.start()
+        answer = read_all(slow)
+        took_s = time.monotonic() - started
+        stop.set()
+        trickling.join()
+        assert status_of(answer) == 408
+        assert b"body_timeout" in answer
+        assert 0.4 < took_s < 60
+        assert asks_well(server)

@@ -1,0 +1,162 @@
+"""What may take the place of what is served, and what a refusal tells."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import commit, small_run, weights
+from tiny_models import tiny_model
+
+from marin_rl.config import EngineConfig, InferenceConfig
+from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
+from marin_rl.inference.canary import rehearse
+from marin_rl.inference.engine import Engine
+from marin_rl.serving.loading import (
+    Architecture,
+    Loaded,
+    Source,
+    folder,
+    read_checkpoint,
+    read_folder,
+)
+from marin_rl.serving.standalone import proven_server
+from marin_rl.serving.updates import Update, Updater, UpdateStats, canary_ids
+from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.model import named_parameters, parameters_digest, save_hf
+
+CONFIG = InferenceConfig(engine=EngineConfig(slots=2, chunk_steps=2, prefill_rows=1))
+
+
+def test_an_architecture_is_all_but_the_weights() -> None:
+    served = Architecture.of(tiny_model(), 64)
+    served.check(tiny_model(seed=9))
+    with pytest.raises(InputError, match=r"parameter lm_head/weight expected .* found absent"):
+        served.check(tiny_model(tie_word_embeddings=True))
+    with pytest.raises(InputError, match=r"expected .* found .*norm_epsilon=0.1"):
+        served.check(tiny_model(layer_norm_epsilon=0.1))
+    with pytest.raises(InputError, match=r"k_proj/weight expected \(2, 2, .* found \(2, 1, "):
+        served.check(tiny_model("llama3-rope"))
+    rope = dataclasses.replace(tiny_model().config.rope, theta=5e5)
+    with pytest.raises(InputError, match="rotary embeddings are of another base"):
+        served.check(tiny_model(rope=rope))
+    with pytest.raises(InputError, match=r"at least 64 positions, .* found one for 32"):
+        served.check(tiny_model(max_seq_len=32))
+
+
+def test_a_folder_and_a_checkpoint_of_the_same_weights_are_the_same(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    ref = commit(run, 3, weights(run, 1))
+    save_hf(weights(run, 1), character_tokenizer(), tmp_path / "model")
+    digest = parameters_digest(weights(run, 1))
+    by_folder = read_folder(str(tmp_path / "model"), digest)
+    by_run = read_checkpoint(run, 3, digest)
+    assert by_folder.parameters_digest == by_run.parameters_digest == digest
+    assert (by_folder.round, by_run.round) == (None, 3)
+    assert by_folder.bytes == by_run.bytes
+    for name, array in named_parameters(by_run.model).items():
+        np.testing.assert_array_equal(array, named_parameters(by_folder.model)[name])
+    assert ref.slot == "checkpoints/round-00003"
+    with pytest.raises(StalePolicy, match=f"expected .* digest {'0' * 64}, found {digest}"):
+        read_checkpoint(run, None, "0" * 64)
+    with pytest.raises(ObjectMissing, match="no checkpoint of round 4"):
+        read_checkpoint(run, 4)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("cannot read {}/a.json: no", "cannot read {}/a.json: no"),
+        ("cannot read /home/other/model/a.json: no", "cannot read …/a.json: no"),
+        ("('/home/other/key', 3)", "('…/key', 3)"),
+        ("s3://bucket/run/round-00001 is not there", "s3://bucket/run/round-00001 is not there"),
+        ("1/2 of it, and/or more", "1/2 of it, and/or more"),
+    ],
+)
+def test_only_places_that_the_caller_named_are_told(
+    tmp_path: Path, message: str, told: str
+) -> None:
+    source = folder(str(tmp_path))
+    assert source.told(InputError(message.format(tmp_path))) == told.format(tmp_path)
+
+
+def test_a_place_is_told_as_the_caller_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert folder("model").told(InputError(f"in {tmp_path}/model/x")) == "in model/x"
+    up = f"{'../' * len(tmp_path.parts)}elsewhere"
+    for message in (f"no {up}/a.json: really", f"no {up}", "no runs/elsewhere"):
+        assert folder(up).told(InputError(message)) == message
+    assert folder(up).told(InputError("no /elsewhere/a.json")) == f"no {up}/a.json"
+
+
+def test_of_a_root_without_the_run_a_few_names_are_told(tmp_path: Path) -> None:
+    for number in range(100, 130):
+        (tmp_path / str(number)).mkdir()
+    with pytest.raises(ObjectMissing, match=r"found there: 100, .*, 109 and 20 more$"):
+        Run.open(str(tmp_path), "other")
+
+
+def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Path) -> None:
+    model = tiny_model()
+    ids = canary_ids(character_tokenizer())
+    assert rehearse(model, ids, CONFIG, jnp.float32) < 1e-4
+    exact = CONFIG.model_copy(update={"canary_tolerance": 1e-5})
+    with pytest.raises(InferenceError, match=r"expected a log-probability .* found .* bfloat16"):
+        rehearse(model, ids, exact, jnp.bfloat16)
+
+
+class Counted:
+    """A recorder that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, int]] = []
+
+    def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
+        assert seconds >= 0
+        self.told.append(("updated", source, bytes))
+
+    def weights_failed(self, *, source: str) -> None:
+        self.told.append(("failed", source, 0))
+
+
+def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
+    model, other, recorder = tiny_model(), tiny_model(seed=1), Counted()
+    tokenizer = character_tokenizer()
+    engine = Engine(model, CONFIG.engine, context_length=64, weight_version=4)
+    updater = Updater(engine, model, tokenizer, CONFIG, jnp.float32, recorder)
+    loaded = Loaded(model=other, parameters_digest="b" * 64, bytes=77)
+    try:
+        assert updater.stats == UpdateStats()
+        updater.swap(other, 5, "a" * 64)
+        with pytest.raises(InputError):
+            updater.swap(tiny_model("llama"), 6, "c" * 64)
+        update = updater.load(Source(kind="disk", place="x", read=lambda _: loaded))
+        assert (update.weight_version, engine.policy.weight_version) == (6, 6)
+        wrong = dataclasses.replace(loaded, model=tiny_model("llama"))
+        with pytest.raises(InputError, match="another architecture"):
+            updater.load(Source(kind="watcher", place="x", read=lambda _: wrong))
+    finally:
+        engine.close()
+    assert recorder.told == [
+        ("updated", "memory", 0),
+        ("failed", "memory", 0),
+        ("updated", "disk", 77),
+        ("failed", "watcher", 0),
+    ]
+    stats = updater.stats
+    assert (stats.transfers, stats.failures, stats.bytes) == (2, 2, 77)
+    assert isinstance(stats.last, Update)
+    assert stats.last.refused.startswith("another architecture")
+    assert stats.last.parameters_digest == "b" * 64  # what goes on
+    assert engine.policy.parameters_digest == "b" * 64
+
+
+def test_a_server_of_weights_that_the_engine_gets_wrong_does_not_start(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "policy.compute_dtype=bfloat16", "inference.canary_tolerance=1e-6")
+    commit(run, 0)
+    with pytest.raises(InferenceError, match="does not compute what the trainer computes"):
+        proven_server(read_checkpoint(run, 0), character_tokenizer(), run.config)

@@ -1,0 +1,449 @@
+"""The `openai` package against a server on loopback: what its users see."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from byte_tokenizers import byte_level_tokenizer
+from openai.types import CompletionChoice
+from servers import CONTEXT, ENGINE
+from tiny_models import full_logits, tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import InferenceConfig, ServerConfig
+from marin_rl.serving.server import PolicyServer
+from marin_rl.tokenizers import character_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+ASK: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "a中"}],
+    "max_tokens": 24,
+    "seed": 7,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ab": {"enum": ["a", "b"]}},
+    "required": ["ab"],
+    "additionalProperties": False,
+}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"x": {"enum": [1, 2]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}
+JSON_ASK: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "abc"}],
+    "max_tokens": 120,
+    "seed": 7,
+}
+CALLING_TEMPLATE = """{% for message in messages %}{{ '<|' + message.role + '|>' }}
+{%- if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def started(
+    *,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+    context_length: int = CONTEXT,
+    **limits: Any,
+) -> PolicyServer:
+    """A running server with these limits."""
+    config = InferenceConfig(engine=ENGINE, server=ServerConfig(**limits))
+    given = {"context_length": context_length, "parameters_digest": "ab" * 32}
+    server = PolicyServer(tiny_model(), tokenizer, config, **given)
+    server.start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    server = started()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: PolicyServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client: openai.OpenAI, server: PolicyServer) -> None:
+    answer = client.chat.completions.create(**ASK, n=3)
+    again = client.chat.completions.create(**ASK, n=3)
+    assert answer.id != again.id
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.model == server.model_id
+    assert answer.system_fingerprint == again.system_fingerprint
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.choices == again.choices
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+    assert answer.usage
+    total = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.total_tokens == total
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
+    for seed in range(6):
+        asked = ASK | {"seed": seed, "n": 3, "stop": ["é", "ab", "c"], "max_tokens": 40}
+        whole = client.chat.completions.create(**asked)
+        told = ["", "", ""]
+        reasons: list[str | None] = [None, None, None]
+        chunks = list(
+            client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        assert len({chunk.id for chunk in chunks}) == 1
+        firsts: dict[int, Any] = {}
+        for chunk in chunks[:-1]:
+            assert chunk.usage is None
+            (choice,) = chunk.choices
+            firsts.setdefault(choice.index, choice)
+            told[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        assert [first.delta.role for first in firsts.values()] == ["assistant"] * 3
+        assert told == [choice.message.content for choice in whole.choices]
+        assert reasons == [choice.finish_reason for choice in whole.choices]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage == whole.usage
+
+
+def test_an_async_stream_with_token_ids_and_logprobs(server: PolicyServer) -> None:
+    async def check() -> None:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none") as client:
+            more = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+            whole = await client.chat.completions.create(**ASK, **more)
+            stream = await client.chat.completions.create(**ASK, **more, stream=True)
+            ids, logprobs, prompts = [], [], []
+            async for chunk in stream:
+                (choice,) = chunk.choices
+                assert choice.logprobs
+                content = choice.logprobs.content or []
+                extra = choice.model_extra or {}
+                assert len(content) == len(extra["token_ids"])
+                ids += extra["token_ids"]
+                logprobs += content
+                if "prompt_token_ids" in (chunk.model_extra or {}):
+                    prompts.append((chunk.model_extra or {})["prompt_token_ids"])
+        (choice,) = whole.choices
+        assert ids == (choice.model_extra or {})["token_ids"]
+        assert choice.logprobs
+        assert logprobs == choice.logprobs.content
+        assert prompts == [(whole.model_extra or {})["prompt_token_ids"]]
+
+    asyncio.run(check())
+
+
+def test_logprobs_and_the_likeliest_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        **ASK | {"temperature": 0, "max_tokens": 6},
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"return_token_ids": True, "logprobs_mode": "raw_logprobs"},
+    )
+    (choice,) = answer.choices
+    ids = (choice.model_extra or {})["token_ids"]
+    prompt = (answer.model_extra or {})["prompt_token_ids"]
+    logits = full_logits(tiny_model(), np.array(prompt + ids)).astype(np.float64)
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert choice.logprobs
+    content = choice.logprobs.content or []
+    assert len(content) == len(ids)
+    for place, (token, entry) in enumerate(zip(ids, content, strict=True)):
+        truth = every[len(prompt) - 1 + place]
+        assert entry.logprob == pytest.approx(truth[token], abs=1e-4)
+        assert entry.token == entry.top_logprobs[0].token
+        assert len(entry.top_logprobs) == 3
+        likeliest = [likely.logprob for likely in entry.top_logprobs]
+        assert likeliest == pytest.approx(np.sort(truth)[::-1][:3].tolist(), abs=1e-4)
+        assert entry.bytes is not None
+    text = b"".join(bytes(entry.bytes or ()) for entry in content if not _ends(entry.token))
+    assert text.decode("utf-8", "replace") == choice.message.content
+
+
+def _ends(token: str) -> bool:
+    return token.startswith("<|")
+
+
+def test_a_bias_decides(client: openai.OpenAI) -> None:
+    (letter,) = TOKENIZER.encode("z", add_special_tokens=False)
+    answer = client.chat.completions.create(**ASK, logit_bias={str(letter): 100})
+    assert answer.choices[0].message.content == "z" * ASK["max_tokens"]
+
+
+def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
+    for seed in range(5):
+        free = client.chat.completions.create(**ASK | {"seed": seed}).choices[0].message.content
+        assert free
+        stop = free[len(free) // 2 :][:2]
+        cut = client.chat.completions.create(**ASK | {"seed": seed}, stop=stop).choices[0]
+        assert cut.message.content == free[: free.index(stop)]
+        assert cut.finish_reason == "stop"
+
+
+def test_plain_completions_of_lists_with_echo_and_scores(client: openai.OpenAI) -> None:
+    prompts = ["ab c", "d中"]
+    answer = client.completions.create(
+        model="policy", prompt=prompts, max_tokens=5, n=2, echo=True, logprobs=2, seed=3
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        prompt = prompts[choice.index // 2]
+        assert choice.text.startswith(prompt)
+        scores = choice.logprobs
+        assert scores
+        assert scores.token_logprobs
+        assert scores.token_logprobs[0] is None
+        assert scores.top_logprobs
+        assert scores.top_logprobs[0] is None
+        assert all(logprob < 0 for logprob in scores.token_logprobs[1:])
+        assert scores.text_offset
+        assert len(scores.text_offset) == len(scores.tokens or ())
+        assert len(prompt) in scores.text_offset
+    alone = client.completions.create(
+        model="policy", prompt="ab c", max_tokens=0, echo=True, logprobs=0
+    )
+    assert alone.choices[0].text == "ab c"
+    assert alone.usage
+    assert alone.usage.completion_tokens == 0
+    first = answer.choices[0].logprobs
+    only = alone.choices[0].logprobs
+    assert first
+    assert only
+    count = len(only.token_logprobs or ())
+    assert (first.token_logprobs or [])[1:count] == pytest.approx((only.token_logprobs or [])[1:])
+
+
+Ids = dict[tuple[int, str], list[int]]
+
+
+def add_ids(ids: Ids, choice: CompletionChoice) -> None:
+    """Note the ids that a choice, or a piece of one, tells; it must tell some, if only none."""
+    extra = choice.model_extra or {}
+    assert "token_ids" in extra
+    for name in ("prompt_token_ids", "token_ids"):
+        ids.setdefault((choice.index, name), []).extend(extra.get(name, []))
+
+
+def test_plain_streams_are_the_same_in_pieces(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "policy",
+        "prompt": ["a中", "bc"],
+        "n": 2,
+        "max_tokens": 20,
+        "seed": 1,
+        "stop": ["d"],
+        "extra_body": {"return_token_ids": True},
+    }
+    scored = {"echo": True, "logprobs": 2}
+    for more in ({}, {"echo": True}, {"logprobs": 0}, scored, scored | {"max_tokens": 0}):
+        whole = client.completions.create(**asked | more)
+        texts: dict[int, str] = {}
+        scores: dict[int, dict[str, list[Any]]] = {}
+        streamed: Ids = {}
+        told: Ids = {}
+        for chunk in client.completions.create(**asked | more, stream=True):
+            for choice in chunk.choices:
+                add_ids(streamed, choice)
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                if choice.logprobs:
+                    kept = scores.setdefault(choice.index, {})
+                    for name, found in choice.logprobs.model_dump().items():
+                        kept.setdefault(name, []).extend(found)
+        assert texts == {choice.index: choice.text for choice in whole.choices}
+        for choice in whole.choices:
+            add_ids(told, choice)
+        assert streamed == told
+        expected = {c.index: c.logprobs.model_dump() for c in whole.choices if c.logprobs}
+        assert scores == expected
+        assert len(scores) == (4 if "logprobs" in more else 0)
+
+
+def test_models(client: openai.OpenAI, server: PolicyServer) -> None:
+    assert [model.id for model in client.models.list()] == [server.model_id, "policy"]
+    assert client.models.retrieve(server.model_id).id == server.model_id
+    with pytest.raises(openai.NotFoundError, match="known: policy@00000-abababab, policy"):
+        client.models.retrieve("gpt-9")
+
+
+def test_tools_without_a_format_are_plain_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**ASK, tools=[TOOL])
+    assert answer.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="defines no form of calls"):
+        client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required")
+    other: Any = {"type": "function", "function": {"name": "sub"}}
+    with pytest.raises(openai.BadRequestError, match="expected one of the tools, add"):
+        client.chat.completions.create(**ASK, tools=[TOOL], tool_choice=other)
+
+
+@pytest.fixture(scope="module")
+def able() -> Iterator[openai.OpenAI]:
+    """A client of a server whose tokenizer can write JSON and whose template knows calls."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CALLING_TEMPLATE
+    server = started(tokenizer=tokenizer, context_length=256)
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+    server.stop()
+
+
+def test_json_of_a_schema(able: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    asked = JSON_ASK | {"response_format": form, "n": 4}
+    for choice in able.chat.completions.create(**asked).choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content or "")["ab"] in ("a", "b")
+    free = JSON_ASK | {"response_format": {"type": "json_object"}}
+    answer = able.chat.completions.create(**free).choices[0]
+    assert (answer.message.content or "").lstrip().startswith("{")
+
+
+def test_calls_that_must_be_made_and_their_results(able: openai.OpenAI) -> None:
+    asked = JSON_ASK | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = able.chat.completions.create(**asked)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)["x"] in (1, 2)) == ("add", True)
+    chunks = list(able.chat.completions.create(**asked, stream=True))
+    calls = [
+        delta
+        for chunk in chunks
+        for choice in chunk.choices
+        for delta in choice.delta.tool_calls or ()
+    ]
+    (streamed,) = calls
+    assert streamed.function
+    assert streamed.function.name == "add"
+    assert streamed.function.arguments == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    talk = [*JSON_ASK["messages"], choice.message, result]
+    later = able.chat.completions.create(**JSON_ASK | {"messages": talk}, tools=[TOOL])
+    assert later.usage
+    assert answer.usage
+    assert later.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_errors_have_their_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(**ASK | {"model": "gpt-9"})
+    assert unknown.value.code == "model_not_found"
+    assert unknown.value.response.headers["x-request-id"]
+    with pytest.raises(openai.BadRequestError, match="unknown field 'audio'") as refused:
+        client.chat.completions.create(**ASK, audio={"format": "wav", "voice": "x"})
+    assert refused.value.param == "audio"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 96") as long:
+        client.chat.completions.create(**ASK | {"max_tokens": 95})
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_wrong_key_is_an_authentication_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARIN_RL_API_KEY", "right")
+    server = started()
+    try:
+        url = server.base_url
+        wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+        with openai.OpenAI(base_url=url, api_key="right", max_retries=0) as right:
+            assert right.models.list().data
+    finally:
+        server.stop()
+
+
+def test_too_many_requests_are_a_rate_limit_that_retries_get_over() -> None:
+    server = started(requests_per_second=5.0, requests_burst=1)
+    try:
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as hasty:
+            hasty.models.list()
+            with pytest.raises(openai.RateLimitError) as limited:
+                hasty.models.list()
+            assert limited.value.response.headers["retry-after"] == "1"
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=3) as patient:
+            for _ in range(3):
+                assert patient.models.list().data
+    finally:
+        server.stop()
+
+
+def test_a_full_queue_is_a_503_that_retries_get_over() -> None:
+    server = started(samples_queued_max=70)
+    url, statuses = server.base_url, list[int]()
+    hooks = {"response": [lambda response: statuses.append(response.status_code)]}
+    http = openai.DefaultHttpxClient(event_hooks=hooks)
+    try:
+        server.engine.pause()
+        crowd = threading.Thread(target=_ask_for_many, args=(url,))
+        crowd.start()
+        while server.engine.queued < 64:
+            time.sleep(0.001)
+        hasty = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with hasty, pytest.raises(openai.InternalServerError) as full:
+            hasty.chat.completions.create(**ASK, n=8)
+        assert (full.value.status_code, full.value.code) == (503, "overloaded")
+        assert full.value.response.headers["retry-after"] == "1"
+        resume = threading.Timer(0.2, server.engine.resume)
+        resume.start()
+        with openai.OpenAI(
+            base_url=url, api_key="none", max_retries=5, http_client=http
+        ) as patient:
+            assert len(patient.chat.completions.create(**ASK, n=8).choices) == 8
+        assert (statuses[0], statuses[-1]) == (503, 200)
+        crowd.join(timeout=60)
+    finally:
+        server.stop()
+
+
+def _ask_for_many(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        client.chat.completions.create(**ASK | {"max_tokens": 4}, n=64)
+
+
+def test_what_fails_in_mid_stream_is_told_in_the_stream() -> None:
+    server = started()
+    try:
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                **ASK | {"max_tokens": 60, "n": 64, "temperature": 5}, stream=True
+            )
+            next(stream)
+            server.engine.close()
+            with pytest.raises(openai.APIError, match="closed"):
+                for _ in stream:
+                    pass
+    finally:
+        server.stop()
+
+
+def test_the_last_event_is_done(server: PolicyServer) -> None:
+    with httpx2.Client(timeout=60) as http:
+        body = ASK | {"stream": True, "stream_options": {"include_usage": True}}
+        answer = http.post(f"{server.base_url}/chat/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert {body["object"] for body in bodies} == {"chat.completion.chunk"}
+    assert [body["choices"] for body in bodies][-1] == []

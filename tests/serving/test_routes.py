@@ -1,0 +1,470 @@
+"""Every route of the API: what it takes, what it gives, what it refuses and how it says so."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import numpy as np
+import pytest
+from servers import CONTEXT, MESSAGES, raw, serving, talk
+from tiny_models import full_logprobs, tiny_model
+
+from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.serving.server import PolicyServer
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.types import Message, Sampling
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+CHAT_TOKENS, GENERATE = "/v1/chat/completions/tokens", "/inference/v1/generate"
+POSTS = (CHAT, CHAT_TOKENS, PLAIN, GENERATE, "/tokenize", "/detokenize")
+TOKENIZER = character_tokenizer()
+PROMPT = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True)
+Ask = Callable[..., tuple[int, dict[str, str], Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with serving(parameters_digest="0123456789abcdef") as server:
+        yield server
+
+
+@pytest.fixture
+def asked(server: PolicyServer) -> Ask:
+    """Send one request; returns status, headers and the JSON of the answer."""
+
+    def ask(method: str, path: str, body: object = None, headers: dict[str, str] | None = None):
+        return talk(server, method, path, body, headers)
+
+    return ask
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": MESSAGES, "max_tokens": 8, "seed": 1, **fields}
+
+
+def chat(server: PolicyServer, n: int = 2, **sampling: Any) -> ChatAnswer:
+    async def ask() -> ChatAnswer:
+        async with PolicyClient(endpoints=[server.base_url], model=server.model_id) as client:
+            return await client.chat(
+                [Message(role="user", content="abc")], n, Sampling(**{"seed": 1, **sampling})
+            )
+
+    return asyncio.run(ask())
+
+
+def test_our_client_gets_tokens_and_the_logprobs_of_the_models_own_forward(
+    server: PolicyServer,
+) -> None:
+    answer = chat(server, n=4, max_tokens=30, temperature=0.9)
+    assert answer.prompt_token_ids.tolist() == PROMPT
+    assert answer.model == server.model_id == "policy@00003-01234567"
+    assert (answer.weight_version, answer.parameters_digest) == (3, "0123456789abcdef")
+    assert answer.timings.decode_s > 0
+    model = tiny_model()
+    for completion in answer.completions:
+        truth = full_logprobs(model, answer.prompt_token_ids, completion.token_ids, 0.9)
+        assert np.abs(completion.logprobs - truth).max() < 1e-4
+        ended = completion.finish_reason == "stop"
+        assert ended == (completion.token_ids[-1] == TOKENIZER.eos_token_id)
+        shown = completion.token_ids[:-1] if ended else completion.token_ids
+        assert completion.text == TOKENIZER.decode(shown, skip_special_tokens=True)
+        assert completion.policy_versions is None
+
+
+def test_token_ids_and_the_compact_form_come_only_when_asked_for(asked: Ask) -> None:
+    _, _, answer = asked("POST", CHAT, chat_body(logprobs=True))
+    (choice,) = answer["choices"]
+    assert "prompt_token_ids" not in answer
+    assert not {"token_ids", "token_logprobs"} & set(choice)
+    _, _, answer = asked("POST", CHAT, chat_body(logprobs=True, compact_logprobs=True))
+    (compact,) = answer["choices"]
+    given = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert compact["logprobs"] is None
+    np.testing.assert_allclose(compact["token_logprobs"], given, rtol=1e-6)
+
+
+def test_plain_completions_take_text_ids_and_batches(asked: Ask) -> None:
+    ids = [TOKENIZER.encode("abc"), TOKENIZER.encode("xy")]
+    fields = {"model": "policy", "max_tokens": 5, "n": 2, "seed": 3, "logprobs": 0}
+    extra = {"return_token_ids": True}
+    _, _, by_text = asked("POST", PLAIN, {"prompt": ["abc", "xy"], **fields, **extra})
+    _, _, by_ids = asked("POST", PLAIN, {"prompt": ids, **fields, **extra})
+    assert [choice["index"] for choice in by_text["choices"]] == [0, 1, 2, 3]
+    assert by_text["choices"] == by_ids["choices"]
+    assert by_text["choices"][3]["prompt_token_ids"] == ids[1]
+    assert by_text["usage"]["prompt_tokens"] == 5
+    choice = by_text["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+    _, _, single = asked("POST", PLAIN, {"prompt": ids[0], **fields, **extra})
+    assert single["choices"] == by_text["choices"][:2]
+
+
+def test_tokenize_and_back(asked: Ask) -> None:
+    _, _, answer = asked("POST", "/tokenize", {"messages": MESSAGES})
+    assert answer["tokens"] == PROMPT
+    assert (answer["count"], answer["max_model_len"]) == (len(PROMPT), CONTEXT)
+    _, _, answer = asked("POST", "/tokenize", {"prompt": "abc", "return_token_strs": True})
+    assert answer["tokens"] == TOKENIZER.encode("abc")
+    assert answer["token_strs"] == ["a", "b", "c"]
+    assert asked("POST", "/detokenize", {"tokens": answer["tokens"]})[2] == {"prompt": "abc"}
+    _, _, answer = asked("POST", "/detokenize", {"tokens": [*answer["tokens"], 1]})
+    assert answer == {"prompt": "abc<|end|>"}
+
+
+def test_content_in_parts_is_joined(asked: Ask) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    joined = asked("POST", "/tokenize", body)[2]
+    assert joined == asked("POST", "/tokenize", {"messages": MESSAGES})[2]
+
+
+def test_what_verifiers_sends_in_its_first_and_later_turns(asked: Ask) -> None:
+    first = {"model": "policy", "messages": MESSAGES, "n": 1, "logprobs": True}
+    first |= {"max_completion_tokens": 6, "return_token_ids": True, "temperature": 1.0}
+    status, _, answer = asked("POST", CHAT, first)
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    so_far = answer["prompt_token_ids"] + choice["token_ids"]
+    said = {"role": "assistant", "content": choice["message"]["content"]}
+    said |= {"tool_calls": None, "reasoning_content": None}
+    more = [said, {"role": "user", "content": "x"}]
+    bridge = {"model": "policy", "messages": [{**said, "reasoning_content": ""}], "tools": None}
+    bridge |= {"add_generation_prompt": False}
+    assert asked("POST", "/tokenize", bridge)[0] == 200
+    tokens = [*so_far, *TOKENIZER.encode("x")]
+    later = first | {"messages": [*MESSAGES, *more], "tools": None, "tokens": tokens}
+    status, _, answer = asked("POST", CHAT_TOKENS, later)
+    assert (status, answer["prompt_token_ids"]) == (200, tokens)
+
+
+def test_generation_from_ids_to_ids(asked: Ask) -> None:
+    parameters = {"temperature": 1.0, "max_tokens": 6, "stop_token_ids": [5], "logprobs": 1}
+    parameters |= {"skip_special_tokens": False, "seed": 1}
+    body = {"model": "policy", "token_ids": PROMPT, "sampling_params": parameters}
+    status, _, answer = asked("POST", GENERATE, body)
+    assert status == 200
+    assert answer["model"] == "policy@00003-01234567"
+    assert (answer["weight_version"], answer["parameters_digest"]) == (3, "0123456789abcdef")
+    sampled = len(answer["choices"][0]["token_ids"])
+    assert answer["usage"] == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": sampled,
+        "total_tokens": len(PROMPT) + sampled,
+    }
+    (choice,) = answer["choices"]
+    assert set(choice) == {"index", "token_ids", "logprobs", "finish_reason"}
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert {tuple(entry) for entry in content} == {("token", "logprob", "top_logprobs")}
+    truth = full_logprobs(tiny_model(), np.array(PROMPT), np.array(choice["token_ids"]))
+    assert [entry["logprob"] for entry in content] == pytest.approx(truth.tolist(), abs=1e-4)
+    bridged = body | {"sampling_params": parameters | {"routed_experts_prompt_start": 3}}
+    assert asked("POST", GENERATE, bridged)[2]["choices"] == answer["choices"]
+    _, _, whole = asked("POST", GENERATE, {"model": "policy", "token_ids": PROMPT})
+    assert whole["choices"][0]["logprobs"] is None
+
+
+def test_null_means_the_default(asked: Ask) -> None:
+    names = ("temperature", "top_p", "n", "stop", "stream", "tools", "logit_bias", "user", "seed")
+    body = chat_body(temperature=0)
+    plain = asked("POST", CHAT, body)[2]["choices"]
+    status, _, answer = asked("POST", CHAT, dict.fromkeys(names) | body | {"n": None})
+    assert (status, answer["choices"]) == (200, plain)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, chat_body(temperature=0), "compact_logprobs"),
+        (GENERATE, {"model": "policy", "token_ids": PROMPT}, "sampling_params"),
+        ("/tokenize", {"messages": MESSAGES}, "add_generation_prompt"),
+    ],
+)
+def test_null_means_the_default_everywhere(asked: Ask, path: str, body: Any, field: str) -> None:
+    status, _, answer = asked("POST", path, body | {field: None})
+    assert status == 200, answer
+    assert answer.get("tokens") == asked("POST", path, body)[2].get("tokens")
+
+
+def test_labels_are_taken(asked: Ask) -> None:
+    labels = {"user": "me", "safety_identifier": "me", "metadata": {"a": "b"}}
+    labels |= {"service_tier": "auto", "store": False, "prompt_cache_key": "k"}
+    labels |= {"response_format": {"type": "text"}, "tool_choice": "none"}
+    assert asked("POST", CHAT, chat_body(**labels))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"n_samples": 4}, "n_samples", "unknown field 'n_samples'"),
+        ({"temprature": 1.0}, "temprature", "did you mean 'temperature'?"),
+        ({"temperature": True}, "temperature", "found True"),
+        ({"temperature": "1"}, "temperature", "number"),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0, found -0.1"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 10**9}, "n", "less than or equal to"),
+        ({"n": 5000}, "n", "at most 4096"),
+        ({"n": 2.0}, "n", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_completion_tokens": 3}, "max_tokens", "either"),
+        ({"stop": ["x"] * 10_000}, "stop", "at most 16"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"stop": "x" * 257}, "stop", "at most 256"),
+        ({"stop_token_ids": [103]}, "stop_token_ids", "below 103, found 103"),
+        ({"stop_token_ids": [5] * 17}, "stop_token_ids", "at most 16"),
+        ({"stop_token_ids": [5] * 16}, "stop_token_ids", "at most 15 beside the model's own"),
+        ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"logit_bias": {"103": 1}}, "logit_bias", "below 103, found 103"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "pattern"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "pattern"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300"),
+        ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"temperature": 1e-30}, "temperature", "0 (greedy) or at least 0.001"),
+        ({"stream_options": {}}, "stream_options", "stream: true only"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages.0.tool_call_id",
+            "required",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "a": 1}]}, "messages.0.a", "unknown field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "'text'",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
+        ({"tool_choice": "auto"}, "tool_choice", "with tools only"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, None, "required"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "model folder"),
+        ({"chat_template": "{{ x }}"}, "chat_template", "unknown field 'chat_template'"),
+        ({"store": True}, "store", "False"),
+        ({"messages": [{"role": "user", "content": "x" * 95}]}, "messages", "context length is 96"),
+        ({"max_tokens": 92}, "messages", "maximum context length is 96 tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    asked: Ask, fields: dict[str, Any], param: str | None, told: str
+) -> None:
+    status, _, answer = asked("POST", CHAT, chat_body(**fields))
+    error = answer["error"]
+    assert status == 400
+    assert told in error["message"]
+    assert error["param"] == param or param is None
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 600
+    if "context" in told:
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PLAIN, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (PLAIN, {"prompt": "a", "best_of": 2}, "best_of"),
+        (PLAIN, {"prompt": "a", "suffix": "x"}, "suffix"),
+        (PLAIN, {"prompt": []}, "prompt"),
+        (PLAIN, {"prompt": ""}, "prompt"),
+        (PLAIN, {"prompt": ["a", ""]}, "prompt.1"),
+        (PLAIN, {"prompt": ["a"] * 2000}, "prompt"),
+        (PLAIN, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (PLAIN, {"prompt": [5, 103]}, "prompt"),
+        (CHAT_TOKENS, {"messages": MESSAGES}, "tokens"),
+        (CHAT_TOKENS, {"messages": MESSAGES, "tokens": [103]}, "tokens"),
+        (GENERATE, {"token_ids": []}, "token_ids"),
+        (GENERATE, {"token_ids": [103]}, "token_ids"),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"x": 1}}, "sampling_params.x"),
+        (GENERATE, {"token_ids": [5], "priority": 1}, "priority"),
+        ("/tokenize", {}, "messages"),
+        ("/detokenize", {"tokens": [103]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens.0"),
+    ],
+)
+def test_what_is_wrong_elsewhere_is_named(
+    asked: Ask, path: str, fields: dict[str, Any], param: str
+) -> None:
+    status, _, answer = asked("POST", path, {"model": "policy", **fields})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": "policy", "messages": NaN}', b"[" * 100_000],
+)
+def test_a_body_that_is_no_object_is_a_400(asked: Ask, data: bytes) -> None:
+    for path in POSTS:
+        status, _, answer = asked("POST", path, data)
+        assert status == 400, answer
+        assert "Traceback" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(asked: Ask, number: str) -> None:
+    data = json.dumps(chat_body(temperature=0.5)).replace("0.5", number).encode()
+    status, _, answer = asked("POST", CHAT, data)
+    assert (status, answer["error"]["param"]) == (400, "temperature")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": 0.5}}}
+    data = json.dumps(chat_body(tools=[tool])).replace("0.5", number).encode()
+    assert asked("POST", CHAT, data)[0] == 400
+
+
+def test_an_unknown_model_is_a_404_with_the_known_ids(asked: Ask) -> None:
+    for path, fields in (
+        (CHAT, {"messages": MESSAGES}),
+        (PLAIN, {"prompt": "a"}),
+        (GENERATE, {"token_ids": [5]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        status, _, answer = asked("POST", path, {"model": "x" * 900, **fields})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["message"].endswith("known: policy@00003-01234567, policy")
+
+
+def test_limits_of_the_configuration() -> None:
+    from marin_rl.config import ServerConfig
+
+    limits = ServerConfig(prompt_tokens_max=8, new_tokens_max=4, samples_max=2, prompts_max=2)
+    with serving(limits) as server:
+        for path, fields, param in (
+            (CHAT, {"messages": [{"role": "user", "content": "x" * 9}]}, "messages"),
+            (CHAT, {"messages": MESSAGES, "max_tokens": 5}, "max_tokens"),
+            (CHAT, {"messages": MESSAGES, "n": 3}, "n"),
+            (PLAIN, {"prompt": ["a", "b", "c"], "max_tokens": 1}, "prompt"),
+        ):
+            status, _, answer = talk(server, "POST", path, {"model": "policy", **fields})
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert answer["error"]["code"] == "limit_exceeded"
+        for path, fields in ((CHAT, {"messages": MESSAGES}), (PLAIN, {"prompt": "ab"})):
+            _, _, answer = talk(server, "POST", path, {"model": "policy", **fields})
+            assert 1 <= answer["usage"]["completion_tokens"] <= 4
+
+
+def test_unknown_routes_and_methods_are_told_in_the_same_shape(asked: Ask) -> None:
+    status, _, answer = asked("GET", "/v1/nothing")
+    assert (status, answer["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
+    assert asked("GET", CHAT)[0] == 405
+    assert asked("GET", "/v1/models/policy")[2]["id"] == "policy"
+    assert asked("GET", "/v1/models/other")[0] == 404
+
+
+def test_a_text_beyond_all_hope_is_not_even_tokenized(asked: Ask) -> None:
+    text = "x" * (256 * CONTEXT + 1)
+    for path, fields in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (PLAIN, {"prompt": text}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        status, _, answer = asked("POST", path, {"model": "policy", **fields})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "expected at most 24576 characters, found 24577" in answer["error"]["message"]
+
+
+def test_health(asked: Ask) -> None:
+    assert asked("GET", "/healthz")[0] == 200
+    assert asked("GET", "/readyz")[2] == {"status": "ready"}
+
+
+def test_answers_are_as_the_schema_describes_them(asked: Ask) -> None:
+    status, _, document = asked("GET", "/openapi.json")
+    assert (status, document["openapi"][:3]) == (200, "3.1")
+    shapes = document["components"]["schemas"]
+
+    def check(answer: object, method: str, path: str, status: str = "200") -> None:
+        content = document["paths"][path][method]["responses"][status]["content"]
+        schema = content["application/json"]["schema"] | {"components": document["components"]}
+        jsonschema.validate(answer, schema)
+
+    check(asked("GET", "/v1/models")[2], "get", "/v1/models")
+    check(asked("GET", "/readyz")[2], "get", "/readyz")
+    body = chat_body(logprobs=True, top_logprobs=2, return_token_ids=True, n=2)
+    check(asked("POST", CHAT, body)[2], "post", CHAT)
+    jsonschema.validate(body, shapes["ChatBody"] | {"components": document["components"]})
+    plain = {"model": "policy", "prompt": "ab", "logprobs": 2, "echo": True, "max_tokens": 3}
+    check(asked("POST", PLAIN, plain)[2], "post", PLAIN)
+    given = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"logprobs": 1}}
+    check(asked("POST", GENERATE, given)[2], "post", GENERATE)
+    check(asked("POST", "/tokenize", {"prompt": "a"})[2], "post", "/tokenize")
+    check(asked("POST", "/detokenize", {"tokens": [5]})[2], "post", "/detokenize")
+    check(asked("POST", CHAT, {})[2], "post", CHAT, "default")
+    assert document["paths"][CHAT]["post"]["security"] == [{"bearer": []}]
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+
+
+def test_every_request_has_an_id(asked: Ask) -> None:
+    _, headers, _ = asked("GET", "/healthz", headers={"x-request-id": "mine-1"})
+    assert headers["x-request-id"] == "mine-1"
+    ids = {asked("POST", CHAT, {})[1]["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+def _waits_for(condition: Callable[[], bool], timeout_s: float | int = 30) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+def test_a_client_that_goes_away_frees_its_slots(server: PolicyServer) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
+    body = chat_body(n=64, max_tokens=90, seed=5, messages=[{"role": "user", "content": ""}])
+    connection.request("POST", CHAT, json.dumps(body))
+    assert _waits_for(lambda: server.engine.queued > 0)
+    connection.close()
+    assert _waits_for(lambda: server.engine.queued == 0 and server.engine.active == 0)
+    assert len(chat(server, n=8, max_tokens=2).completions) == 8
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_slots(server: PolicyServer) -> None:
+    body = chat_body(n=64, max_tokens=90, stream=True, messages=[{"role": "user", "content": ""}])
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    with raw(server) as connection:
+        connection.sendall(head.encode() + data)
+        seen = b""
+        while b"chat.completion.chunk" not in seen:
+            seen += connection.recv(4096)
+        assert server.engine.active > 0
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    assert _waits_for(lambda: server.engine.queued == 0 and server.engine.active == 0)
+    assert len(chat(server, n=8, max_tokens=2).completions) == 8
+
+
+def test_concurrent_requests_get_what_they_would_get_alone(server: PolicyServer) -> None:
+    def one(index: int) -> bytes:
+        body = chat_body(seed=index, n=3, return_token_ids=True, logprobs=True)
+        return json.dumps(talk(server, "POST", CHAT, body)[2]["choices"]).encode()
+
+    alone = [one(index) for index in range(12)]
+    found: dict[int, bytes] = {}
+    threads = [
+        threading.Thread(target=lambda index=index: found.update({index: one(index)}))
+        for index in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [found[index] for index in range(12)] == alone

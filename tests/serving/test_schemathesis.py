@@ -1,0 +1,186 @@
+"""Requests made from the server's own OpenAPI description: none breaks it, all answers are as told.
+
+Schemathesis sends what the description allows and what it does not, to every route, over loopback,
+with a token. The admin's token opens the admin routes in the thorough run alone.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from servers import serving, talk
+
+from marin_rl.config import InferenceConfig, ServerConfig
+
+# Schemathesis shuffles by `random` where Hypothesis asks for its own.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+LIMITS = ServerConfig(samples_max=4, prompts_max=4, new_tokens_max=4, request_timeout_s=60.0)
+TOKENS = {InferenceConfig().api_key_variable: "api", LIMITS.admin_key_variable: "admin"}
+BEARER = {"Authorization": "Bearer api"}
+ADMIN_BEARER = {"Authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[str]:
+    """Address of a server that asks for tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, token in TOKENS.items():
+            patch.setitem(os.environ, name, token)
+        with serving(LIMITS) as server:
+            yield server.base_url.removesuffix("/v1")
+
+
+@pytest.fixture(scope="module")
+def described(root) -> Any:
+    return schemathesis.openapi.from_url(f"{root}/openapi.json", headers=BEARER)
+
+
+OPEN = ("GET /healthz", "GET /readyz")
+OPERATIONS = (
+    *OPEN,
+    "GET /metrics",
+    "GET /v1/models",
+    "GET /v1/models/{model}",
+    "POST /v1/chat/completions",
+    "POST /v1/chat/completions/tokens",
+    "POST /v1/completions",
+    "POST /inference/v1/generate",
+    "POST /tokenize",
+    "POST /detokenize",
+)
+ADMIN = (
+    "POST /admin/update_weights_from_disk",
+    "POST /update_weights_from_disk",
+    "POST /admin/pause",
+    "POST /admin/resume",
+    "POST /admin/drain",
+)
+
+
+MOST = {"n": 2, "best_of": 2, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0}
+IDS = ("stop_token_ids", "tokens", "token_ids", "prompt")
+
+
+# What fits only with some other field, which a description does not say.
+DEPENDENT = (
+    "tool_choice", "stream_options", "max_completion_tokens", "top_logprobs", "compact_logprobs",
+    "chat_template_kwargs", "response_format", "best_of", "echo", "tools", "add_special_tokens",
+)  # fmt: skip
+
+
+def simple(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without what depends on other fields."""
+    body = {key: value for key, value in body.items() if key not in DEPENDENT}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [{"role": "user", "content": str(m)[:9]} for m in body["messages"][:2]]
+        body.pop("prompt", None)
+    if "prompt" in body:
+        body["prompt"] = str(body["prompt"])[:9]
+    return body
+
+
+def fitted(body: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The body within what a description cannot say: the model's name, vocabulary and limits.
+
+    `alone` leaves out what depends on other fields.
+    """
+    body = simple(body) if alone else dict(body)
+    if isinstance(body.get("model"), str):
+        body["model"] = "policy"
+    for name in MOST.keys() & body.keys():
+        if isinstance(body[name], int):
+            body[name] = min(body[name], MOST[name])
+    for name in IDS:
+        if isinstance(body.get(name), list):
+            body[name] = [t % 103 if isinstance(t, int) else t for t in body[name]]
+    if isinstance(body.get("sampling_params"), dict):
+        body["sampling_params"] = fitted(body["sampling_params"], alone=alone)
+    return body
+
+
+def ask(
+    described: Any, operation: str, mode: GenerationMode, examples: int, headers: dict[str, str]
+) -> Counter[int]:
+    """Send so many requests that the description allows, or forbids; the answers' statuses."""
+    method, path = operation.split()
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],  # what fails is shown as it was found
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=described[path][method].as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body = fitted(case.body, alone=statuses.total() % 2 == 0)
+        response = case.call_and_validate(headers=headers, checks=CHECKS, timeout=60)
+        statuses[response.status_code] += 1
+
+    send()
+    print(operation, mode.name, dict(statuses))
+    return statuses
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, *ADMIN])
+def test_no_request_breaks_the_server_and_answers_are_as_described(described, operation):
+    statuses = ask(described, operation, GenerationMode.POSITIVE, 15, BEARER)
+    assert (set(statuses) == {403}) == (operation in ADMIN)
+    if operation.startswith("GET") and "{" not in operation:
+        assert set(statuses) == {200}
+    if operation.startswith("POST") and operation not in ADMIN:
+        assert statuses[200] > 0
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.startswith("POST")])
+def test_no_wrong_request_breaks_it_either(described, operation):
+    assert ask(described, operation, GenerationMode.NEGATIVE, 15, BEARER).total() > 1
+
+
+@pytest.mark.slow  # hundreds of requests to each route
+@pytest.mark.skipif("MARIN_RL_FUZZ" not in os.environ, reason="a search: set MARIN_RL_FUZZ=1")
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.startswith("POST")])
+def test_many_requests_do_not_either(described, operation, mode):
+    statuses = ask(described, operation, mode, 300, BEARER)
+    assert statuses.total() > 100
+    assert statuses[200] > 0 or mode is GenerationMode.NEGATIVE
+
+
+@pytest.mark.parametrize("operation", ADMIN[:2])
+def test_the_admins_updates_stand_it_too(described, operation):
+    assert ask(described, operation, GenerationMode.POSITIVE, 12, ADMIN_BEARER)[400] >= 1
+
+
+def test_every_route_is_described(root):
+    status, _, document = talk(root, "GET", "/openapi.json", headers=BEARER)
+    assert status == 200
+    found = [
+        f"{method.upper()} {path}"
+        for path, methods in document["paths"].items()
+        for method in methods
+    ]
+    assert set(OPERATIONS) | set(ADMIN) <= set(found)
+
+
+def test_the_description_is_no_open_route(root):
+    assert talk(root, "GET", "/openapi.json")[0] == 401

@@ -1,0 +1,156 @@
+"""`marin-rl serve` as people start it: by flags, by environment, by its other name, in pursuit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from servers import CHAT, chat_body, talk
+from small_runs import commit, small_run
+from typer.testing import CliRunner
+
+from marin_rl import cli
+from marin_rl.commands.playing import serving_config
+from marin_rl.config import Config
+from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
+from marin_rl.serving import standalone
+from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.model import build_model, save_hf
+
+REPOSITORY = Path(__file__).parents[2]
+STARTS_S = 120
+
+
+def refusal(*arguments: str) -> MarinRLError:
+    """What `marin-rl serve` says of arguments that it cannot serve."""
+    shown = CliRunner().invoke(cli.app, ["serve", *arguments])
+    assert isinstance(shown.exception, MarinRLError), shown.exception
+    return shown.exception
+
+
+def test_a_run_or_a_round_that_is_not_there_is_named(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    given = ("--root", str(tmp_path), "--port", "0")
+    for arguments, told in (
+        (("--run", "absent"), "absent"),
+        (("--run", run.run_id), "no checkpoint is committed"),
+        (("--run", run.run_id, "--round", "7"), "no checkpoint of round 7"),
+        (("--run", run.run_id, "--follow"), "no checkpoint is committed"),
+    ):
+        error = refusal(*arguments, *given)
+        assert isinstance(error, ObjectMissing), error
+        assert told in str(error)
+
+
+def test_what_does_not_go_together_is_told() -> None:
+    assert "exactly one of --run RUN_ID and --model FOLDER" in str(refusal())
+    for option in (["--follow"], ["--round", "3"]):
+        error = refusal("--model", "somewhere", *option)
+        assert isinstance(error, ConfigError)
+        assert f"{option[0]} needs a run" in str(error)
+
+
+def test_the_environment_stands_for_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path)
+    monkeypatch.setenv("MARIN_RL_ROOT", str(tmp_path))
+    monkeypatch.setenv("MARIN_RL_PORT", "0")
+    assert str(tmp_path) in str(refusal("--run", run.run_id))
+    monkeypatch.setenv("MARIN_RL_PORT", "70000")
+    assert "70000" in str(refusal("--run", run.run_id))
+    assert "absent" in str(refusal("--run", "absent", "--port", "0"))
+    monkeypatch.setenv("MARIN_RL_CONFIG", str(tmp_path / "no.yaml"))
+    assert "no.yaml" in str(refusal("--run", run.run_id, "--port", "0"))
+
+
+def test_of_a_file_beside_a_run_the_section_inference_counts(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    file = tmp_path / "serving.yaml"
+    file.write_text("rounds: 99\ninference: {model: mine, engine: {slots: 3}}\n", encoding="utf-8")
+    found = serving_config(file, ["inference.engine.chunk_steps=5"], str(tmp_path), run.run_id)
+    assert (found.inference.model, found.inference.engine.slots) == ("mine", 3)
+    assert found.inference.engine.chunk_steps == 5
+    assert found.rounds == run.config.rounds
+    assert serving_config(None, None, str(tmp_path), run.run_id) == run.config
+
+
+@pytest.mark.parametrize(
+    ("chosen", "served"), [((), 64), (("policy.context_length=48", "sampling.max_tokens=8"), 48)]
+)
+def test_a_folder_made_for_few_positions_is_served_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...], served: int
+) -> None:
+    tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
+    policy = policy.model_copy(update={"context_length": 64})
+    save_hf(build_model(policy, len(tokenizer), 0), tokenizer, tmp_path / "model")
+    found: list[Config] = []
+    monkeypatch.setattr(standalone, "proven_server", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(standalone, "serve_forever", lambda *given, **named: 0)
+    given = serving_config(None, list(chosen), str(tmp_path), None)
+    assert standalone.serve_folder(tmp_path / "model", given, "127.0.0.1", 0) == 0
+    assert found[0].policy.context_length == served
+
+
+def test_the_other_name_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["marin-oai-serve", "--follow"])
+    with pytest.raises(SystemExit) as ended:
+        cli.serve_alias()
+    assert ended.value.code == 2
+    assert "exactly one of --run" in capsys.readouterr().err
+
+
+@contextmanager
+def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`marin-oai-serve --run` in a process of its own, and where it listens."""
+    code = "import sys; sys.argv[0] = 'marin-oai-serve'; from marin_rl.cli import serve_alias; "
+    command = [sys.executable, "-c", code + "serve_alias()", "--run", run.run_id, *arguments]
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "MARIN_RL_ROOT": run.config.root,
+        "MARIN_RL_PORT": "0",
+    }
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            said: list[str] = []
+            for line in process.stderr:
+                said.append(line)
+                found = re.match(r"serving (\S+) at (http\S+)/v1$", line)
+                if found:
+                    yield process, found[2]
+                    return
+            raise AssertionError("".join(said))
+        finally:
+            process.kill()
+
+
+def loaded_id(url: str) -> str:
+    """The id of the loaded weights."""
+    return talk(url, "GET", "/v1/models")[2]["data"][0]["id"]
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    commit(run, 0)
+    with served(run, "--follow", "--poll-s", "0.1") as (process, url):
+        assert loaded_id(url).startswith("policy@00000-")
+        commit(run, 1)
+        deadline = time.monotonic() + STARTS_S
+        while loaded_id(url).startswith("policy@00000-"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        status, _, answer = talk(url, "POST", CHAT, chat_body())
+        assert (status, answer["weight_version"]) == (200, 1)
+        assert answer["model"] == loaded_id(url)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 0

@@ -1,0 +1,205 @@
+"""Texts that grow: never half a character, never part of a stop string, and in the end the same."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from byte_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from marin_rl.serving.answers import Reading
+from marin_rl.serving.delivery import Reply, Writer
+from marin_rl.serving.texts import Offsets, Texts
+from marin_rl.tokenizers import character_tokenizer
+
+TOKENIZERS = {
+    "byte-level": byte_level_tokenizer(),
+    "byte-fallback": byte_fallback_tokenizer(),
+    "characters": character_tokenizer(),
+}
+STOPS = ("é", "ab", "中文", ". ", "aab", "the")
+
+
+def as_the_engine(reading: Reading, ids: list[int]) -> tuple[list[int], str]:
+    """Where a sample ends: at its stop token, at the token that completes a stop string, or not."""
+    for length in range(1, len(ids) + 1):
+        if ids[length - 1] in reading.stop_token_ids:
+            return ids[:length], "stop"
+        text = reading.texts.of(ids[:length])
+        if any(string in text for string in reading.stop):
+            return ids[:length], "stop"
+    return ids, "length"
+
+
+def cut_up(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    """The ids in chunks that end after `cuts` tokens each, the last one last."""
+    chunks, at = [], 0
+    for size in cuts:
+        if at + size < len(ids):
+            chunks.append(ids[at : at + size])
+            at += size
+    return [*chunks, ids[at:]]
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[str, list[int], list[int], tuple[str, ...]]:
+    """A tokenizer, ids (texts that are whole, and any), chunk sizes, stop strings."""
+    name = draw(st.sampled_from(sorted(TOKENIZERS)))
+    tokenizer = TOKENIZERS[name]
+    any_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=12)
+    written = st.text("abcé中😀 .the", max_size=8).map(
+        lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    parts = draw(st.lists(st.one_of(any_ids, written), min_size=1, max_size=6))
+    ids = [token for part in parts for token in part] or [len(tokenizer) - 1]
+    cuts = draw(st.lists(st.integers(1, 7), max_size=40))
+    stop = tuple(draw(st.lists(st.sampled_from(STOPS), unique=True, max_size=3)))
+    return name, ids, cuts, stop
+
+
+@settings(max_examples=300, deadline=None)
+@given(samples())
+def test_the_pieces_put_together_are_the_whole(
+    sample: tuple[str, list[int], list[int], tuple[str, ...]],
+) -> None:
+    name, ids, cuts, stop = sample
+    tokenizer = TOKENIZERS[name]
+    ends = frozenset([tokenizer.eos_token_id])
+    reading = Reading(texts=Texts(tokenizer), stop_token_ids=ends, stop=stop)
+    ids, reason = as_the_engine(reading, ids)
+    whole = reading.text(ids, reason)
+    assert not any(string in whole for string in stop)
+    growing, shown = reading.growing(), ""
+    chunks = cut_up(ids, cuts)
+    for number, chunk in enumerate(chunks):
+        last = number == len(chunks) - 1
+        shown += reading.grown(growing, chunk, reason if last else "")
+        assert whole.startswith(shown), (whole, shown)
+    assert shown == whole
+
+
+def test_what_precedes_a_stop_string_is_what_the_tokenizer_says() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    reading = Reading(texts=Texts(tokenizer), stop_token_ids=frozenset([1]), stop=("文",))
+    ids = tokenizer.encode("a中文", add_special_tokens=False)
+    assert reading.text(ids, "stop") == "a中"
+    assert reading.text([*ids, 1], "stop") == "a中文"
+    assert reading.text(ids, "length") == "a中文"
+
+
+def test_a_character_comes_when_its_last_byte_is_there() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    reading = Reading(texts=Texts(tokenizer), stop_token_ids=frozenset([1]))
+    growing = reading.growing()
+    ids = tokenizer.encode("a😀b", add_special_tokens=False)
+    shown = [reading.grown(growing, [token], "") for token in ids]
+    assert shown == ["a", "", "", "", "😀", "b"]
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
+    tokenizer = TOKENIZERS["characters"]
+    texts = Texts(tokenizer)
+    reading = Reading(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))
+    growing = reading.growing()
+    shown = [reading.grown(growing, tokenizer.encode(text), "") for text in ("xE", "N", "x", "EN")]
+    assert shown == ["x", "", "ENx", ""]
+    assert reading.grown(growing, tokenizer.encode("D"), "stop") == ""
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    texts = Texts(tokenizer)
+    text = {"byte-level": "aé中😀 b", "byte-fallback": "a b中😀", "characters": "a b."}[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(bytes(texts.piece(token).data) for token in ids)
+    assert joined.decode() == text
+    offsets = Offsets(texts).of(ids)
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len(text) - 1
+
+
+def test_offsets_count_characters_and_give_special_tokens_no_room() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    letters = {letter: tokenizer.encode(letter, add_special_tokens=False) for letter in "a中"}
+    ids = [*letters["a"], *letters["中"], 3, *letters["a"]]
+    assert Offsets(Texts(tokenizer), 5).of(ids) == [5, 6, 6, 6, 7, 7]
+
+
+def test_ids_without_a_token_are_empty() -> None:
+    texts = Texts(TOKENIZERS["byte-level"])
+    assert texts.piece(102).text == texts.name(102) == ""
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_decoding_is_the_tokenizers_own(name: str) -> None:
+    tokenizer: PreTrainedTokenizerFast = TOKENIZERS[name]
+    texts = Texts(tokenizer)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ids = rng.integers(0, len(tokenizer), 20).tolist()
+        for special in (False, True):
+            theirs = tokenizer.decode(
+                ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
+            assert texts.of(ids, special=special) == theirs
+
+
+def test_a_reply_gives_what_came_then_the_end_or_the_error() -> None:
+    async def check() -> None:
+        writer, reply, failing = Writer(), Reply(), Reply()
+        try:
+            writer.put(reply, lambda: (b"a", False))
+            writer.put(failing, lambda: (b"x", False))
+            writer.put(reply, lambda: (b"b", True))
+            writer.put(failing, lambda: (b"%d" % (1 // 0), True))
+            read = b""
+            while (data := await reply.read()) is not None:
+                read += data
+            assert read == b"ab"
+            assert await failing.read() == b"x"
+            with pytest.raises(ZeroDivisionError):
+                await failing.read()
+        finally:
+            writer.close()
+
+    asyncio.run(check())
+
+
+def test_the_loop_is_woken_once_for_all_that_waits() -> None:
+    async def check() -> None:
+        writer, replies = Writer(), [Reply() for _ in range(50)]
+        loop, woken = asyncio.get_running_loop(), []
+        original = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *given: (woken.append(1), original(*given))[1]
+        held = threading.Event()
+        try:
+            writer.put(replies[0], lambda: (held.wait(10) and b"x", False))
+            for reply in replies:
+                writer.put(reply, lambda: (b"y", True))
+            held.set()
+            for reply in replies:
+                while await reply.read() is not None:
+                    pass
+        finally:
+            writer.close()
+        assert len(woken) <= 3
+
+    asyncio.run(check())
+
+
+def test_a_reply_whose_loop_is_gone_bothers_nobody() -> None:
+    async def make() -> Reply:
+        return Reply()
+
+    gone = asyncio.run(make())
+    writer = Writer()
+    writer.put(gone, lambda: (b"x", True))
+    reached = threading.Event()
+    writer.put(gone, lambda: (reached.set(), (b"", True))[1])
+    assert reached.wait(10)
+    writer.close()

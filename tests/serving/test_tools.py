@@ -1,0 +1,329 @@
+"""Tool calls: the template's format found, calls read back however the text comes, calls forced."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import (
+    CALLING,
+    CHATML,
+    LLAMA3,
+    MISTRAL,
+    QWEN,
+    TOOLS,
+    byte_level_tokenizer,
+)
+
+from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.constraints import Constraints
+from marin_rl.serving.templates import ChatPrompts
+from marin_rl.serving.tools import (
+    CALLS_MAX,
+    ParsedAnswer,
+    ToolCall,
+    ToolCallStream,
+    ToolFormat,
+    forced_calls_grammar,
+    parse_tool_calls,
+    tool_format,
+)
+from marin_rl.tokenizers import CHAT_TEMPLATE
+
+NAMES = ("weather", "time")
+TOKENIZER = byte_level_tokenizer()
+TOKENIZER.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+TOKENIZER.bos_token = "<|user|>"
+
+
+def format_of(template: str) -> ToolFormat | None:
+    TOKENIZER.chat_template = template
+    return tool_format(TOKENIZER)
+
+
+def known(template: str) -> ToolFormat:
+    form = format_of(template)
+    assert form is not None
+    return form
+
+
+HERMES, LLAMA, LIST = known(QWEN), known(LLAMA3), known(MISTRAL)
+TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL}
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST}
+
+
+def test_the_formats_are_found_in_what_the_templates_write():
+    assert format_of(QWEN) == ToolFormat(
+        opening="<tool_call>",
+        closing="</tool_call>",
+        arguments="arguments",
+        before="<tool_call>\n",
+        after="\n</tool_call>",
+    )
+    assert format_of(LLAMA3) == ToolFormat(
+        opening="", closing="", arguments="parameters", before="", after=""
+    )
+    assert format_of(MISTRAL) == ToolFormat(
+        opening="[TOOL_CALLS]",
+        closing="",
+        arguments="arguments",
+        before="[TOOL_CALLS] ",
+        after="",
+        listed=True,
+        special=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        CHAT_TEMPLATE,
+        "{# <tool_call>{json}</tool_call> [TOOL_CALLS] [{ #}" + CHATML,
+        "{{ raise_exception('no tools') if tools }}",
+        "{% for m in messages %}{{ m.content or '<tool_call>' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_no_calls_has_no_format(template):
+    assert format_of(template) is None
+
+
+def told(parsed: ParsedAnswer) -> tuple[str | None, list[tuple[str, Any]]]:
+    return parsed.content, [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+CITY = {"city": "Zürich", "note": 'a "quote" } ] <b>'}
+
+
+def call_text(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+ONE = call_text("weather", CITY)
+TWO = call_text("time", {})
+READ = [
+    (HERMES, "Hello  there ", "Hello  there ", []),
+    (HERMES, "", "", []),
+    (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", None, [("weather", CITY)]),
+    (HERMES, f"\n\n<tool_call>{ONE}</tool_call>\n", None, [("weather", CITY)]),
+    (
+        HERMES,
+        f"Let me see. \n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>",
+        "Let me see.",
+        [("weather", CITY), ("time", {})],
+    ),
+    (HERMES, f"a <tool_call>{ONE}</tool_call> b ", "a b", [("weather", CITY)]),
+    (HERMES, "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
+    (HERMES, "x \n<tool_call>[1]</tool_call> y", "x \n<tool_call>[1]</tool_call> y", []),
+    (HERMES, f"x <tool_call>{ONE}", f"x <tool_call>{ONE}", []),
+    (HERMES, "x <tool_", "x <tool_", []),
+    (HERMES, "<<tool_call", "<<tool_call", []),
+    (
+        HERMES,
+        f"<tool_call>{{}}</tool_call><tool_call>{TWO}</tool_call>",
+        "<tool_call>{}</tool_call>",
+        [("time", {})],
+    ),
+    (HERMES, '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>', ..., []),
+    (HERMES, '<tool_call>{"name": "x", "arguments": "{}"}</tool_call>', ..., []),
+    (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>', ..., []),
+    (HERMES, "<tool_call>" + "[" * 50_000 + "</tool_call>", ..., []),
+    (LLAMA, "It is sunny.", "It is sunny.", []),
+    (LLAMA, call_text("weather", CITY, "parameters"), None, [("weather", CITY)]),
+    (LLAMA, "\n" + call_text("weather", CITY, "parameters") + " ", None, [("weather", CITY)]),
+    (
+        LLAMA,
+        f"{call_text('weather', CITY, 'parameters')}; {call_text('time', {}, 'parameters')}",
+        None,
+        [("weather", CITY), ("time", {})],
+    ),
+    (LLAMA, '{"answer": 42}', ..., []),
+    (LLAMA, call_text("unknown", {}, "parameters"), ..., []),
+    (LLAMA, call_text("weather", {}, "parameters") + " and more", ..., []),
+    (LLAMA, "Sure: " + call_text("weather", CITY, "parameters"), ..., []),
+    (LIST, "Hello", "Hello", []),
+    (LIST, f"[TOOL_CALLS] [{ONE}, {TWO}]", None, [("weather", CITY), ("time", {})]),
+    (LIST, f"Yes: [TOOL_CALLS][{TWO}]\n", "Yes:", [("time", {})]),
+    (LIST, f"[TOOL_CALLS] {ONE}", ..., []),
+    (LIST, f"[TOOL_CALLS] [{ONE}] and more", ..., []),
+    (LIST, f"[TOOL_CALLS] [{ONE}, 3]", ..., []),
+    (LIST, "[TOOL_CALLS] []", ..., []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), READ)
+def test_calls_are_read_and_the_malformed_stay_text(form, text, content, calls):
+    expected = text if content is ... else content
+    assert told(parse_tool_calls(form, text, NAMES)) == (expected, calls)
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), READ)
+def test_a_stream_gives_the_same_however_the_text_is_cut(form, text, content, calls):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    whole = told(parse_tool_calls(form, text, NAMES))
+    for most in (1, 3, 20):
+        stream, pieces, at = ToolCallStream(form, NAMES), [], 0
+        while at < len(text):
+            length = chance.randint(1, most) if len(text) < 5000 else 5000
+            pieces += stream.feed(text[at : at + length])
+            at += length
+        pieces += stream.finish()
+        assert "" not in pieces
+        shown = "".join(piece for piece in pieces if isinstance(piece, str))
+        found = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+        assert stream.calls == len(found)
+        assert told(ParsedAnswer(content=shown or (None if found else ""), calls=found)) == whole
+
+
+def test_a_stream_holds_back_no_more_than_it_must():
+    stream = ToolCallStream(HERMES, NAMES)
+    assert stream.feed("Hello ") == ["Hello"]
+    assert stream.feed("you <to") == [" you"]
+    assert stream.feed("night") == [" <tonight"]
+    assert stream.feed(f"<tool_call>{TWO}</tool_cal") == []
+    (call,) = stream.feed("l>")
+    assert isinstance(call, ToolCall)
+    assert (call.name, call.arguments) == ("time", "{}")
+    assert stream.finish() == []
+    bare = ToolCallStream(LLAMA, NAMES)
+    assert bare.feed("It is {") == ["It is {"]
+    assert bare.feed("x}") == ["x}"]
+
+
+def test_a_call_in_openais_shape():
+    text = f"<tool_call>{ONE}</tool_call><tool_call>{ONE}</tool_call>"
+    first, second = parse_tool_calls(HERMES, text, NAMES).calls
+    body = first.body()
+    assert body["type"] == "function"
+    assert body["function"]["name"] == "weather"
+    assert json.loads(body["function"]["arguments"]) == CITY
+    assert first.id.startswith("call_")
+    assert first.id != second.id
+
+
+def test_calls_beyond_the_limit_stay_text():
+    text = f"<tool_call>{TWO}</tool_call>" * (CALLS_MAX + 1)
+    parsed = parse_tool_calls(HERMES, text, NAMES)
+    assert len(parsed.calls) == CALLS_MAX
+    assert parsed.content == f"<tool_call>{TWO}</tool_call>"
+
+
+MARKS = (
+    "<|im_start|>assistant",
+    "<think></think>",
+    "<|start_header_id|>assistant<|end_header_id|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_is_read_back(name):
+    TOKENIZER.chat_template = TEMPLATES[name]
+    asked = ChatPrompts(TOKENIZER).text(CALLING[:1], opening=False)
+    text = ChatPrompts(TOKENIZER).text(CALLING[:2], opening=False)
+    written = text.removeprefix(asked)
+    for mark in MARKS:
+        written = written.replace(mark, "")
+    content, calls = told(parse_tool_calls(FORMATS[name], written.strip(), NAMES))
+    assert content is None
+    assert calls == [("weather", {"city": "Zürich", "days": 2})]
+
+
+BOUNDED: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 6},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "time",
+            "parameters": {"type": "object", "additionalProperties": False},
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
+def test_a_forced_answer_is_nothing_but_calls_of_the_tools(name, several):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    form = FORMATS[name]
+    grammar = forced_calls_grammar(form, BOUNDED, TOKENIZER, several=several)
+    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
+    make = constraints.grammar(grammar, param="tools")
+    seen: set[str] = set()
+    for _ in range(12):
+        content, calls = told(parse_tool_calls(form, drawn(make(), chance), NAMES))
+        assert content is None
+        assert len(calls) >= 1
+        assert several or len(calls) == 1
+        for called, arguments in calls:
+            seen.add(called)
+            assert set(arguments) <= {"city", "days"}
+            assert called == "time" or "city" in arguments
+    assert seen == {"weather", "time"}
+
+
+def drawn(walker, chance: random.Random) -> str:
+    """A text drawn uniformly through the masks, but for the end, which is taken where it may be."""
+    tokens: list[int] = []
+    while len(tokens) < 4000:
+        bits = np.unpackbits(walker.mask().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if TOKENIZER.eos_token_id in allowed and (len(allowed) == 1 or chance.random() < 0.5):
+            return TOKENIZER.decode(tokens)
+        tokens.append(chance.choice([t for t in allowed if t != TOKENIZER.eos_token_id]))
+        walker.accept(tokens[-1])
+    raise AssertionError("no end")
+
+
+def test_a_named_tool_is_the_only_one_called():
+    grammar = forced_calls_grammar(HERMES, BOUNDED[1:], TOKENIZER, several=False)
+    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
+    text = drawn(constraints.grammar(grammar, param="tools")(), random.Random(2))
+    assert told(parse_tool_calls(HERMES, text, NAMES)) == (None, [("time", {})])
+
+
+def test_blank_space_in_a_forced_call_has_an_end():
+    grammar = forced_calls_grammar(HERMES, BOUNDED[1:], TOKENIZER, several=False)
+    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
+    walker = constraints.grammar(grammar, param="tools")()
+    begun = TOKENIZER.encode("<tool_call>\n{", add_special_tokens=False)
+    (space,) = TOKENIZER.encode(" ", add_special_tokens=False)
+    for token in begun + [space] * 32:
+        walker.accept(token)
+    assert not walker.mask()[space // 32] >> np.uint32(space % 32) & 1
+
+
+def test_tools_too_large_to_force_are_refused():
+    wide = {"type": "object", "properties": {f"k{i}": {"const": "x" * 100} for i in range(3000)}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wide}}]
+    grammar = forced_calls_grammar(HERMES, tools, TOKENIZER, several=False)
+    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
+    with pytest.raises(ApiError, match="expected forms of at most 262144 characters"):
+        constraints.grammar(grammar, param="tools")
+
+
+def test_tools_reach_the_prompt():
+    TOKENIZER.chat_template = QWEN
+    text = ChatPrompts(TOKENIZER).text([{"role": "user", "content": "x"}], tools=TOOLS)
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in text

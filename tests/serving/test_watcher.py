@@ -1,0 +1,285 @@
+"""A server that follows a run while its checkpoints are committed, damaged, and out of reach."""
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_s3 import FakeS3, fake_s3
+from small_runs import commit, small_run, weights
+
+from marin_rl.errors import StoreUnavailable
+from marin_rl.serving.loading import Loaded, Served, Source, read_checkpoint
+from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.standalone import proven_server
+from marin_rl.serving.watcher import Follower, following
+from marin_rl.storage.filesystem import MemoryStore
+from marin_rl.storage.objects import Keys
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.model import parameters_digest
+
+POLL_S = 0.05
+NOWHERE = {"parameters_digest": "0" * 64}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[FakeS3]:
+    """moto's S3 with an empty bucket."""
+    with fake_s3() as server:
+        server.create_bucket("bucket")
+        yield server
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """A run with checkpoint 0, on each kind of root."""
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        options = request.getfixturevalue("s3").options
+        overrides = [f"storage_options.{key}={value}" for key, value in flat(options)]
+        run = small_run(f"s3://bucket/{name}", *overrides)
+    else:
+        run = small_run(tmp_path if request.param == "local" else f"memory://{name}")
+    commit(run, 0)
+    return run
+
+
+def flat(options: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@pytest.fixture
+def memory() -> Run:
+    """A run with checkpoint 0 in memory, which is the quickest."""
+    run = small_run(f"memory://{uuid.uuid4().hex}")
+    commit(run, 0)
+    return run
+
+
+def server_of(run: Run) -> PolicyServer:
+    return proven_server(read_checkpoint(run, 0), character_tokenizer(), run.config)
+
+
+@pytest.fixture
+def server(memory: Run) -> Iterator[PolicyServer]:
+    """A server of the run in memory; nobody asks it anything, so it needs no port."""
+    server = server_of(memory)
+    yield server
+    server.stop()
+
+
+def served_id(run: Run, round: int) -> str:
+    return f"policy@{round:05d}-{parameters_digest(weights(run, round))[:8]}"
+
+
+def becomes(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def damage(run: Run, round: int, spoil: Callable[[bytes], bytes]) -> None:
+    """Change the largest file of a checkpoint after it was committed."""
+    keys = run.store.list(checkpoint_slot(round))
+    key = max((key for key in keys if "manifest" not in key), key=run.store.size)
+    run.store.put_part(key, spoil(run.store.read(key)))
+
+
+def test_the_newest_good_checkpoint_is_what_is_served(run: Run) -> None:
+    server = server_of(run)
+    server.start()
+    failures = lambda: server.updater.stats.failures
+    try:
+        with following(server.updater, run, 0, poll_s=POLL_S) as follower:
+            commit(run, 1)
+            assert becomes(lambda: server.model_id == served_id(run, 1))
+            assert follower.round == 1
+            commit(run, 2, extra=NOWHERE)
+            assert becomes(lambda: failures() == 1)
+            assert server.model_id == served_id(run, 1)
+            commit(run, 3)
+            assert becomes(lambda: server.model_id == served_id(run, 3))
+            commit(run, 6, extra=NOWHERE)
+            assert becomes(lambda: failures() == 2)
+            commit(run, 5)
+            assert becomes(lambda: server.model_id == served_id(run, 5))
+            commit(run, 4)  # late, and older than what is served
+            time.sleep(5 * POLL_S)
+            assert server.model_id == served_id(run, 5)
+        commit(run, 7)
+        time.sleep(5 * POLL_S)
+        assert server.model_id == served_id(run, 5)
+    finally:
+        server.stop()
+    assert server.updater.stats.last is not None
+    assert server.updater.stats.last.source == "watcher"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda data: data[:-100], lambda data: data[:99] + b"?" + data[100:], lambda data: b""],
+    ids=["torn", "flipped", "empty"],
+)
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
+    memory: Run, server: PolicyServer, spoil: Callable[[bytes], bytes]
+) -> None:
+    for round in (1, 2, 3):
+        commit(memory, round)
+    damage(memory, 3, spoil)
+    damage(memory, 2, spoil)
+    follower = Follower(server.updater, memory, 0)
+    follower.look()
+    assert (server.model_id, follower.round) == (served_id(memory, 1), 1)
+    assert server.updater.stats.failures == 2
+    follower.look()  # refused ones are left alone for a while
+    assert server.updater.stats.failures == 2
+
+
+def test_a_damaged_manifest_does_not_hide_what_is_older(memory: Run, server: PolicyServer) -> None:
+    commit(memory, 1)
+    commit(memory, 2)
+    memory.store.put_part(f"{checkpoint_slot(2)}/manifest.json", b"{")
+    follower = Follower(server.updater, memory, 0)
+    follower.look()
+    assert server.model_id == served_id(memory, 1)
+    assert server.updater.stats.failures == 1
+
+
+def test_what_is_not_committed_yet_is_no_fault(memory: Run, server: PolicyServer) -> None:
+    commit(memory, 1)
+    memory.store.put_part(f"{checkpoint_slot(2)}/20990101T000000-00/d/0", b"half")
+    memory.store.put_part(f"{checkpoint_slot(3)}.old/manifest.json", b"another thing")
+    follower = Follower(server.updater, memory, 0)
+    follower.look()
+    assert server.model_id == served_id(memory, 1)
+    assert server.updater.stats.failures == 0
+
+
+def test_a_restored_checkpoint_is_taken_after_all(memory: Run, server: PolicyServer) -> None:
+    commit(memory, 1)
+    key = max(memory.store.list(checkpoint_slot(1)), key=memory.store.size)
+    good = memory.store.read(key)
+    memory.store.put_part(key, good[:-1])
+    follower = Follower(server.updater, memory, 0, again_s=0.2)
+    follower.look()
+    memory.store.put_part(key, good)
+    follower.look()
+    assert server.model_id == served_id(memory, 0)
+    time.sleep(0.25)
+    follower.look()
+    assert server.model_id == served_id(memory, 1)
+
+
+def test_a_run_that_vanishes_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    commit(run, 0)
+    server = server_of(run)
+    try:
+        with following(server.updater, run, 0, poll_s=POLL_S) as follower:
+            shutil.rmtree(tmp_path / "debug")
+            time.sleep(5 * POLL_S)
+            assert server.model_id == served_id(run, 0)
+            commit(run, 1)  # and comes back
+            assert becomes(lambda: follower.round == 1)
+    finally:
+        server.stop()
+
+
+class Switched(MemoryStore):
+    """A store that can be out of reach."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.down = False
+
+    def read(self, key: str) -> bytes:
+        if self.down:
+            raise StoreUnavailable("the network is down")
+        return super().read(key)
+
+    def children(self, prefix: str = "") -> Keys:
+        if self.down:
+            raise StoreUnavailable("the network is down")
+        return super().children(prefix)
+
+
+def test_storage_out_of_reach_is_waited_for(
+    memory: Run, server: PolicyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Switched(memory.store.url)
+    run = Run(config=memory.config, run_id=memory.run_id, store=store)
+    store.down = True
+    commit(memory, 1)
+    with pytest.raises(StoreUnavailable):
+        Follower(server.updater, run, 0).look()
+    lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
+    with (
+        caplog.at_level(logging.WARNING),
+        following(server.updater, run, 0, poll_s=POLL_S) as follower,
+    ):
+        assert becomes(lambda: len(lines()) >= 3)
+        assert [line.split(" in ")[1].split(" s")[0] for line in lines()[:3]] == [
+            "0.1",
+            "0.2",
+            "0.4",
+        ]
+        assert "the network is down" in lines()[0]
+        assert server.model_id == served_id(memory, 0)
+        store.down = False
+        assert becomes(lambda: follower.round == 1)
+    assert server.updater.stats.failures == 0
+
+
+def test_an_update_by_hand_stays_until_the_next_round(memory: Run, server: PolicyServer) -> None:
+    commit(memory, 1)
+    follower = Follower(server.updater, memory, 0)
+    follower.look()
+    server.swap(weights(memory, 9), 9, parameters_digest(weights(memory, 9)))
+    follower.look()
+    assert server.model_id == served_id(memory, 9)
+    commit(memory, 2)
+    follower.look()
+    assert server.model_id == served_id(memory, 2)
+
+
+def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicyServer) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def read(served: Served) -> Loaded:
+        begun.set()
+        assert release.wait(60)
+        return read_checkpoint(memory, 0, None, served)
+
+    source = Source(kind="disk", place="held", read=read)
+    loading = threading.Thread(target=server.updater.load, args=(source,))
+    loading.start()
+    assert begun.wait(60)
+    commit(memory, 1)
+    follower = Follower(server.updater, memory, 0)
+    follower.look()
+    assert (follower.round, server.updater.stats.failures) == (0, 0)
+    release.set()
+    loading.join(60)
+    follower.look()
+    assert server.model_id == served_id(memory, 1)
+
+
+def test_it_ends_at_once(memory: Run, server: PolicyServer) -> None:
+    before = threading.active_count()
+    with following(server.updater, memory, 0, poll_s=3600.0):
+        assert threading.active_count() == before + 1
+        began = time.monotonic()
+    assert time.monotonic() - began < 60  # it looks once an hour
+    assert threading.active_count() == before
