@@ -1,246 +1,250 @@
-"""A run as tables: Polars LazyFrames and DuckDB views over what its manifests name.
+"""Runs as tables: Polars LazyFrames and DuckDB views over what their manifests name.
 
-Only committed slots are seen, so a scan of a running run is a consistent picture of some moment.
-Local files are scanned where they lie; objects elsewhere are fetched when a query is run. Arrays of
-batches are lists here, for the padded length differs from round to round.
+Only committed slots are seen, so a scan of a running run is a consistent picture of some moment. A
+scan takes one run, several, or all below a root (run_id None). Every table has `run_id`, the run
+that wrote the row: of a fork's shared rounds its ancestor, so that no row is there twice when both
+are scanned. Arrays of batches are lists here, for the padded length differs from round to round.
 """
 
-import io
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-import duckdb
 import polars as pl
 import pyarrow as pa
-from polars.io.plugins import register_io_source
 
+from marin_rl.analysis.parts import (
+    Part,
+    frame,
+    of_metrics,
+    owned_frame,
+    placed_frame,
+    sealed,
+    united_frame,
+)
 from marin_rl.errors import InputError
 from marin_rl.storage.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
-from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.filesystem import ObjectStore
-from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.runs import Run, round_of
+from marin_rl.storage.runs import Run, read_record, runs_under
+from marin_rl.storage.scores import SCORES_PREFIX
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
+from schemas.metrics import METRICS_IDENTITY
+from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.rollouts import ROLLOUTS
+from schemas.scores import SCORES
+
+if TYPE_CHECKING:
+    import duckdb
 
 Options = Mapping[str, Any]
-Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
+Root = str | os.PathLike[str]
+Runs = str | Sequence[str] | None
 
-ROUND = pa.field("round", pa.int32(), nullable=False)
+_INTERVAL = re.compile(r'(?<!")\bINTERVAL\b(?!")')  # the type, not a field of that name
 
 
 def scan_rollouts(
-    root: str | os.PathLike[str], run_id: str, storage_options: Options | None = None
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """The rollouts of all sealed rounds, one row each, in round and shard order.
+    """The rollouts of all sealed rounds, one row each, in the order of runs, rounds and shards.
 
     Raises ObjectMissing when there is no such run; CorruptObject, NewerSchema.
     """
-    return _lazy(_sealed(_run(root, run_id, storage_options), "rollouts", "shard-"), ROLLOUTS)
+    return _rollouts(_runs(root, run_id, storage_options))
 
 
 def scan_batches(
-    root: str | os.PathLike[str], run_id: str, storage_options: Options | None = None
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """The rows of all committed batches, with their round. Raises as `scan_rollouts`."""
-    parts = _sealed(_run(root, run_id, storage_options), "batches", BATCHES_PREFIX)
-    frames = [_batch_frame(part) for part in parts]
-    return pl.concat(frames) if frames else _empty(_listed(batches_schema(1)))
+    return _batches(_runs(root, run_id, storage_options))
 
 
 def scan_dispositions(
-    root: str | os.PathLike[str], run_id: str, storage_options: Options | None = None
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """What became of every rollout, with the round that decided it. Raises as `scan_rollouts`."""
-    parts = _sealed(_run(root, run_id, storage_options), "batches", DISPOSITIONS_PREFIX)
-    frames = [_with_round(_lazy([part], DISPOSITIONS), part.round) for part in parts]
-    return pl.concat(frames) if frames else _empty(DISPOSITIONS.insert(0, ROUND))
+    return _dispositions(_runs(root, run_id, storage_options))
 
 
 def scan_metrics(
-    root: str | os.PathLike[str], run_id: str, storage_options: Options | None = None
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """One row per round, one column per metric. Raises as `scan_rollouts`."""
-    return _from_arrow(read_metrics(_run(root, run_id, storage_options))).lazy()
+    """One row per run and round, one column per metric. Raises as `scan_rollouts`."""
+    return _metrics(_runs(root, run_id, storage_options))
 
 
 def scan_evals(
-    root: str | os.PathLike[str], run_id: str, storage_options: Options | None = None
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """The held-out rollouts of all committed evaluations. Raises as `scan_rollouts`."""
-    parts = _sealed(_run(root, run_id, storage_options), "evals", "")
-    parts = [part for part in parts if part.key.endswith(".parquet")]
-    frames = [_with_round(_lazy([part], _schema_of(part)), part.round) for part in parts]
-    if not frames:
-        return _empty(ROLLOUTS)
-    return pl.concat(frames, how="diagonal_relaxed")
+    return _evals(_runs(root, run_id, storage_options))
+
+
+def scan_scores(
+    root: Root, run_id: Runs = None, storage_options: Options | None = None
+) -> pl.LazyFrame:
+    """What the trainer thought of every trained token: a row per segment, with parallel lists.
+
+    Columns are those of `schemas.scores`; `run_id` and `rollout_id` join them with the rollouts,
+    and `positions` with their tokens. Raises as `scan_rollouts`.
+    """
+    return _scores(_runs(root, run_id, storage_options))
+
+
+def _rollouts(runs: Sequence[Run]) -> pl.LazyFrame:
+    return frame(_shards(runs), ROLLOUTS)
+
+
+def _shards(runs: Sequence[Run]) -> list[Part]:
+    return sealed(runs, "rollouts", "shard-")
+
+
+def _batches(runs: Sequence[Run]) -> pl.LazyFrame:
+    return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), _listed(batches_schema(1)), ARRAYS)
+
+
+def _dispositions(runs: Sequence[Run]) -> pl.LazyFrame:
+    return placed_frame(sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS)
+
+
+def _metrics(runs: Sequence[Run]) -> pl.LazyFrame:
+    return united_frame(of_metrics(runs), METRICS_IDENTITY)
+
+
+def _evals(runs: Sequence[Run]) -> pl.LazyFrame:
+    return frame(sealed(runs, "evals", ""), ROLLOUTS)
+
+
+def _scores(runs: Sequence[Run]) -> pl.LazyFrame:
+    return owned_frame(sealed(runs, "checkpoints", SCORES_PREFIX, behind=1), SCORES)
 
 
 VIEWS = {
-    "rollouts": scan_rollouts,
-    "batches": scan_batches,
-    "dispositions": scan_dispositions,
-    "metrics": scan_metrics,
-    "evals": scan_evals,
+    "rollouts": _rollouts,
+    "batches": _batches,
+    "dispositions": _dispositions,
+    "metrics": _metrics,
+    "evals": _evals,
+    "scores": _scores,
 }
 
 
 def sql(
-    root: str | os.PathLike[str],
-    run_id: str,
-    query: str,
-    storage_options: Options | None = None,
+    root: Root, run_id: Runs, query: str, storage_options: Options | None = None
 ) -> pl.DataFrame:
-    """DuckDB's answer to `query`, which may name the views of a run (`VIEWS`).
+    """DuckDB's answer to `query`, which may name the views of the runs (`VIEWS`).
 
-    Local rollouts are read by DuckDB itself, everything else through Polars. Raises InputError with
-    DuckDB's own words when the query is wrong, and as `scan_rollouts`.
+    Local rollouts are read by DuckDB itself, everything else through Polars. What a query creates
+    is gone when it has answered. Intervals are durations, in which a month has 30 days. Raises
+    InputError in DuckDB's own words when the query is wrong, or when Polars has no such type as it
+    answers with, and as `scan_rollouts`.
     """
-    run = _run(root, run_id, storage_options)
-    with duckdb.connect() as connection:
-        for name, scan in VIEWS.items():
-            if name in query.lower():
-                _create_view(connection, name, run, scan(root, run_id, storage_options))
+    import duckdb  # here, for it is large, and only SQL needs it
+
+    runs = _runs(root, run_id, storage_options)
+    attempts = frozenset(_attempt(run) for run in runs)
+    with _database(os.getpid(), attempts).cursor() as connection:
+        connection.begin()  # never committed: closing takes back what the query creates
+        for name in VIEWS:
+            if re.search(rf"\b{name}\b", query, re.IGNORECASE):
+                _create_view(connection, name, runs)
         try:
             answer = connection.sql(query)
             if answer is None:
                 raise InputError(f"expected a query that returns rows, found {query!r}")
-            return answer.pl()
+            return _as_frame(answer)
         except duckdb.Error as error:
             raise InputError(f"DuckDB refuses the query: {error}") from None
+        except (pl.exceptions.PolarsError, pa.ArrowException) as error:
+            raise InputError(f"no table can hold the answer: {error}; cast its columns") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One committed Parquet object of a round."""
-
-    store: ObjectStore
-    round: int
-    key: str
-
-    @property
-    def path(self) -> str | None:
-        """Where it lies on this machine, if it does."""
-        path = self.store.local_path(self.key)
-        return None if path is None else str(path)
-
-    def open(self) -> str | io.BytesIO:
-        """What readers take: the path, or the bytes."""
-        return self.path or io.BytesIO(self.store.read(self.key))
-
-
-def _run(root: str | os.PathLike[str], run_id: str, storage_options: Options | None) -> Run:
-    return Run.open(os.fspath(root), run_id, storage_options)
+def _as_frame(answer: "duckdb.DuckDBPyRelation") -> pl.DataFrame:
+    """The answer, with durations where DuckDB has intervals, a type that Polars lacks."""
+    kinds = [(name, str(kind)) for name, kind in zip(answer.columns, answer.types, strict=True)]
+    intervals = [name for name, kind in kinds if kind == "INTERVAL"]
+    for name, kind in kinds:  # which would end Polars in a panic, not in an error
+        if name not in intervals and _INTERVAL.search(kind):
+            raise InputError(
+                f"no table can hold column {name!r} of type {kind}: expected intervals in columns "
+                "of their own; unnest it"
+            )
+    if not intervals:
+        return answer.pl()
+    quoted = ['"' + name.replace('"', '""') + '"' for name in intervals]
+    casts = ", ".join(f"epoch_us({name}) as {name}" for name in quoted)
+    found = answer.project(f"* replace ({casts})").pl()
+    return found.with_columns(pl.col(intervals).cast(pl.Duration("us")))
 
 
-def _sealed(run: Run, kind: str, prefix: str) -> list[_Part]:
-    """The parts that committed manifests of a kind name, in round order."""
-    rounds = {round_of(name): name for name in run.store.children(kind)}
-    parts = []
-    for round in sorted(number for number in rounds if number is not None):
-        slot = f"{kind}/{rounds[round]}"
-        found = read_manifest(run.store, slot)
-        if found is not None:
-            names = (part.name for part in found[0].parts if part.name.startswith(prefix))
-            parts += [_Part(store=run.store, round=round, key=f"{slot}/{n}") for n in names]
-    return parts
+def _attempt(run: Run) -> str:
+    """What tells a run from one that was made anew under its name."""
+    record = read_record(run.store)
+    return "" if record is None else str(record["attempt"])
 
 
-def _lazy(parts: list[_Part], schema: pa.Schema) -> pl.LazyFrame:
-    """All parts as one frame with the columns of `schema`; those an old file lacks are null."""
-    columns = _from_arrow(schema.empty_table()).schema
-    paths = [part.path for part in parts]
-    if not parts:
-        return _empty(schema)
-    if all(paths):
-        return _scan([path for path in paths if path], columns)
-    return register_io_source(
-        lambda *pushed: _fetch(parts, columns, *pushed), schema=columns, is_pure=True
-    )
+@lru_cache(maxsize=8)
+def _database(process: int, runs: frozenset[str]) -> "duckdb.DuckDBPyConnection":
+    """An empty database in memory for these runs, which remembers the footers that it has read.
+
+    Of a query over many files most of the time is theirs, and files of a run never change. Other
+    runs have a database of their own, for DuckDB takes a file that has the name and the time of one
+    before it for the same. So has a forked process.
+    """
+    del process, runs  # are the key
+    import duckdb
+
+    # The system has pages of local files in its memory; a second copy costs more than it spares.
+    settings = {"threads": _cores(), "enable_external_file_cache": False}
+    database = duckdb.connect(config=settings)
+    database.execute("set global parquet_metadata_cache = true")
+    return database
 
 
-def _scan(source: Any, columns: Columns) -> pl.LazyFrame:
-    return pl.scan_parquet(
-        source,
-        schema=columns,
-        missing_columns="insert",
-        extra_columns="ignore",
-        hive_partitioning=False,
-    )
+def _cores() -> int:
+    """Cores that this process may use: DuckDB counts all of the machine's, and would crowd them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _fetch(
-    parts: list[_Part],
-    columns: Columns,
-    with_columns: list[str] | None,
-    predicate: pl.Expr | None,
-    n_rows: int | None,
-    batch_size: int | None,
-) -> Iterator[pl.DataFrame]:
-    """Polars' contract of an io source: one part at a time, with what was pushed down applied."""
-    del batch_size  # a part is a batch
-    for part in parts:
-        frame = _scan(part.open(), columns)
-        if n_rows is not None:  # counts rows before the predicate
-            first = frame.head(n_rows).collect()
-            n_rows -= first.height
-            frame = first.lazy()
-        if predicate is not None:
-            frame = frame.filter(predicate)
-        if with_columns is not None:
-            frame = frame.select(with_columns)
-        yield frame.collect()
-        if n_rows == 0:
-            return
-
-
-def _batch_frame(part: _Part) -> pl.LazyFrame:
-    """A batch file with its arrays as lists."""
-    frame = _with_round(_lazy([part], _schema_of(part)), part.round)
-    return frame.with_columns(pl.col(name).arr.to_list() for name in ARRAYS)
-
-
-def _with_round(frame: pl.LazyFrame, round: int) -> pl.LazyFrame:
-    if "round" in frame.collect_schema():
-        return frame
-    return frame.select(pl.lit(round, pl.Int32).alias("round"), pl.all())
-
-
-def _schema_of(part: _Part) -> pa.Schema:
-    names = pl.read_parquet_schema(part.open())
-    return pl.DataFrame(schema=names).to_arrow().schema
+def _runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run]:
+    place = os.fspath(root)
+    if run_id is None:
+        names: Sequence[str] = runs_under(place, storage_options)
+    else:
+        names = [run_id] if isinstance(run_id, str) else list(dict.fromkeys(run_id))
+    return [Run.open(place, name, storage_options) for name in names]
 
 
 def _listed(schema: pa.Schema) -> pa.Schema:
-    """The same with lists instead of fixed-size lists, and the round in front."""
-    fields = [
+    """The same with lists instead of fixed-size lists."""
+    return pa.schema(
         field.with_type(pa.list_(field.type.value_type)) if field.name in ARRAYS else field
         for field in schema
-    ]
-    return pa.schema([ROUND, *fields])
+    )
 
 
-def _empty(schema: pa.Schema) -> pl.LazyFrame:
-    return _from_arrow(schema.empty_table()).lazy()
+def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Sequence[Run]) -> None:
+    """A view by DuckDB's own reader for local rollouts, else over the frame."""
+    if name == "rollouts":
+        paths = [part.path for part in _shards(runs)]
+        if paths and None not in paths:
+            connection.sql(f"create temp view rollouts as {_reading(paths)}")
+            return
+    connection.register(name, VIEWS[name](runs))
 
 
-def _from_arrow(table: pa.Table) -> pl.DataFrame:
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
-    return frame
+def _reading(paths: Sequence[str | None]) -> str:
+    """DuckDB's query over the files.
 
-
-def _create_view(
-    connection: duckdb.DuckDBPyConnection, name: str, run: Run, frame: pl.LazyFrame
-) -> None:
-    paths = [part.path for part in _sealed(run, "rollouts", "shard-")] if name == "rollouts" else []
-    if not paths or None in paths:
-        connection.register(name, frame)
-        return
+    Files of several versions need `union_by_name`, for which every footer is read before the query
+    starts; while there is one version alone, that is spared.
+    """
     listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    connection.sql(
-        f"create view {name} as select * from "
-        f"read_parquet([{listed}], union_by_name=true, hive_partitioning=false)"
+    by_name = "true" if ROLLOUTS_LADDER.rungs else "false"
+    return (
+        f"select * from read_parquet([{listed}], union_by_name={by_name}, hive_partitioning=false)"
     )

@@ -3,66 +3,114 @@
 Returns plain rows; drawing them is the display's business.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import polars as pl
-
-from marin_rl.analysis.scan import scan_rollouts
-from marin_rl.errors import ObjectMissing
+from marin_rl.analysis.follow import Followed
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.rounds import evaluations
-from marin_rl.storage.audit import audit_run
 from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.runs import Run, progress, runs_under
+from marin_rl.storage.rollouts import iter_shards
+from marin_rl.storage.runs import (
+    RoundProgress,
+    Run,
+    committed,
+    latest_reward_model,
+    rollouts_slot,
+    round_of,
+    rounds_planned,
+    runs_under,
+)
 
 Options = Mapping[str, Any] | None
+Seen = TypeVar("Seen")
+
+SAMPLE_COLUMNS = ("round", "rollout_id", "example_id", "turns", "answer", "reward", "status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Facts of a run in reading order, its metric rows, and one sentence on what it learned."""
+    """What is committed of a run, its metric rows, and one sentence on what it learned.
+
+    `trained` of `planned` rounds are; `reward_model` is None where the run trains none.
+    """
 
     run_id: str
-    facts: Mapping[str, str]
-    rounds: Sequence[Mapping[str, Any]]
+    root: str
+    planned: int
+    trained: int
+    checkpoints: int
+    shards: int
+    environment: str
+    policy: str
+    in_progress: str
+    reward_model: str | None
     headline: str
+    rounds: Sequence[Mapping[str, Any]]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The same in words, in reading order, without the rows."""
+        learned = {} if self.reward_model is None else {"reward model": self.reward_model}
+        return {
+            "root": self.root,
+            "rounds trained": f"{self.trained} of {self.planned}",
+            "checkpoints": str(self.checkpoints),
+            "shards": str(self.shards),
+            "environment": self.environment,
+            "policy": self.policy,
+            "in progress": self.in_progress,
+            **learned,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditSummary:
-    """One row per audited round, and a line per thing that does not balance."""
+class Unreadable:
+    """A run among others that cannot be read, and why."""
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    problems: Sequence[str]
+    run_id: str
+    error: str
 
 
 def run_status(root: str, run_id: str, options: Options = None) -> RunStatus:
     """Committed slots and metrics of one run. Raises ObjectMissing naming the runs there are."""
-    run = Run.open(root, run_id, options)
-    found = progress(run)
-    rows = metric_rows(run)
+    followed = Followed(Run.open(root, run_id, options))
+    return status_of(followed, followed.progress())
+
+
+def status_of(followed: Followed, found: dict[int, RoundProgress]) -> RunStatus:
+    """The status of a run of which `found` is committed. Raises CorruptObject, NewerSchema."""
+    run, rows = followed.run, followed.rows(found)
     checkpoints = [number for number, item in found.items() if item.checkpoint]
+    trained = max(checkpoints, default=0)
     return RunStatus(
-        run_id=run_id,
-        facts={
-            "root": run.store.url,
-            "rounds trained": f"{max(checkpoints, default=0)} of {run.config.rounds}",
-            "checkpoints": str(len(checkpoints)),
-            "shards": str(sum(item.shards for item in found.values())),
-            "environment": run.config.environment.name,
-            "policy": f"init {run.config.policy.init}, tokenizer {run.config.policy.tokenizer}",
-            "in progress": _open_round(run, found),
-        },
-        rounds=rows,
+        run_id=run.run_id,
+        root=run.store.url,
+        planned=rounds_planned(run, trained),
+        trained=trained,
+        checkpoints=len(checkpoints),
+        shards=sum(item.shards for item in found.values()),
+        environment=run.config.environment.name,
+        policy=f"init {run.config.policy.init}, tokenizer {run.config.policy.tokenizer}",
+        in_progress=_open_round(run, found),
+        reward_model=_reward_model(run),
         headline=headline(rows),
+        rounds=rows,
     )
 
 
-def all_statuses(root: str, options: Options = None) -> list[RunStatus]:
-    """The status of every run under a root."""
-    return [run_status(root, run_id, options) for run_id in runs_under(root, options)]
+def each_run(
+    root: str, look: Callable[[str], Seen], options: Options = None
+) -> list[Seen | Unreadable]:
+    """What `look` sees of every run under a root; one that cannot be read hides no other."""
+    seen: list[Seen | Unreadable] = []
+    for run_id in runs_under(root, options):
+        try:
+            seen.append(look(run_id))
+        except (CorruptObject, NewerSchema, ObjectMissing, ConfigError) as error:
+            seen.append(Unreadable(run_id=run_id, error=f"{type(error).__name__}: {error}"))
+    return seen
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
@@ -90,54 +138,39 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sample_rollouts(
-    root: str,
-    run_id: str,
-    round_number: int | None,
-    limit: int,
-    *,
-    worst_first: bool = False,
-    options: Options = None,
+    run: Run, round_number: int | None, limit: int, *, worst_first: bool = False
 ) -> list[dict[str, Any]]:
     """Rollouts of one round (default: the newest) by reward: question, completion, reward.
 
-    Raises ObjectMissing when the round has no committed rollouts.
+    Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
     """
-    frame = scan_rollouts(root, run_id, options or {})
-    if round_number is None:
-        newest = frame.select(pl.col("round").max()).collect().item()
-        round_number = int(newest) if newest is not None else 0
-    rows = (
-        frame.filter(pl.col("round") == round_number)
-        .select("round", "example_id", "index_in_group", "turns", "answer", "reward", "status")
-        .sort("reward", descending=not worst_first, nulls_last=True)
-        .head(limit)
-        .collect()
-        .to_dicts()
-    )
-    if not rows:
+    import polars as pl  # who only asks for metrics, as a training process does, needs it not
+
+    number = _newest_sealed(run) if round_number is None else round_number
+    if number is None or committed(run, rollouts_slot(number)) is None:
+        which = "" if number is None else f" of round {number}"
         raise ObjectMissing(
-            f"run {run_id!r} has no committed rollouts of round {round_number} under {root}: "
-            f"`marin-rl status {run_id}` shows which rounds there are"
+            f"run {run.run_id!r} has no committed rollouts{which} under {run.config.root}: "
+            f"`marin-rl status {run.run_id}` shows which rounds there are"
         )
-    return [_sample(row) for row in rows]
+    shards = (pl.from_arrow(table) for table in iter_shards(run, number, SAMPLE_COLUMNS))
+    rows = pl.concat([shard for shard in shards if isinstance(shard, pl.DataFrame)])
+    ranked = rows.sort("reward", descending=not worst_first, nulls_last=True, maintain_order=True)
+    return [_sample(row) for row in ranked.head(limit).to_dicts()]
 
 
-def audit_summary(root: str, run_id: str, options: Options = None) -> AuditSummary:
-    """Audit every round whose batches are committed, and no rollout twice across them."""
-    counted = ("generated", "consumed", "filtered", "stale", "failed")
-    rows: list[Sequence[Any]] = []
-    problems: list[str] = []
-    for report in audit_run(Run.open(root, run_id, options)):
-        counts = (getattr(report, name) for name in counted)
-        rows.append((report.round, *counts, "yes" if report.balanced else "NO"))
-        problems += [f"round {report.round}: {line}" for line in report.problems]
-    return AuditSummary(columns=("round", *counted, "balanced"), rows=rows, problems=problems)
+def _newest_sealed(run: Run) -> int | None:
+    """The highest round whose rollouts are sealed: a listing, and a read or two."""
+    named = (round_of(name) for name in run.store.children("rollouts"))
+    rounds = sorted((number for number in named if number is not None), reverse=True)
+    return next((n for n in rounds if committed(run, rollouts_slot(n)) is not None), None)
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     turns = row["turns"] or []
     said = {turn["role"]: turn["content"] for turn in turns}
     return {
+        "rollout_id": row["rollout_id"],
         "example": row["example_id"],
         "prompt": said.get("user", ""),
         "completion": said.get("assistant", ""),
@@ -145,6 +178,19 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "reward": row["reward"],
         "status": row["status"],
     }
+
+
+def _reward_model(run: Run) -> str | None:
+    """How far the run's reward model is, where it trains one."""
+    settings = run.config.reward_model
+    if settings is None:
+        return None
+    reached = latest_reward_model(run)
+    if reached is None:
+        return f"0 of {settings.steps} steps"
+    accuracy = reached.summary.get("reward_model/held_out_accuracy")
+    held_out = "" if accuracy is None else f", held-out accuracy {accuracy:.1%}"
+    return f"{reached.slot} of {settings.steps} steps{held_out}"
 
 
 def _open_round(run: Run, found: Mapping[int, Any]) -> str:

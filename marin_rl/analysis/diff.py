@@ -1,0 +1,154 @@
+"""Two runs side by side: which settings differ, how the curves went, and where they first part.
+
+Two runs are the same up to a slot when both committed the same content there. Manifests carry
+times and attempts, so content is compared: digests of what was sampled, of what was trained on, and
+of the parameters that came out.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from marin_rl.config import content, differences
+from marin_rl.storage.batches import read_batches
+from marin_rl.storage.commits import read_manifest, ref_of
+from marin_rl.storage.metrics import read_metrics
+from marin_rl.storage.rollouts import iter_row_groups
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, progress, rollouts_slot
+from schemas.manifests import Manifest, canonical_json
+
+# What a policy sampled and what it was paid, without who asked for it and how long it took.
+SAMPLED = (
+    "group_id", "index_in_group", "environment", "example_id", "token_ids", "logprobs", "reward",
+    "status",
+)  # fmt: skip
+TRAINED = ("token_ids", "loss_mask", "positions", "policy_logprobs", "advantages")
+STAGES = ("policy", "rollouts", "batches")
+
+CURVES = (
+    "reward", "eval/accuracy", "kl", "entropy", "completions/mean_length", "clip_ratio/region",
+    "mismatch_kl", "loss", "grad_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One metric of both runs: values at the last round that both have, and the largest gap."""
+
+    metric: str
+    round: int
+    first: float
+    second: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDifference:
+    """What differs. `parts_at` is the first round at which they do, `stage` what differs there.
+
+    Both are None where the runs agree on all `rounds` that both have begun. `settings` has a line
+    `key: first -> second` per key.
+    """
+
+    settings: tuple[str, ...]
+    curves: tuple[Curve, ...]
+    rounds: int
+    parts_at: int | None
+    stage: str | None
+    detail: str
+
+    @property
+    def told(self) -> str:
+        """One sentence."""
+        if self.parts_at is None:
+            return f"the same in all {self.rounds} rounds that both have begun"
+        return f"they part at round {self.parts_at}, in its {self.stage}: {self.detail}"
+
+
+def compare_runs(first: Run, second: Run) -> RunDifference:
+    """Compare two runs. Raises CorruptObject, NewerSchema, ObjectMissing."""
+    rounds = sorted(set(progress(first)) & set(progress(second)))
+    parting = _parting(first, second, rounds)
+    round, stage, detail = parting or (None, None, "")
+    return RunDifference(
+        settings=tuple(differences(content(first.config), content(second.config))),
+        curves=_curves(first, second),
+        rounds=len(rounds),
+        parts_at=round,
+        stage=stage,
+        detail=detail,
+    )
+
+
+def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, str] | None:
+    for round in rounds:
+        for stage in STAGES:
+            a, b = (_digest(run, round, stage) for run in (first, second))
+            if a is None or b is None:
+                continue  # one of them has not come so far
+            if a != b:
+                return round, stage, f"{a[:16]} and {b[:16]}"
+    return None
+
+
+def _digest(run: Run, round: int, stage: str) -> str | None:
+    """The content of one stage of a round as a digest; None while it is not committed."""
+    if stage == "policy":
+        found = read_manifest(run.store, checkpoint_slot(round))
+        return None if found is None else str(found[0].extra.get("parameters_digest"))
+    slot = rollouts_slot(round) if stage == "rollouts" else batches_slot(round)
+    found = read_manifest(run.store, slot)
+    if found is None:
+        return None
+    return _sampled(run, found[0]) if stage == "rollouts" else _trained(run, found[0])
+
+
+def _sampled(run: Run, manifest: Manifest) -> str:
+    """One digest over all rows, however they are cut into shards and row groups."""
+    table = pa.concat_tables(iter_row_groups(run, manifest, SAMPLED)).combine_chunks()
+    digest = hashlib.sha256()
+    for name in SAMPLED:
+        digest.update(f"{name} {table.num_rows}\n".encode())
+        column = table[name].combine_chunks()
+        if pa.types.is_list(column.type):
+            digest.update(np.diff(column.offsets.to_numpy()).tobytes())
+            digest.update(column.flatten().to_numpy().tobytes())
+        elif pa.types.is_string(column.type):
+            digest.update(canonical_json(column.to_pylist()))
+        else:
+            digest.update(column.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def _trained(run: Run, manifest: Manifest) -> str:
+    digest = hashlib.sha256()
+    for batch in read_batches(run, ref_of(manifest)):
+        for name in TRAINED:
+            array = getattr(batch, name)
+            digest.update(f"{name} {array.shape}\n".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
+    a, b = _rows(first), _rows(second)
+    found: list[Curve] = []
+    for name in CURVES:
+        both = [
+            (round, a[round][name], b[round][name])
+            for round in sorted(set(a) & set(b))
+            if a[round].get(name) is not None and b[round].get(name) is not None
+        ]
+        if both:
+            round, left, right = both[-1]
+            largest = max(abs(x - y) for _, x, y in both)
+            found.append(Curve(metric=name, round=round, first=left, second=right, largest=largest))
+    return tuple(found)
+
+
+def _rows(run: Run) -> Mapping[int, Mapping[str, Any]]:
+    return {row["round"]: row for row in read_metrics(run).to_pylist()}

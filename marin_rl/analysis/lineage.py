@@ -1,0 +1,265 @@
+"""Where an update comes from, and where a rollout went: a graph of committed things.
+
+Nodes are slots, shards, rollouts and updates; an edge leads from what was made to what it was made
+from, as manifests, dispositions and the rollouts themselves say. Everything is read from files.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from marin_rl.analysis.scan import scan_dispositions
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage.batches import dispositions_of
+from marin_rl.storage.commits import committed_manifest, read_manifest
+from marin_rl.storage.rollouts import iter_shards, rollouts_manifest
+from marin_rl.storage.runs import (
+    RUN_KEY,
+    Run,
+    batches_slot,
+    checkpoint_slot,
+    latest_checkpoint,
+    read_record,
+    rollouts_slot,
+    round_of,
+    shard_key,
+)
+from schemas.manifests import Manifest, sha256_of
+
+ROLLOUT_COLUMNS = (
+    "rollout_id", "shard", "example_id", "environment", "environment_version", "prompt_seed",
+    "policy_version_min", "policy_version_max", "policy_digest", "tokenizer_digest",
+    "chat_template_digest", "model", "sampling", "reward", "status", "n_prompt_tokens",
+    "n_completion_tokens", "turns", "attempt", "worker",
+)  # fmt: skip
+ROLLOUTS_MAX = 64
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One thing: a unique name, what kind of thing it is, and what is known of it."""
+
+    name: str
+    kind: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`made` was made from `source`."""
+
+    made: str
+    source: str
+
+
+@dataclass(slots=True)
+class Lineage:
+    """A graph, nodes in the order of reading; `left_out` counts rollouts beyond ROLLOUTS_MAX."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
+    left_out: int = 0
+
+    def add(self, kind: str, name: str, sources: Iterable[str] = (), **facts: Any) -> str:
+        """Add a node, unless it is there, and its edges; its name."""
+        if name not in self.nodes:
+            known = {key: value for key, value in facts.items() if value is not None}
+            self.nodes[name] = Node(name, kind, known)
+        for source in sources:
+            edge = Edge(name, source)
+            if edge not in self.edges:
+                self.edges.append(edge)
+        return name
+
+
+def trace(run: Run, round: int, step: int | None = None, row: int | None = None) -> Lineage:
+    """From an update, or one row of its batch, back to the rollouts and all they were made from.
+
+    Without `step`, every update of the round. Raises ObjectMissing where nothing was trained on
+    there, CorruptObject, NewerSchema.
+    """
+    batches = committed_manifest(run.store, batches_slot(round))
+    consumed = _consumed(run, batches, step, row)
+    if not consumed.num_rows:
+        raise ObjectMissing(_nothing_there(run, batches, step, row))
+    graph = Lineage(left_out=max(consumed.num_rows - ROLLOUTS_MAX, 0))
+    places = consumed.slice(0, ROLLOUTS_MAX).to_pylist()
+    trained = read_manifest(run.store, checkpoint_slot(round + 1))
+    if trained is not None:
+        _add_slot(graph, run, trained[0], [f"round {round}, step {p['step']}" for p in places])
+    for place in places:
+        name = f"round {round}, step {place['step']}"
+        line = f"{name}, row {place['row']}"
+        graph.add("update", name, [line, checkpoint_slot(round)], round=round, step=place["step"])
+        graph.add(
+            "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
+        )
+    _add_slot(graph, run, batches, [rollouts_slot(round)])
+    _add_rollouts(graph, run, round, [place["rollout_id"] for place in places])
+    _add_policy(graph, run, checkpoint_slot(round))
+    return graph
+
+
+def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
+    """Why no rollout was found in a round's batches, or in one step or row of them."""
+    url, steps = run.store.url_of(batches.slot), int(batches.totals["steps"])
+    if not steps:
+        return f"{url}: this round trained on nothing; `marin-rl audit` says what was dropped"
+    names = {"step": step, "row": row}
+    asked = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+    return f"{url}: no rollout stands in {asked}; expected a step below {steps}"
+
+
+def trace_forward(run: Run, rollout_id: str) -> Lineage:
+    """From a rollout to every update that it influenced.
+
+    The update that trained on it did so directly; all later ones started from parameters that it
+    had moved. Raises ObjectMissing for a rollout that no processed round has.
+    """
+    place = _place_of(run, rollout_id)
+    graph, round = Lineage(), int(place["round"])
+    _add_rollouts(graph, run, round, [rollout_id])
+    fate = {name: place[name] for name in ("disposition", "reason", "advantage")}
+    if place["disposition"] != "consumed":
+        graph.add("disposition", f"{place['disposition']}: {place['reason']}", [rollout_id], **fate)
+        return graph
+    name = f"round {round}, step {place['step']}"
+    line = f"{name}, row {place['row']}"
+    graph.add("batch row", line, [rollout_id], **fate)
+    epochs = run.at_round(round).config.training.epochs
+    graph.add("update", name, [line], round=round, step=place["step"], passes=epochs)
+    before = name
+    latest = latest_checkpoint(run)
+    last = round_of(latest.slot.rpartition("/")[2]) if latest else None
+    for number in range(round + 1, (last or 0) + 1):
+        manifest = committed_manifest(run.store, checkpoint_slot(number))
+        directly = "directly" if number == round + 1 else "through the parameters"
+        _add_slot(graph, run, manifest, [before], influenced=directly)
+        before = manifest.slot
+    return graph
+
+
+def as_text(graph: Lineage) -> Iterator[str]:
+    """A paragraph per node: its facts, and what it was made from."""
+    for node in graph.nodes.values():
+        yield f"{node.kind}: {node.name}"
+        for name, value in node.facts.items():
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            indented = "\n        ".join(shown.split("\n"))  # no text can look like a line of ours
+            yield f"    {name}: {indented}"
+        for source in (edge.source for edge in graph.edges if edge.made == node.name):
+            yield f"    <- {source}"
+    if graph.left_out:
+        yield f"and {graph.left_out} rollouts more"
+
+
+def as_tree(graph: Lineage) -> dict[str, Any]:
+    """The graph as plain JSON."""
+    return {
+        "nodes": [
+            {"name": node.name, "kind": node.kind, "facts": dict(node.facts)}
+            for node in graph.nodes.values()
+        ],
+        "edges": [{"made": edge.made, "source": edge.source} for edge in graph.edges],
+        "left_out": graph.left_out,
+    }
+
+
+def _consumed(run: Run, batches: Manifest, step: int | None, row: int | None) -> pa.Table:
+    table = dispositions_of(run, batches)
+    wanted = pl.col("disposition") == "consumed"
+    if step is not None:
+        wanted &= pl.col("step") == step
+    if row is not None:
+        wanted &= pl.col("row") == row
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
+    return frame.filter(wanted).sort("step", "row", "segment").to_arrow()
+
+
+def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
+    frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
+    found = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
+    if not found:
+        raise ObjectMissing(
+            f"no processed round of run {run.run_id!r} has a rollout {rollout_id!r}: expected a "
+            f'rollout_id, such as `marin-rl sql {run.run_id} "select rollout_id from rollouts"` '
+            "lists"
+        )
+    return found[0]
+
+
+def _add_slot(
+    graph: Lineage, run: Run, manifest: Manifest, sources: Sequence[str], **facts: Any
+) -> None:
+    kind = {"checkpoints": "checkpoint", "sft": "warm start"}.get(
+        manifest.slot.partition("/")[0], manifest.slot.partition("/")[0]
+    )
+    graph.add(
+        kind,
+        manifest.slot,
+        sources,
+        manifest=manifest.sha256,
+        created_at=manifest.created_at,
+        attempt=manifest.attempt,
+        parameters=manifest.extra.get("parameters_digest"),
+        tokenizer=manifest.extra.get("tokenizer_digest"),
+        chat_template=manifest.extra.get("chat_template_digest"),
+        code=" ".join(f"{name} {value}" for name, value in sorted(manifest.code.items())),
+        **facts,
+    )
+
+
+def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) -> None:
+    """Rollouts with their text, their shards with digests, and the checkpoints they came from."""
+    sealed = rollouts_manifest(run, round)
+    digests = {part.name: part.sha256 for part in sealed.parts}
+    wanted = pa.array(names)
+    found: dict[str, dict[str, Any]] = {}
+    for table in iter_shards(run, round, ROLLOUT_COLUMNS):
+        here = pc.is_in(  # pyright: ignore[reportAttributeAccessIssue]
+            table["rollout_id"], value_set=wanted
+        )
+        found |= {row["rollout_id"]: row for row in table.filter(here).to_pylist()}
+    for name in names:
+        row = found[name]
+        shard, version = shard_key(round, row.pop("shard")), row["policy_version_min"]
+        turns = [f"{turn['role']}: {turn['content']}" for turn in row.pop("turns")]
+        policy = checkpoint_slot(version)
+        facts = {key: value for key, value in row.items() if key != "rollout_id"}
+        graph.add("rollout", name, [shard, policy], **facts, text="\n".join(turns))
+        digest = digests[shard.rpartition("/")[2]]
+        graph.add("shard", shard, [sealed.slot], sha256=digest, url=run.store.url_of(shard))
+        _add_slot(graph, run, sealed, [parent.slot for parent in sealed.parents])
+        _add_policy(graph, run, policy)
+
+
+def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
+    """A checkpoint and the run that it belongs to, with its configuration."""
+    round = round_of(slot.rpartition("/")[2])
+    assert round is not None, f"expected a checkpoint, found {slot}"
+    owner = run.at_round(max(round - 1, 0))
+    found = read_manifest(run.store, slot)
+    record = read_record(owner.folder)
+    assert record is not None, "an opened run has its record"
+    if found is not None:
+        _add_slot(graph, run, found[0], [owner.run_id])
+    graph.add(
+        "run",
+        owner.run_id,
+        url=owner.folder.url_of(RUN_KEY),
+        sha256=sha256_of(owner.folder.read(RUN_KEY)),
+        config_digest=record["content_digest"],
+        seed=record["seeds"]["run"],
+        code=" ".join(f"{name} {value}" for name, value in sorted(record["code"].items())),
+    )

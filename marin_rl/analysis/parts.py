@@ -1,0 +1,254 @@
+"""What the tables of runs are made of: committed Parquet objects, and LazyFrames over them.
+
+A part belongs to the run that wrote it: rounds that a fork shares are its ancestor's, so a part
+that several of the runs read is there once. Local files are scanned where they lie; objects
+elsewhere are fetched when a query is run, and those of rounds that it does not ask for are not.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+from polars.io.plugins import register_io_source
+
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.filesystem import ObjectStore
+from marin_rl.storage.runs import Run, round_of
+from marin_rl.storage.tables import FETCHES_MAX
+
+Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
+FrameOf = Callable[["Part", Columns], pl.LazyFrame]
+
+LOCAL_TOGETHER = 32  # local parts that are read side by side where each is a frame of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One committed Parquet object: the run that wrote it, the round that its rows are of."""
+
+    store: ObjectStore
+    run_id: str
+    round: int
+    key: str
+
+    @property
+    def path(self) -> str | None:
+        """Where it lies on this machine, if it does."""
+        path = self.store.local_path(self.key)
+        return None if path is None else str(path)
+
+    def open(self) -> str | io.BytesIO:
+        """What readers take: the path, or the bytes."""
+        return self.path or io.BytesIO(self.store.read(self.key))
+
+
+def sealed(runs: Sequence[Run], kind: str, prefix: str, *, behind: int = 0) -> list[Part]:
+    """The parts that committed manifests of a kind name, each once, in order of runs and rounds.
+
+    A slot's round is `behind` rounds after that of its rows: scores lie in the checkpoint that
+    their round ended in.
+    """
+    seen, parts = set[tuple[str, str]](), []
+    for run in runs:
+        for number, name in _slots(run, kind):
+            round, slot = number - behind, f"{kind}/{name}"
+            owner = run.player_of(round)
+            if round < 0 or (owner, slot) in seen:
+                continue
+            seen.add((owner, slot))
+            found = read_manifest(run.store, slot)
+            names = [part.name for part in found[0].parts] if found else []
+            parts += [
+                Part(store=run.store, run_id=owner, round=round, key=f"{slot}/{name}")
+                for name in names
+                if name.startswith(prefix) and name.endswith(".parquet")
+            ]
+    return parts
+
+
+def of_metrics(runs: Sequence[Run]) -> list[Part]:
+    """The metrics of all closed rounds, each once, in order of runs and rounds."""
+    parts = [
+        Part(store=run.store, run_id=run.player_of(round), round=round, key=f"metrics/{name}")
+        for run in runs
+        for round, name in _slots(run, "metrics")
+    ]
+    return list({(part.run_id, part.key): part for part in parts}.values())
+
+
+def _slots(run: Run, kind: str) -> list[tuple[int, str]]:
+    rounds = {round_of(name): name for name in run.store.children(kind)}
+    return sorted((round, name) for round, name in rounds.items() if round is not None)
+
+
+def frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
+    """All parts as one frame with the columns of `schema`; those an old file lacks are null.
+
+    Where files lack `run_id`, it is that of the run that wrote them.
+    """
+    columns = columns_of(schema)
+    if not parts:
+        return empty(columns)
+    if all(part.path for part in parts):
+        return scan([part.path for part in parts], columns)
+    return fetched(parts, columns, lambda part, columns: scan(part.open(), columns))
+
+
+def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
+    """The same for files without `run_id`, which comes first: that of the run that wrote them."""
+    inside, columns = columns_of(schema), {"run_id": pl.String, **columns_of(schema)}
+    if not parts:
+        return empty(columns)
+    if not all(part.path for part in parts):
+        return fetched(parts, columns, lambda part, _: _stamped(part, scan(part.open(), inside)))
+    owned = groupby(parts, key=lambda part: part.run_id)
+    return pl.concat(
+        scan([part.path for part in own], inside).select(_literal(owner), pl.all())
+        for owner, own in owned
+    )
+
+
+def placed_frame(
+    parts: Sequence[Part], schema: pa.Schema, listed: Sequence[str] = ()
+) -> pl.LazyFrame:
+    """The same for files without `run_id` and `round`, which come first.
+
+    `listed` are columns of fixed-size lists, which become plain ones.
+    """
+    inside = columns_of(schema)
+    columns = {"run_id": pl.String, "round": pl.Int32, **inside}
+    if not parts:
+        return empty(columns)
+
+    def read(part: Part, _: Columns) -> pl.LazyFrame:
+        if not listed:
+            found = scan(part.open(), inside)
+        else:
+            plain = (pl.col(name).arr.to_list() for name in listed)
+            found = pl.scan_parquet(part.open(), hive_partitioning=False).with_columns(plain)
+        round = pl.lit(part.round, pl.Int32).alias("round")
+        return found.select(_literal(part.run_id), round, *inside)
+
+    return fetched(parts, columns, read)
+
+
+def united_frame(parts: Sequence[Part], first: pa.Schema) -> pl.LazyFrame:
+    """The columns of `first`, then of all parts, in the order in which they come up.
+
+    Footers are read here, and objects elsewhere whole, many at once, for these parts are small.
+    Raises CorruptObject.
+    """
+    if not parts:
+        return empty(columns_of(first))
+    local = all(part.path for part in parts)
+    if local:
+        opened: list[Any] = [part.path for part in parts]
+    else:
+        with ThreadPoolExecutor(FETCHES_MAX) as pool:
+            opened = list(pool.map(Part.open, parts))
+    columns = dict(columns_of(first))
+    for part, source in zip(parts, opened, strict=True):
+        columns |= _footer(part, source)
+    return scan(opened, columns)
+
+
+def _footer(part: Part, source: Any) -> Columns:
+    try:
+        return pl.read_parquet_schema(source)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        url = part.store.url_of(part.key)
+        raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
+
+
+def scan(source: Any, columns: Columns) -> pl.LazyFrame:
+    """Polars' own reader, of one version's files or another's."""
+    return pl.scan_parquet(
+        source,
+        schema=dict(columns),
+        missing_columns="insert",
+        extra_columns="ignore",
+        hive_partitioning=False,
+    )
+
+
+def fetched(parts: Sequence[Part], columns: Columns, frame_of: FrameOf) -> pl.LazyFrame:
+    """A frame that reads part by part when a query is run, by `frame_of`, and only what it asks."""
+    return register_io_source(
+        partial(_fetch, parts, columns, frame_of), schema=dict(columns), is_pure=True
+    )
+
+
+def _fetch(
+    parts: Sequence[Part],
+    columns: Columns,
+    frame_of: FrameOf,
+    with_columns: list[str] | None,
+    predicate: pl.Expr | None,
+    n_rows: int | None,
+    batch_size: int | None,
+) -> Iterator[pl.DataFrame]:
+    """Polars' contract of an io source: a few parts at a time, what was pushed down applied."""
+    del batch_size  # a part is a batch
+    if predicate is not None and n_rows is None:
+        parts = [part for part in parts if _may_hold(part, predicate)]
+    left = iter(parts)
+    while together := list(islice(left, _together(parts))):
+        found = pl.concat(frame_of(part, columns) for part in together)
+        if n_rows is not None:  # counts rows before the predicate
+            first = found.head(n_rows).collect()
+            n_rows -= first.height
+            found = first.lazy()
+        if predicate is not None:
+            found = found.filter(predicate)
+        if with_columns is not None:
+            found = found.select(with_columns)
+        yield found.collect()
+        if n_rows == 0:
+            return
+
+
+def _together(parts: Sequence[Part]) -> int:
+    return LOCAL_TOGETHER if all(part.path for part in parts) else 1
+
+
+def _may_hold(part: Part, predicate: pl.Expr) -> bool:
+    """False where a condition on the round alone refuses that of the part."""
+    place = pl.DataFrame({"round": [part.round]}, schema={"round": pl.Int32})
+    alone = [term for term in _terms(predicate) if set(term.meta.root_names()) == {"round"}]
+    return place.filter(*alone).height > 0 if alone else True
+
+
+def _terms(predicate: pl.Expr) -> list[pl.Expr]:
+    """The conditions that a predicate joins by `and`; itself where it is none of that kind."""
+    inputs = predicate.meta.pop()
+    for first, second in (inputs, inputs[::-1]) if len(inputs) == 2 else ():
+        if predicate.meta.eq(first & second):
+            return [*_terms(first), *_terms(second)]
+    return [predicate]
+
+
+def _stamped(part: Part, found: pl.LazyFrame) -> pl.LazyFrame:
+    return found.select(_literal(part.run_id), pl.all())
+
+
+def _literal(run_id: str) -> pl.Expr:
+    return pl.lit(run_id, pl.String).alias("run_id")
+
+
+def columns_of(schema: pa.Schema) -> Columns:
+    """Polars' types of Arrow's fields."""
+    found = pl.from_arrow(schema.empty_table())
+    assert isinstance(found, pl.DataFrame), "a table gives a frame"
+    return found.schema
+
+
+def empty(columns: Columns) -> pl.LazyFrame:
+    """No rows."""
+    return pl.DataFrame(schema=dict(columns)).lazy()

@@ -1,0 +1,261 @@
+"""What a look at a running run tells: where it is, how it goes, what is odd. From files alone.
+
+Nothing of the orchestrator is asked: the stage is told from the slots that are committed and the
+one that comes next, the process from the run's lock file, and warnings are rules over metric rows.
+Returns plain records; drawing them is `dashboard`'s business.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from marin_rl.analysis.follow import Followed
+from marin_rl.analysis.status import Unreadable, each_run, sample_rollouts
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.locks import Holder, holder_in
+from marin_rl.storage.runs import (
+    LOCK_KEY,
+    RoundProgress,
+    Run,
+    batches_slot,
+    checkpoint_slot,
+    latest_sft,
+    rollouts_slot,
+    rounds_planned,
+)
+
+Rows = Sequence[Mapping[str, Any]]
+Options = Mapping[str, Any] | None
+
+QUIET_ROUNDS = 5.0  # a run is quiet when nothing was committed for so many of its rounds
+QUIET_S_MIN = 120.0
+MISMATCH_KL_MAX = 0.01
+ERRORS_MAX = 0.05
+CUT_OFF_MAX = 0.5
+WITHOUT_SIGNAL_MAX = 0.8
+ENTROPY_LEFT_MIN = 0.1
+GAIN_MIN = 0.05
+ROUNDS_JUDGED = 10
+SAMPLED_MAX = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What comes next in a run: `name` in words, `done` of `total` where it has parts."""
+
+    name: str
+    round: int
+    done: int = 0
+    total: int = 0
+    ended: bool = False
+
+    @property
+    def told(self) -> str:
+        """In a few words: generating round 12 (1 of 2 shards)."""
+        if self.ended:
+            return "complete"
+        parts = f" ({self.done} of {self.total})" if self.total else ""
+        return f"{self.name}{parts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One look at a run. `idle_s` is since its last commit.
+
+    `holder` is the process that holds the run, on the machine `holder_host`; whether one of another
+    machine still runs cannot be known here.
+    """
+
+    run_id: str
+    rounds: int
+    trained: int
+    stage: Stage
+    idle_s: float | None
+    holder: int | None
+    holder_host: str | None
+    rows: Rows
+    samples: Sequence[Mapping[str, Any]]
+    warnings: Sequence[str]
+
+
+class Watched:
+    """The runs under a root, looked at again and again: what cannot change is read once."""
+
+    def __init__(self, root: str, options: Options = None) -> None:
+        self._root, self._options = root, options
+        self._followed: dict[str, Followed] = {}
+        self._sampled: dict[tuple[str, int, int, int], Sequence[Mapping[str, Any]]] = {}
+
+    def one(self, run_id: str, *, samples: int = 3) -> Look:
+        """How a run stands now. Raises ObjectMissing naming the runs there are, CorruptObject."""
+        if run_id not in self._followed:
+            self._followed[run_id] = Followed(Run.open(self._root, run_id, self._options))
+        followed = self._followed[run_id]
+        run, found = followed.run, followed.progress()
+        rows = followed.rows(found)
+        stage = stage_of(run, found)
+        idle_s = _idle_s(run, stage.round, datetime.now(UTC))
+        holder = holder_of(run)
+        alive = holder is not None and holder.alive
+        told = warnings_of(rows)
+        if not stage.ended:
+            told += _standstill(rows, idle_s, None if alive else holder)
+        return Look(
+            run_id=run_id,
+            rounds=rounds_planned(run, _trained(found)),
+            trained=_trained(found),
+            stage=stage,
+            idle_s=idle_s,
+            holder=holder.pid if holder and alive else None,
+            holder_host=holder.host if holder and alive else None,
+            rows=rows,
+            samples=self._samples(followed, found, samples),
+            warnings=told,
+        )
+
+    def all(self) -> list[Look | Unreadable]:
+        """A look at every run; one that cannot be read hides no other."""
+        return each_run(self._root, lambda name: self.one(name, samples=0), self._options)
+
+    def _samples(
+        self, followed: Followed, found: Mapping[int, RoundProgress], count: int
+    ) -> Sequence[Mapping[str, Any]]:
+        """Rollouts of the newest round that is sealed."""
+        sealed = [number for number, item in found.items() if item.rollouts]
+        if not count or not sealed:
+            return ()
+        key = (followed.run.run_id, followed.times_begun, sealed[-1], count)
+        if key not in self._sampled:
+            self._sampled = {key: _samples(followed.run, sealed[-1], count)}
+        return self._sampled[key]
+
+
+def look_at(root: str, run_id: str, options: Options = None, *, samples: int = 3) -> Look:
+    """One look at one run. Raises as `Watched.one`."""
+    return Watched(root, options).one(run_id, samples=samples)
+
+
+def look_at_all(root: str, options: Options = None) -> list[Look | Unreadable]:
+    """One look at every run under a root."""
+    return Watched(root, options).all()
+
+
+def stage_of(run: Run, found: Mapping[int, RoundProgress]) -> Stage:
+    """The first thing of the run that is not committed yet."""
+    if not any(item.checkpoint for item in found.values()):
+        return _warm_start(run)
+    round = _trained(found)
+    here = found.get(round, RoundProgress(round=round))
+    if round >= rounds_planned(run, round) and not here.shards:
+        holder = holder_of(run)
+        if holder is None or not holder.alive:
+            return Stage(name="complete", round=round, ended=True)
+        last = "going on after" if here.evaluation else "evaluating after"
+        return Stage(name=f"{last} round {round - 1}", round=round)
+    if not here.rollouts:
+        shards = run.config.rollouts.shards_per_round
+        return Stage(name=f"generating round {round}", round=round, done=here.shards, total=shards)
+    name = "training on" if here.batches else "processing"
+    return Stage(name=f"{name} round {round}", round=round)
+
+
+def warnings_of(rows: Rows) -> list[str]:
+    """What is odd in the latest rounds, a sentence each; nothing for a run that goes well."""
+    trained = [row for row in rows if row.get("reward") is not None]
+    if not trained:
+        return []
+    last = trained[-1]
+    limits = {
+        "mismatch_kl": (MISMATCH_KL_MAX, "sampler and trainer disagree: mismatch KL {:.3g}"),
+        "rollouts/errors": (ERRORS_MAX, "{:.0%} of the rollouts failed"),
+        "completions/clipped_ratio": (CUT_OFF_MAX, "{:.0%} of the completions are cut off"),
+        "frac_reward_zero_std": (WITHOUT_SIGNAL_MAX, "{:.0%} of the groups carry no signal"),
+        "updates/skipped": (0.0, "{:.0f} updates were not finite and were skipped"),
+        "weights/failures": (0.0, "giving weights to servers failed {:.0f} times"),
+    }
+    found = [
+        f"round {last['round']}: " + text.format(last[name])
+        for name, (most, text) in limits.items()
+        if last.get(name) is not None and last[name] > most
+    ]
+    return found + _collapse(trained) + _hacked(rows)
+
+
+def _collapse(rows: Rows) -> list[str]:
+    entropies = [row["entropy"] for row in rows if row.get("entropy") is not None]
+    if len(entropies) < 2 or entropies[0] <= 0 or entropies[-1] >= ENTROPY_LEFT_MIN * entropies[0]:
+        return []
+    share = entropies[-1] / entropies[0]
+    return [f"entropy fell to {share:.1%} of what it was: samples of a group become alike"]
+
+
+def _hacked(rows: Rows) -> list[str]:
+    """Reward that goes up while held-out accuracy does not, over the latest rounds."""
+    latest = rows[-2 * ROUNDS_JUDGED :]
+    rewards = [row["reward"] for row in latest if row.get("reward") is not None]
+    held_out = [row["eval/accuracy"] for row in latest if row.get("eval/accuracy") is not None]
+    if len(rewards) < ROUNDS_JUDGED or len(held_out) < 4:
+        return []
+    gain, held = _gain(rewards), _gain(held_out)
+    if gain < GAIN_MIN or held > 0:
+        return []
+    return [
+        f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by {held:+.3f}: "
+        "is the reward being hacked? See docs/reading-runs.md"
+    ]
+
+
+def _gain(values: Sequence[float]) -> float:
+    half = len(values) // 2
+    return statistics.fmean(values[half:]) - statistics.fmean(values[:half])
+
+
+def _standstill(rows: Rows, idle_s: float | None, gone: Holder | None) -> list[str]:
+    if gone is not None:
+        return [f"{gone}, which held the run, is gone: the same command goes on from here"]
+    times = [row["timing_s/round"] for row in rows if row.get("timing_s/round") is not None]
+    usual = statistics.median(times[-ROUNDS_JUDGED:]) if times else QUIET_S_MIN
+    if idle_s is None or idle_s < max(QUIET_ROUNDS * usual, QUIET_S_MIN):
+        return []
+    return [f"nothing was committed for {idle_s:.0f} s; a round takes about {usual:.0f} s"]
+
+
+def _warm_start(run: Run) -> Stage:
+    if run.config.policy.init != "sft":
+        return Stage(name="loading the policy", round=0)
+    done = latest_sft(run)
+    steps = int(done.slot.rpartition("-")[2]) if done else 0
+    return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
+
+
+def _trained(found: Mapping[int, RoundProgress]) -> int:
+    return max((number for number, item in found.items() if item.checkpoint), default=0)
+
+
+def _idle_s(run: Run, round: int, now: datetime) -> float | None:
+    """Seconds since the newest commit of this round or of the policy it starts from."""
+    slots = (checkpoint_slot(round), rollouts_slot(round), batches_slot(round))
+    found = [item for slot in slots if (item := read_manifest(run.store, slot))]
+    if not found:
+        return None
+    newest = max(datetime.fromisoformat(manifest.created_at) for manifest, _ in found)
+    return max(0.0, (now - newest).total_seconds())
+
+
+def holder_of(run: Run) -> Holder | None:
+    """The process that holds the run, or held it and did not let go; see `Holder.alive`."""
+    path = run.store.local_path(LOCK_KEY)
+    return None if path is None else holder_in(path)
+
+
+def _samples(run: Run, round_number: int, count: int) -> Sequence[Mapping[str, Any]]:
+    """Rollouts of a sealed round, each of another example: the best, the worst, and between."""
+    rows = sample_rollouts(run, round_number, SAMPLED_MAX)
+    examples = list({row["example"]: row for row in rows}.values())
+    examples.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
+    step = max(1, len(examples) - 1) / max(1, count - 1)
+    picked = {min(round(index * step), len(examples) - 1) for index in range(count)}
+    return [examples[index] for index in sorted(picked, reverse=True)]

@@ -1,0 +1,53 @@
+"""The commands about configurations: `doctor` and `config …`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from marin_rl.commands.options import ConfigFile, Overrides, load, out
+
+
+def doctor(
+    config_file: Annotated[Path, typer.Argument(help="YAML file")] = Path("configs/demo.yaml"),
+    *,
+    overrides: Overrides = None,
+) -> None:
+    """Check storage, model, tokenizer, devices, endpoints and Prefect; say what to fix."""
+    from marin_rl.doctor import examine
+
+    failed = False
+    for finding in examine(load(config_file, overrides)):
+        mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
+        out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
+        out.print(finding.detail, markup=False, highlight=False)
+        failed = failed or not finding.passed
+    if failed:
+        raise typer.Exit(1)
+
+
+def config_show(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
+    """Print the resolved configuration, defaults included."""
+    tree = load(config_file, overrides).model_dump(mode="json")
+    out.print(yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="")
+
+
+def config_validate(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
+    """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
+    config = load(config_file, overrides)
+    out.print(f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds")
+
+
+def config_reference() -> None:
+    """Print every key as Markdown: docs/configuration.md."""
+    from marin_rl.analysis.reference import configuration_markdown
+
+    out.print(configuration_markdown(), markup=False, highlight=False, end="", soft_wrap=True)
+
+
+def config_metrics() -> None:
+    """Print every metric with its formula as Markdown: docs/metrics.md."""
+    from marin_rl.analysis.reference import metrics_markdown
+
+    out.print(metrics_markdown(), markup=False, highlight=False, end="", soft_wrap=True)

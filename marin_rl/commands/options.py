@@ -1,0 +1,91 @@
+"""What commands have in common: options that mean the same everywhere, and the two consoles."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from datetime import date, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from marin_rl.config import Config, load_config, override, parse_config
+
+out = Console(emoji=False)  # what runs say is shown as it is, `:x:` included
+err = Console(stderr=True, emoji=False)
+
+ConfigFile = Annotated[
+    Path, typer.Argument(help="YAML file such as configs/demo.yaml, or a run's folder")
+]
+
+
+def _folder_name(text: str | None) -> str | None:
+    """Without the slash that shells add where they complete the name of a folder."""
+    return text and text.rstrip("/")
+
+
+RunName = Annotated[str, typer.Argument(help="run id", callback=_folder_name)]
+AnyRunName = Annotated[
+    str | None, typer.Argument(help="run id; none: all runs", callback=_folder_name)
+]
+Root = Annotated[
+    str, typer.Option("--root", envvar="MARIN_RL_ROOT", help="folder or URL that holds runs")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="dotted override; repeatable")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="a JSON object per line on standard output, nothing else")
+]
+
+
+def tell_json(value: Any) -> None:
+    """One line of JSON on standard output; numbers that are not finite are null, as JSON has none.
+
+    Durations are in seconds, dates are ISO 8601, paths and other things that JSON lacks are text.
+    """
+    typer.echo(json.dumps(_plain(value), default=_as_text))
+
+
+def _plain(value: Any) -> Any:
+    """The same with numbers that JSON has: SQL's sums and products of integers are decimals."""
+    if isinstance(value, Decimal):
+        return float(value) if value.as_tuple().exponent else int(value)  # as DuckDB's type says
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _as_text(value: Any) -> str:
+    return value.isoformat() if isinstance(value, date) else str(value)
+
+
+def complain(lines: Iterable[str]) -> None:
+    """Each line in red on standard error."""
+    for line in lines:
+        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def load(file: Path, overrides: list[str] | None, **given: Any) -> Config:
+    """The configuration in `file`, with overrides and what was `given` by options of their own.
+
+    `file` may be the folder of a run, also `.`: it stands for the configuration in its run.json.
+    """
+    items = [f"{key}={value}" for key, value in given.items() if value is not None]
+    changes = [*(overrides or ()), *items]
+    if not (file / "run.json").is_file():
+        return load_config(file, changes)
+    from marin_rl.storage.runs import Run
+
+    folder = file.resolve() if file.name in ("", "..") else file
+    run = Run.open(str(folder.parent), folder.name)
+    return parse_config(override(run.config.model_dump(mode="json"), changes), str(file))

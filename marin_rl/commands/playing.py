@@ -1,0 +1,213 @@
+"""The commands that work on a run, or serve it: `run`, `sft`, `reward-model`, `evaluate`, `serve`.
+
+Flows are found through the entry-point group `marin_rl.flows`: the library knows no orchestrator.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from marin_rl.commands.options import ConfigFile, Overrides, Root, RunName, err, load, out
+from marin_rl.config import Config, load_config, override, parse_config
+from marin_rl.errors import ConfigError
+from marin_rl.memory import share_one_heap
+
+INTERRUPTED = 130  # what shells report of a process that Ctrl-C ended
+
+
+def run(
+    config_file: ConfigFile,
+    *,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="name of the run")] = None,
+    root: Annotated[str | None, typer.Option("--root", help="folder or URL for runs")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="rounds to reach")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
+) -> None:
+    """Start a run, or continue it where it stopped; the same command does both."""
+    config = load(config_file, overrides, run_id=run_id, root=root, rounds=rounds)
+    if dry_run:
+        _print_plan(config)
+        return
+    _played("rl-loop", config)
+    _print_result(config, config_file)
+
+
+def sft(
+    config_file: ConfigFile,
+    *,
+    run_id: Annotated[str | None, typer.Option("--run-id")] = None,
+    root: Annotated[str | None, typer.Option("--root")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run only the supervised warm start of a run."""
+    _played("sft", load(config_file, overrides, run_id=run_id, root=root))
+
+
+def reward_model(
+    config_file: ConfigFile,
+    *,
+    run_id: Annotated[str | None, typer.Option("--run-id")] = None,
+    root: Annotated[str | None, typer.Option("--root")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a reward model from preference pairs, or continue where it stopped."""
+    config = load(config_file, overrides, run_id=run_id, root=root)
+    from marin_rl.display import key_values
+
+    trained = _played("reward-model", config)
+    facts = {name: f"{value:.4g}" for name, value in trained.summary.items()}
+    slot = f"{config.root.rstrip('/')}/{config.run_id}/{trained.slot}"
+    out.print(key_values(f"Reward model {config.run_id}", facts))
+    out.print(f"use it: --set environment.reward_model.checkpoint={slot}", soft_wrap=True)
+
+
+def evaluate(
+    run_name: RunName,
+    *,
+    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    root: Root = "runs",
+) -> None:
+    """Evaluate a committed checkpoint as its run is configured, and commit the rows with it.
+
+    `marin-rl eval` evaluates anything in any environment, and leaves runs as they are.
+    """
+    from marin_rl.storage.runs import Run
+
+    opened = Run.open(root, run_name)
+    _flow("evaluate")(opened.config, round_number)
+
+
+def serve(  # noqa: PLR0913 - each is an option that people type
+    *,
+    run_name: Annotated[str | None, typer.Option("--run", help="serve a run's checkpoint")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", envvar="MARIN_RL_CONFIG", help="YAML file; inference.* counts"),
+    ] = None,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
+    root: Root = "runs",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="take the run's later checkpoints as they come")
+    ] = False,
+    poll_s: Annotated[float, typer.Option("--poll-s", min=0.1, help="between two looks")] = 2.0,
+) -> None:
+    """Serve a model through the OpenAI protocol until interrupted."""
+    share_one_heap()
+    if (run_name is None) == (model is None):
+        raise ConfigError("serve needs exactly one of --run RUN_ID and --model FOLDER")
+    for flag, given in (("--follow", follow), ("--round", round_number is not None)):
+        if given and run_name is None:
+            raise ConfigError(f"{flag} needs a run: --run RUN_ID")
+    config = serving_config(config_file, overrides, root, run_name)
+    from marin_rl.serving.addresses import check_address
+
+    check_address(config.inference, host, port)
+    from marin_rl.serving.standalone import serve_checkpoint, serve_folder
+
+    if run_name is not None:
+        code = serve_checkpoint(
+            root, run_name, round_number, host, port, config=config, follow=follow, poll_s=poll_s
+        )
+        raise typer.Exit(code)
+    if model is not None:
+        raise typer.Exit(serve_folder(model, config, host, port))
+
+
+def serving_config(
+    file: Path | None, overrides: list[str] | None, root: str, run_name: str | None
+) -> Config:
+    """What a server goes by: the file's settings or the defaults, for a run its own ones.
+
+    Of a file beside a run only the section `inference` counts: the rest is the run's content.
+    """
+    given = load_config(file) if file else None
+    if run_name is None:
+        base = given or Config()
+    else:
+        from marin_rl.storage.runs import Run
+
+        base = Run.open(root, run_name).config
+        if given is not None:
+            base = base.model_copy(update={"inference": given.inference})
+    said = base.model_dump(mode="json", exclude_unset=True)  # a server sees what nobody chose
+    return parse_config(override(said, overrides or ()))
+
+
+def _played(flow: str, config: Config) -> Any:
+    """What a flow returns of a configuration, shown while it runs.
+
+    Raises ConfigError where the run's name has another content.
+    """
+    from marin_rl.display import RunDisplay, showing
+    from marin_rl.storage.runs import refuse_other_content
+
+    refuse_other_content(config)
+    start = _flow(flow)
+    with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
+        return start(config)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends a run with a word on how to go on, not with a trace."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        err.print("interrupted: what is committed stays; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _flow(name: str) -> Any:
+    share_one_heap()  # before what a flow imports starts its threads
+    found = entry_points(group="marin_rl.flows", name=name)
+    for point in found:
+        return point.load()
+    raise ConfigError(f"the flow {name!r} is not installed: reinstall marin-rl (`make install`)")
+
+
+def _print_plan(config: Config) -> None:
+    from marin_rl.display import key_values, plan_rows
+    from marin_rl.planning import plan
+
+    out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, plan(config))))
+
+
+def _print_result(config: Config, file: Path) -> None:
+    from marin_rl.analysis.report import write_learning_curve
+    from marin_rl.analysis.status import run_status
+    from marin_rl.display import rounds_table
+    from marin_rl.storage.runs import Run
+
+    opened = Run.open(config.root, config.run_id, config.storage_options)
+    found = run_status(config.root, config.run_id, config.storage_options)
+    out.print(rounds_table(found.rounds, f"Run {config.run_id}"))
+    if found.headline:
+        out.print(f"[bold]{found.headline}[/bold]")
+    out.print(f"learning curve: {write_learning_curve(opened, found.rounds)}", soft_wrap=True)
+    root = "" if config.root == "runs" else f" --root {config.root}"
+    average = "select round, avg(reward) as reward from rollouts group by round order by round"
+    out.print("\n[bold]Try next[/bold]")
+    for command in (
+        f'sql {config.run_id} "{average}"{root}',
+        f"rollouts {config.run_id} --round {min(3, config.rounds - 1)}{root}",
+        f"run {file} --run-id {config.run_id} --rounds {config.rounds + 20}{root}",
+    ):
+        out.print(f"  {_program()} {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """How this program was called, so that a printed command can be pasted."""
+    return "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"

@@ -1,0 +1,1 @@
+"""Pages of a run for a browser: one self-contained file, or served while it goes on."""

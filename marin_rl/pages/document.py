@@ -1,0 +1,163 @@
+"""A run as a page: gathers what is shown, round by round, and keeps what cannot change.
+
+A round that is sealed, batched and trained is read once; a page of a running run reads only what is
+new. Everything comes from committed slots.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import polars as pl
+
+from marin_rl.analysis.follow import Followed
+from marin_rl.analysis.scan import scan_evals
+from marin_rl.analysis.status import status_of
+from marin_rl.analysis.watch import stage_of
+from marin_rl.pages.charts import Spread, make_charts, spread_of
+from marin_rl.pages.picks import even_rounds
+from marin_rl.pages.records import Page, RoundSlots
+from marin_rl.pages.rounds import Amount, RoundPart, read_round
+from marin_rl.pages.slots import facts_of, round_slots
+from marin_rl.pages.tokens import TokenTexts
+from marin_rl.storage.runs import RoundProgress, Run
+
+TOKENS_OF_A_PAGE = 400_000
+CHARACTERS_OF_A_PAGE = 2_500_000
+TOKENS_MAX, CHARACTERS_MAX = 2048, 20_000
+
+Key = tuple[bool, bool, bool, Amount]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How many rollouts a page shows: of each shown round, and of the run."""
+
+    groups_per_round: int = 4
+    members_per_group: int = 4
+    rollouts_max: int = 1600
+
+    def rounds_max(self) -> int:
+        """Rounds of which rollouts are shown."""
+        return max(1, self.rollouts_max // max(1, self.groups_per_round * self.members_per_group))
+
+    def amount(self, rounds: int) -> Amount:
+        """Of one round, so that a page of `rounds` rounds keeps to a size that browsers like."""
+        each = max(1, self.groups_per_round * self.members_per_group)
+        count = each * min(max(rounds, 1), self.rounds_max())
+        return Amount(
+            groups=self.groups_per_round,
+            members=self.members_per_group,
+            tokens=max(64, min(TOKENS_MAX, TOKENS_OF_A_PAGE // count)),
+            characters=max(400, min(CHARACTERS_MAX, CHARACTERS_OF_A_PAGE // count)),
+        )
+
+
+class RunPage:
+    """The page of one run; `page()` gives it as it is now. Not for several threads at once."""
+
+    def __init__(self, run: Run, choice: Choice | None = None) -> None:
+        self._run, self._choice = run, choice or Choice()
+        self._followed = Followed(run)
+        self._times_begun = self._followed.times_begun
+        self._texts = TokenTexts(run.config.policy)
+        self._parts: dict[int, tuple[Key, RoundPart]] = {}
+        self._slots: dict[int, RoundSlots] = {}
+        self._held_out: dict[int, Spread] = {}
+
+    def page(self) -> Page:
+        """Everything that is committed now. Raises CorruptObject, NewerSchema, StoreUnavailable."""
+        run, found = self._run, self._followed.progress()
+        status = status_of(self._followed, found)
+        self._forget_another()
+        stage = stage_of(run, found)
+        parts = self._round_parts(found, status.planned)
+        self._read_evaluations(found)
+        charts, absent = make_charts(
+            status.rounds,
+            [part.spread for part in parts if part.spread is not None],
+            [self._held_out[round] for round in sorted(self._held_out)],
+        )
+        lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
+        lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
+        return Page(
+            facts=facts_of(run, status.headline, lines),
+            charts=charts,
+            absent=absent,
+            groups=[group for part in parts for group in part.groups],
+            rounds=[self._slots_of(number, found) for number in found if found[number].rollouts],
+            notes=self._notes(parts),
+            tokenizer_digest=self._texts.digest,
+            made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            stage="" if stage.ended else stage.told,
+            ended=stage.ended,
+        )
+
+    def _forget_another(self) -> None:
+        """Where the folder holds another run of the same name now, nothing of the old is shown."""
+        if self._followed.times_begun != self._times_begun:
+            self._times_begun = self._followed.times_begun
+            for kept in (self._parts, self._slots, self._held_out):
+                kept.clear()
+
+    def _round_parts(self, found: dict[int, RoundProgress], planned: int) -> list[RoundPart]:
+        sealed = [number for number in found if found[number].rollouts]
+        shown = set(even_rounds(sealed, self._choice.rounds_max()))
+        amount = self._choice.amount(planned)
+        for number in sealed:
+            of_round = amount if number in shown else Amount(groups=0)
+            trained = number + 1 in found and found[number + 1].checkpoint
+            key = (found[number].rollouts, found[number].batches, trained, of_round)
+            if self._parts.get(number, (None, None))[0] != key:
+                self._parts[number] = (key, read_round(self._run, number, of_round, self._texts))
+        return [self._parts[number][1] for number in sealed]
+
+    def _read_evaluations(self, found: dict[int, RoundProgress]) -> None:
+        new = [n for n in found if found[n].evaluation and n not in self._held_out]
+        if not new:
+            return
+        run = self._run
+        scanned = scan_evals(run.config.root, run.run_id, dict(run.config.storage_options))
+        frame = (
+            scanned.filter(pl.col("round").is_in(new))
+            .select("round", "example_id", "reward")
+            .collect()
+        )
+        for (number,), rows in frame.group_by("round"):
+            groups = rows.group_by("example_id").agg("reward")["reward"].to_list()
+            usable = [[r for r in group if r is not None and math.isfinite(r)] for group in groups]
+            spread = spread_of(int(number), usable)  # type: ignore[arg-type]  # an int column
+            if spread is not None:
+                self._held_out[spread.round] = spread
+
+    def _slots_of(self, number: int, found: dict[int, RoundProgress]) -> RoundSlots:
+        if number not in self._slots:
+            slots = round_slots(self._run, number)
+            trained = number + 1 in found and found[number + 1].checkpoint
+            if not trained:
+                return slots
+            self._slots[number] = slots
+        return self._slots[number]
+
+    def _notes(self, parts: Sequence[RoundPart]) -> list[str]:
+        shown = [part for part in parts if part.groups]
+        cards = sum(len(group.cards) for part in shown for group in part.groups)
+        total = sum(part.rollouts for part in parts)
+        every = len(shown) == len(parts)
+        rounds = "every round" if every else f"{len(shown)} of {len(parts)} rounds"
+        notes = [
+            f"Shown: {cards:,} of {total:,} rollouts, from {rounds}: the group whose rewards "
+            "differ most, those with the lowest and the highest mean, then others in order; of "
+            "each its best, its worst, then others in order. Nothing is picked by chance. Curves "
+            "are over all rollouts."
+        ]
+        digests = {part.tokenizer_digest for part in shown} - {""}
+        if self._texts.problem:
+            notes.append(f"Tokens are shown by their ids: {self._texts.problem}")
+        elif digests - {self._texts.digest}:
+            notes.append(
+                "Tokens are read with another tokenizer than the rollouts were sampled with: "
+                f"expected {', '.join(sorted(digests))}, found {self._texts.digest}."
+            )
+        return notes

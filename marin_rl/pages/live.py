@@ -1,0 +1,144 @@
+"""`marin-rl view`: the page of a run on this machine, which follows the run while it goes on.
+
+Reads only, on loopback only: who wants to look from elsewhere brings a tunnel. Host and Origin are
+checked, so that no other page can read a run through a browser. The data has an ETag; while nothing
+new is committed, asking again costs a listing.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import uvicorn
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from marin_rl.config import ServerConfig
+from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.pages.assets import policy, scripts
+from marin_rl.pages.document import RunPage
+from marin_rl.pages.html import live_html, page_json
+from marin_rl.serving.addresses import listen
+from marin_rl.serving.origins import Origins, is_loopback
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+HEADERS = {
+    "content-security-policy": policy("'self'", connect="'self'") + "; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Latest:
+    """The newest data of a page and its ETag, made anew at most every LOOK_EVERY_S seconds."""
+
+    def __init__(self, page: RunPage) -> None:
+        self._page = page
+        self._lock = threading.Lock()
+        self._made = -LOOK_EVERY_S
+        self._body, self._tag = b"", ""
+
+    def get(self) -> tuple[bytes, str]:
+        """(JSON, ETag). Raises what reading a run raises."""
+        with self._lock:
+            if time.monotonic() - self._made >= LOOK_EVERY_S:
+                made = page_json(self._page.page())
+                tag = f'"{hashlib.sha256(_without_clock(made)).hexdigest()[:32]}"'
+                if tag != self._tag:
+                    self._body, self._tag = made, tag
+                self._made = time.monotonic()
+            return self._body, self._tag
+
+
+def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
+    """The application: the page, its scripts and its data. GET and HEAD only."""
+    latest = Latest(page)
+    texts = {script.name: script.text for script in scripts()}
+
+    async def index(request: Request) -> Response:
+        del request
+        return HTMLResponse(live_html(run_id), headers=HEADERS)
+
+    async def asset(request: Request) -> Response:
+        text = texts.get(request.path_params["name"])
+        if text is None:
+            return PlainTextResponse("no such script", 404, headers=HEADERS)
+        return Response(text, media_type="text/javascript", headers=HEADERS)
+
+    async def data(request: Request) -> Response:
+        try:
+            body, tag = await to_thread.run_sync(latest.get)
+        except MarinRLError as error:
+            _log.warning("the run cannot be read: %s", error)
+            return PlainTextResponse(str(error), 503, headers=HEADERS)
+        headers = HEADERS | {"etag": tag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    routes = [
+        Route("/", index),
+        Route("/assets/{name}", asset),
+        Route("/data.json", data),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_OurPagesOnly, host=host)])
+
+
+def serve_view(
+    page: RunPage, run_id: str, host: str, port: int, told: Callable[[str], None]
+) -> None:
+    """Serve until interrupted; `told` gets the address. ConfigError for others than loopback."""
+    if not is_loopback(host):
+        raise ConfigError(
+            f"view listens on this machine only, found --host {host}: leave it at 127.0.0.1 and "
+            f"bring a tunnel, such as `ssh -L {port}:127.0.0.1:{port} MACHINE`"
+        )
+    app = view_app(page, run_id, host)
+    listener = listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    told(f"http://{shown}:{listener.getsockname()[1]}/")
+    # without a log_config, which would end the handlers of whoever logs in this process
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", access_log=False, http="h11", lifespan="off"
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+class _OurPagesOnly:
+    """ASGI middleware: refuses requests by other names than this machine's, or of other pages."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._origins = Origins(ServerConfig(), host, has_token=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
+        answer: Callable[[Scope, Receive, Send], Awaitable[None]] = self._app
+        if self._origins.refusal(headers) is not None:
+            answer = PlainTextResponse("this page is for this machine only", 403)
+        await answer(scope, receive, send)
+
+
+def _without_clock(data: bytes) -> bytes:
+    """Data without the moment it was made, which alone is no news."""
+    start = data.rfind(b'"made_at":"')
+    return data if start < 0 else data[:start] + data[data.index(b'"', start + 11) :]

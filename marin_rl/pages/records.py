@@ -1,0 +1,180 @@
+"""What a page says of a run: frozen records that become its JSON as they are.
+
+Nothing here reads files or makes HTML. Numbers that are not finite become null in the JSON; every
+text is raw, for escaping belongs to whoever shows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Number = float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line or one layer of bars: `y[i]` at round `x[i]`, within `low[i]` to `high[i]`."""
+
+    name: str
+    x: Sequence[int]
+    y: Sequence[Number]
+    low: Sequence[Number] | None = None
+    high: Sequence[Number] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One picture. `about` says in a sentence what it shows, for eyes and for screen readers."""
+
+    key: str
+    title: str
+    unit: str
+    about: str
+    lines: Sequence[Line]
+    kind: Literal["lines", "stack"] = "lines"
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A turn of a conversation; `left_out` characters were cut from its end."""
+
+    role: str
+    content: str
+    tool: str = ""
+    reward: Number = None
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The last tokens of a rollout, in parallel lists; `left_out` came before them.
+
+    `trained` is 1 where the token was the policy's own. `sampler` and `trainer` are logprobs in
+    nats, null where there is none; `entropies` as well; `clipped` is 1 where clipping stopped the
+    gradient.
+    """
+
+    left_out: int
+    ids: Sequence[int]
+    texts: Sequence[str]
+    trained: Sequence[int]
+    sampler: Sequence[Number]
+    trainer: Sequence[Number] | None = None
+    entropies: Sequence[Number] | None = None
+    clipped: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of a rollout; `round` is that of the batches, null while nothing is decided."""
+
+    kind: str = "undecided"
+    reason: str = ""
+    round: int | None = None
+    step: int | None = None
+    row: int | None = None
+    segment: int | None = None
+    advantage: Number = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One rollout as it is shown. `place` is best, worst or empty: its rank within the group."""
+
+    id: str
+    group: str
+    round: int
+    index: int
+    place: str
+    reward: Number
+    components: Sequence[tuple[str, float, float]]
+    status: str
+    finish: str
+    error: str
+    n_prompt: int
+    n_completion: int
+    policy: tuple[int, int]
+    policy_digest: str
+    model: str
+    shard: str
+    seconds: float
+    fate: Fate
+    turns: Sequence[Said]
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCard:
+    """One group: its example, all its rewards, and which of its rollouts are shown (`cards`).
+
+    `why` says why this group was picked; `mean` is over its valid rewards.
+    """
+
+    id: str
+    round: int
+    environment: str
+    example: str
+    answer: str
+    metadata: str
+    sampling: str
+    why: str
+    size: int
+    rewards: Sequence[Number]
+    mean: Number
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A committed slot of the run: what was made, from what, and by whom."""
+
+    name: str
+    title: str
+    sha256: str
+    created_at: str
+    attempt: str
+    bytes: int
+    rows: int | None
+    parents: Sequence[tuple[str, str]]
+    parts: Sequence[tuple[str, str]] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSlots:
+    """The slots of one round in the order they were made."""
+
+    round: int
+    slots: Sequence[Slot]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The head of the page and the account of where everything came from."""
+
+    run_id: str
+    root: str
+    headline: str
+    lines: Sequence[tuple[str, str]]
+    config: str
+    content_digest: str
+    environment: Sequence[tuple[str, str]]
+    code: Sequence[tuple[str, str]]
+    libraries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything a page shows. `notes` tell what is left out; `absent` are charts without data."""
+
+    facts: Facts
+    charts: Sequence[Chart]
+    absent: Sequence[str]
+    groups: Sequence[GroupCard]
+    rounds: Sequence[RoundSlots]
+    notes: Sequence[str]
+    tokenizer_digest: str = ""
+    made_at: str = ""
+    stage: str = ""
+    ended: bool = field(default=False)

@@ -1,0 +1,258 @@
+"""One round of a run for a page: its reward spread, and the rollouts that are shown of it.
+
+Read through the verifying readers: a page never shows a row whose file differs from its manifest.
+Light columns are read of all rollouts, tokens only of the row groups that hold a picked one.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from marin_rl.errors import ObjectMissing
+from marin_rl.pages.charts import Spread, spread_of
+from marin_rl.pages.picks import Member, Pick, pick
+from marin_rl.pages.records import Card, Fate, GroupCard, Said, Tokens
+from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
+from marin_rl.storage.batches import read_dispositions
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.rollouts import rollouts_manifest
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.scores import SCORES_PREFIX
+from marin_rl.storage.tables import TableReader, open_part, select
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.migrations import SCORES as SCORES_LADDER
+from schemas.rollouts import ROLLOUTS
+from schemas.scores import SCORES
+
+LIGHT = ("rollout_id", "group_id", "index_in_group", "reward", "status")
+LEFT_OUT = ("run_id", "messages", "attempt", "replica")
+SCORE_COLUMNS = ("rollout_id", "positions", "trainer_logprobs", "entropies", "clipped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much of a round is shown: groups, members of each, tokens and characters of each."""
+
+    groups: int = 4
+    members: int = 4
+    tokens: int = 512
+    characters: int = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPart:
+    """What one sealed round adds to a page."""
+
+    round: int
+    rollouts: int
+    spread: Spread | None
+    groups: Sequence[GroupCard]
+    tokenizer_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    name: str
+    reader: TableReader
+
+
+def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> RoundPart:
+    """A sealed round; `amount.groups` 0 reads no tokens.
+
+    Raises ObjectMissing while the round is not sealed, CorruptObject, NewerSchema.
+    """
+    manifest = rollouts_manifest(run, round)
+    shards = [
+        _Shard(part.name, open_part(run.store, manifest.slot, part, LADDER))
+        for part in manifest.parts
+    ]
+    light = pl.concat([_frame(shard.reader.table(select(ROLLOUTS, LIGHT))) for shard in shards])
+    members = _members(light)
+    valid = [[m.reward for m in group if m.reward is not None] for group in members.values()]
+    picks = pick(members, amount.groups, amount.members)
+    rows = _picked_rows(shards, picks) if picks else {}
+    reading = _Reading(
+        fates=_fates(run, round, rows),
+        scores=_scores(run, round, rows),
+        amount=amount,
+        texts=texts,
+    )
+    return RoundPart(
+        round=round,
+        rollouts=light.height,
+        spread=spread_of(round, valid),
+        groups=[_group(one, members[one.group_id], rows, reading) for one in picks],
+        tokenizer_digest=next((row["tokenizer_digest"] for row in rows.values()), ""),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What is known of the picked rollouts besides their rows, by rollout id."""
+
+    fates: Mapping[str, Fate]
+    scores: Mapping[str, Scores]
+    amount: Amount
+    texts: TokenTexts
+
+
+def _members(light: pl.DataFrame) -> dict[str, list[Member]]:
+    found: dict[str, list[Member]] = {}
+    for name, group, index, reward, status in light.rows():
+        usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
+        member = Member(rollout_id=name, index=index, reward=reward if usable else None)
+        found.setdefault(group, []).append(member)
+    return found
+
+
+def _picked_rows(shards: Sequence[_Shard], picks: Sequence[Pick]) -> dict[str, dict[str, Any]]:
+    wanted = {name for one in picks for name in one.members}
+    names = [name for name in ROLLOUTS.names if name not in LEFT_OUT]
+    rows: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        for index in range(shard.reader.row_groups):
+            ids = shard.reader.group(index, select(ROLLOUTS, ["rollout_id"]))["rollout_id"]
+            if wanted.isdisjoint(ids.to_pylist()):
+                continue
+            frame = _frame(shard.reader.group(index, select(ROLLOUTS, names)))
+            for row in frame.filter(pl.col("rollout_id").is_in(list(wanted))).iter_rows(named=True):
+                rows[row["rollout_id"]] = row | {"file": shard.name}
+    return rows
+
+
+def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
+    """By the round's own batches, or by those of later rounds where generation runs ahead."""
+    found: dict[str, Fate] = {}
+    last = round + max(run.config.batching.staleness_rounds_max, 0)
+    for decided in range(round, last + 1):
+        if len(found) == len(rows):
+            break
+        try:
+            frame = _frame(read_dispositions(run, decided))
+        except ObjectMissing:
+            continue
+        for row in frame.filter(pl.col("rollout_id").is_in(list(rows))).iter_rows(named=True):
+            found[row["rollout_id"]] = Fate(
+                kind=row["disposition"],
+                reason=row["reason"] or "",
+                round=decided,
+                step=row["step"],
+                row=row["row"],
+                segment=row["segment"],
+                advantage=row["advantage"],
+            )
+    return found
+
+
+def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
+    """What the trainer thought of the picked rollouts, where they were trained on in one piece."""
+    found: dict[str, Scores] = {}
+    last = round + max(run.config.batching.staleness_rounds_max, 0)
+    for trained in range(round, last + 1):
+        for row in _score_rows(run, trained, list(rows)) if rows else ():
+            name = row["rollout_id"]
+            whole = name not in found
+            found[name] = Scores.of(row) if whole else Scores.in_pieces()
+    return found
+
+
+def _score_rows(run: Run, trained: int, names: list[str]) -> Iterator[dict[str, Any]]:
+    sealed = read_manifest(run.store, checkpoint_slot(trained + 1))
+    if sealed is None:
+        return
+    manifest = sealed[0]
+    for part in manifest.parts:
+        if part.name.startswith(SCORES_PREFIX):
+            reader = open_part(run.store, manifest.slot, part, SCORES_LADDER)
+            frame = _frame(reader.table(select(SCORES, SCORE_COLUMNS)))
+            yield from frame.filter(pl.col("rollout_id").is_in(names)).iter_rows(named=True)
+
+
+def _group(
+    picked: Pick,
+    members: Sequence[Member],
+    rows: Mapping[str, dict[str, Any]],
+    reading: _Reading,
+) -> GroupCard:
+    first = rows[next(iter(picked.members))]
+    rewards = [member.reward for member in members]
+    valid = [reward for reward in rewards if reward is not None]
+    sampling = {k: v for k, v in first["sampling"].items() if k != "seed" and v not in (None, [])}
+    return GroupCard(
+        id=picked.group_id,
+        round=first["round"],
+        environment=first["environment"],
+        example=first["example_id"],
+        answer=_cut(first["answer"] or "", reading.amount.characters)[0],
+        metadata=_cut(first["metadata"], reading.amount.characters)[0],
+        sampling=json.dumps(sampling),
+        why=picked.why,
+        size=first["group_size"],
+        rewards=rewards,
+        mean=math.fsum(valid) / len(valid) if valid else None,
+        cards=[_card(rows[name], place, reading) for name, place in picked.members.items()],
+    )
+
+
+def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> Card:
+    name = row["rollout_id"]
+    spent = row["finished_at"] - row["started_at"]
+    return Card(
+        id=name,
+        group=row["group_id"],
+        round=row["round"],
+        index=row["index_in_group"],
+        place=place,
+        reward=row["reward"],
+        components=[(c["name"], c["value"], c["weight"]) for c in row["reward_components"]],
+        status=row["status"],
+        finish=row["finish_reason"],
+        error=_cut(row["error"] or "", reading.amount.characters)[0],
+        n_prompt=row["n_prompt_tokens"],
+        n_completion=row["n_completion_tokens"],
+        policy=(row["policy_version_min"], row["policy_version_max"]),
+        policy_digest=row["policy_digest"],
+        model=row["model"],
+        shard=row["file"],
+        seconds=spent.total_seconds(),
+        fate=reading.fates.get(name, Fate()),
+        turns=[_said(turn, reading.amount.characters) for turn in row["turns"]],
+        tokens=_tokens(row, reading),
+    )
+
+
+def _tokens(row: Mapping[str, Any], reading: _Reading) -> Tokens:
+    return tokens_of(
+        ids=row["token_ids"],
+        trained=row["loss_mask"],
+        sampler=row["logprobs"],
+        scores=reading.scores.get(row["rollout_id"]),
+        texts=reading.texts,
+        tokens_max=reading.amount.tokens,
+    )
+
+
+def _said(turn: Mapping[str, Any], characters: int) -> Said:
+    content, left_out = _cut(turn["content"], characters)
+    return Said(
+        role=turn["role"],
+        content=content,
+        tool=turn["tool_name"] or "",
+        reward=turn["reward"],
+        left_out=left_out,
+    )
+
+
+def _cut(text: str, characters: int) -> tuple[str, int]:
+    return text[:characters], max(0, len(text) - characters)
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
+    return frame

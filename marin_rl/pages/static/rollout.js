@@ -1,0 +1,150 @@
+// One rollout in a dialog: its tokens, turns, reward and fate, and where it came from and went.
+let shown = null;
+let neighbours = [];
+let modeOfTokens = "sampler";
+
+function openRollout(card, among) {
+  shown = card;
+  if (among) neighbours = among;
+  const group = state.groupOf.get(card.group);
+  byId("r-title").textContent = `Round ${card.round} · ${group.example} · sample ${card.index} of ${group.size}`;
+  byId("r-body").replaceChildren(...rolloutParts(card, group));
+  byId("r-body").scrollTop = 0;
+  const at = neighbours.indexOf(card);
+  byId("r-back").disabled = at <= 0;
+  byId("r-next").disabled = at < 0 || at >= neighbours.length - 1;
+  const dialog = byId("rollout");
+  if (!dialog.open) dialog.showModal();
+  const pressed = document.activeElement;
+  if (pressed.disabled || !["r-back", "r-next"].includes(pressed.id)) byId("r-title").focus();
+  history.replaceState(null, "", `#rollout=${encodeURIComponent(card.id)}`);
+}
+
+function stepRollout(by) {
+  const next = neighbours[neighbours.indexOf(shown) + by];
+  if (next) openRollout(next);
+}
+
+// Left and right go from rollout to rollout, but where these keys have a meaning of their own.
+function stepByKey(event) {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!by || event.altKey || event.ctrlKey || event.metaKey || event.target.matches("select, input")) return;
+  event.preventDefault();
+  stepRollout(by);
+}
+
+function closeRollout(target) {
+  byId("rollout").close();
+  if (!target) return;
+  location.hash = target;
+  const title = byId(`${target}-title`);
+  title.tabIndex = -1;
+  title.focus({ preventScroll: true });
+}
+
+function rolloutParts(card, group) {
+  return [
+    rolloutFacts(card, group),
+    ...tokenParts(card),
+    make("h3", {}, "Turns"), ...card.turns.flatMap(turnParts),
+    ...(card.error ? [make("h3", {}, "Error"), make("pre", { class: "said" }, card.error)] : []),
+    ...rewardParts(card, group),
+    make("h3", {}, "Lineage"), lineageOf(card),
+    ...siblingParts(card, group),
+  ];
+}
+
+function rolloutFacts(card, group) {
+  const list = make("dl", { class: "facts" });
+  const policy = card.policy[0] === card.policy[1] ? card.policy[0] : card.policy.join(" to ");
+  fillFacts(list, [
+    ["reward", show(card.reward)], ["advantage", show(card.fate.advantage)], ["fate", fateText(card.fate)],
+    ["status", card.finish ? `${card.status} (${card.finish})` : card.status],
+    ["tokens", `${show(card.n_prompt)} + ${show(card.n_completion)}`], ["policy version", policy],
+    ["seconds", show(card.seconds, 2)], ["sampling", group.sampling],
+  ]);
+  return list;
+}
+
+function tokenParts(card) {
+  const select = make("select", { "aria-label": "Colour tokens by" });
+  fillModes(select);
+  select.value = modeOfTokens;
+  const home = make("div");
+  const draw = () => {
+    modeOfTokens = select.value;
+    home.replaceChildren(legend(card.tokens, modeOfTokens), tokenText(card.tokens, modeOfTokens));
+  };
+  select.addEventListener("change", draw);
+  draw();
+  const table = make("details", {}, make("summary", {}, "Tokens as a table"));
+  table.addEventListener("toggle", () => { if (table.open && table.children.length === 1) table.append(tokenTable(card.tokens)); });
+  return [make("h3", {}, "Tokens, coloured by ", select), home, table];
+}
+
+function turnParts(turn) {
+  const name = turn.tool ? `${turn.role} (${turn.tool})` : turn.role;
+  const reward = turn.reward === null ? "" : ` · reward ${show(turn.reward)}`;
+  return [
+    make("div", { class: "note" }, name + reward),
+    make("div", { class: "said text" }, turn.content, turn.left_out ? ` … ${show(turn.left_out)} characters are left out` : ""),
+  ];
+}
+
+function rewardParts(card, group) {
+  const rows = card.components.map(([name, value, weight]) =>
+    make("tr", {}, make("th", { scope: "row" }, name), ...[value, weight, value * weight].map((cell) => make("td", { class: "number" }, show(cell)))));
+  const head = make("tr", {}, ...["component", "value", "weight", "counts"].map((cell, i) => make("th", { scope: "col", class: i ? "number" : null }, cell)));
+  return [
+    make("h3", {}, "Reward"),
+    group.answer ? make("p", {}, "reference answer: ", make("span", { class: "text" }, group.answer)) : null,
+    rows.length ? make("table", { class: "plain" }, make("thead", {}, head), make("tbody", {}, ...rows)) : make("p", { class: "note" }, "No components."),
+    make("details", {}, make("summary", {}, "The example's metadata"), make("pre", { class: "said" }, group.metadata)),
+  ].filter(Boolean);
+}
+
+function lineageOf(card) {
+  const slots = state.slotsOf.get(card.round) ?? [];
+  const named = (name) => slots.find((slot) => slot.name === name);
+  const rollouts = slots.find((slot) => slot.title === "rollouts");
+  const sampled = slots.find((slot) => slot.title === "policy that sampled");
+  const part = rollouts?.parts.find(([name]) => name === card.shard);
+  const same = sampled?.digest && sampled.digest === card.policy_digest;
+  const steps = [
+    ["This rollout", card.id, null],
+    ["stands in the shard", `${rollouts?.name ?? ""}/${card.shard}`, part?.[1]],
+    batchStep(card.fate, named),
+    trainedStep(card.fate),
+    ["It was sampled by the parameters", card.model, card.policy_digest],
+    sampled ? [same ? "which are those of the checkpoint" : "The checkpoint of its round", sampled.name, sampled.sha256] : null,
+    ["under the configuration", `run.json of ${state.page.facts.run_id}`, state.page.facts.content_digest],
+  ].filter(Boolean);
+  const list = make("ol", { class: "chain" }, ...steps.map(([what, name, digest]) => make("li", {},
+    make("div", { class: "what" }, what), make("div", { class: "mono" }, name), digest ? make("div", { class: "hash" }, digest) : null)));
+  return make("div", {}, list, make("div", { class: "buttons" },
+    make("button", { type: "button", onclick: () => { chooseLineage(card.round); closeRollout("lineage"); } }, `Slots of round ${card.round}`),
+    make("button", { type: "button", onclick: () => closeRollout("configuration") }, "Configuration")));
+}
+
+function batchStep(fate, named) {
+  if (fate.round === null) return ["No batches say yet what becomes of it", "undecided", null];
+  const slot = `batches/round-${String(fate.round).padStart(5, "0")}`;
+  const place = fate.kind === "consumed" ? `step ${fate.step}, row ${fate.row}, segment ${fate.segment}` : fateText(fate);
+  return [fate.kind === "consumed" ? "was trained on at" : "was not trained on", `${slot}: ${place}`, named(slot)?.sha256];
+}
+
+function trainedStep(fate) {
+  if (fate.kind !== "consumed") return null;
+  const after = `checkpoints/round-${String(fate.round + 1).padStart(5, "0")}`;
+  const slot = (state.slotsOf.get(fate.round) ?? []).find((item) => item.name === after);
+  return slot ? ["which made the checkpoint", after, slot.sha256] : ["which is still being trained", after, null];
+}
+
+function siblingParts(card, group) {
+  const others = group.cards.filter((other) => other !== card);
+  if (!others.length) return [];
+  const sides = make("div", { class: "sides" }, ...others.map((other) => side(other, modeOfTokens)));
+  return [make("h3", {}, `Others of its group (${group.cards.length} of ${group.size} shown)`), sides];
+}
+
+const fateText = (fate) => (fate.reason ? `${fate.kind}: ${fate.reason}` : fate.kind);

@@ -1,0 +1,166 @@
+"""Lineage: every edge is one that a manifest, a disposition or a rollout tells; pictures open."""
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+from whole_runs import play, whole_run
+
+from marin_rl.analysis.diff import compare_runs
+from marin_rl.analysis.graph import mermaid, write_graph
+from marin_rl.analysis.lineage import Edge, Lineage, as_text, as_tree, trace, trace_forward
+from marin_rl.cli import app
+from marin_rl.errors import ConfigError, InputError, ObjectMissing
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.forks import fork_run
+from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three rounds, and a fork from round 1 that has played one."""
+    root = tmp_path_factory.mktemp("runs")
+    fork = fork_run(whole_run(str(root), 3), 1, "fork", ["objective.advantage=grpo"])
+    start = latest_checkpoint(fork)
+    assert start is not None
+    play(fork, 1, start)
+    return root
+
+
+@pytest.fixture
+def run(root: Path) -> Run:
+    return Run.open(str(root), "run")
+
+
+def sources(graph: Lineage, name: str) -> set[str]:
+    return {edge.source for edge in graph.edges if edge.made == name}
+
+
+def test_an_update_leads_back_to_all_it_was_made_from(run: Run) -> None:
+    graph = trace(run, 1, step=0, row=2)
+    update, row, rollout = "round 1, step 0", "round 1, step 0, row 2", "run/round-00001/group-0/2"
+    assert sources(graph, checkpoint_slot(2)) == {update}
+    assert sources(graph, update) == {row, checkpoint_slot(1)}
+    assert sources(graph, row) == {rollout, "batches/round-00001"}
+    assert sources(graph, rollout) == {
+        "rollouts/round-00001/shard-0000.parquet", checkpoint_slot(1),
+    }  # fmt: skip
+    assert sources(graph, "rollouts/round-00001") == {checkpoint_slot(1)}
+    assert sources(graph, checkpoint_slot(1)) == {"run"}
+    assert sources(graph, "run") == set()
+    facts = graph.nodes[rollout].facts
+    assert facts["text"] == "user: what?\nassistant: HI"
+    assert facts["tokenizer_digest"] == "e" * 64
+    assert facts["reward"] == 1.0
+    assert graph.nodes[row].facts["advantage"] == 0.5  # 1 - (0 + 1 + 0.5) / 3
+    sealed = read_manifest(run.store, "rollouts/round-00001")
+    assert sealed is not None
+    shard = graph.nodes["rollouts/round-00001/shard-0000.parquet"].facts["sha256"]
+    assert shard == sealed[0].parts[0].sha256
+    assert graph.nodes["rollouts/round-00001"].facts["manifest"] == sealed[1]
+    assert graph.nodes["run"].facts["seed"] == 0
+
+
+def test_a_round_has_all_its_rollouts(run: Run) -> None:
+    kinds = [node.kind for node in trace(run, 0).nodes.values()]
+    assert (kinds.count("rollout"), kinds.count("shard"), kinds.count("update")) == (8, 2, 1)
+    with pytest.raises(ObjectMissing, match="no rollout stands in step 7"):
+        trace(run, 0, step=7)
+    with pytest.raises(ObjectMissing, match="is not committed"):
+        trace(run, 9)
+
+
+def test_a_rollout_leads_on_to_every_update_it_influenced(run: Run) -> None:
+    graph = trace_forward(run, "run/round-00001/group-1/3")
+    told = {n.name: n.facts.get("influenced") for n in graph.nodes.values()}
+    assert told[checkpoint_slot(2)] == "directly"
+    assert told[checkpoint_slot(3)] == "through the parameters"
+    assert checkpoint_slot(4) not in told
+    assert sources(graph, "round 1, step 0") == {"round 1, step 0, row 7"}
+    assert Edge(checkpoint_slot(3), checkpoint_slot(2)) in graph.edges
+    with pytest.raises(ObjectMissing, match="no processed round of run 'run' has a rollout 'x'"):
+        trace_forward(run, "x")
+
+
+def test_a_forks_lineage_ends_in_the_run_that_sampled(root: Path) -> None:
+    fork = Run.open(str(root), "fork")
+    assert "run" in trace(fork, 0).nodes
+    later = trace(fork, 1)
+    assert sources(later, checkpoint_slot(1)) == {"run"}
+    assert "fork/round-00001/group-0/0" in later.nodes
+    again = trace_forward(fork, "run/round-00000/group-0/0")
+    assert checkpoint_slot(2) in again.nodes
+    assert checkpoint_slot(3) not in again.nodes  # the parent went on without it
+
+
+def test_text_json_and_pictures(run: Run, tmp_path: Path) -> None:
+    graph = trace(run, 1, step=0, row=2)
+    assert "assistant: HI" in "\n".join(as_text(graph))
+    tree = json.loads(json.dumps(as_tree(graph)))
+    assert len(tree["nodes"]) == len(graph.nodes)
+    write_graph(graph, tmp_path / "graph.svg")
+    ElementTree.parse(tmp_path / "graph.svg")
+    write_graph(graph, tmp_path / "graph.png")
+    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
+    lines = mermaid(graph).splitlines()
+    assert lines[0] == "flowchart LR"
+    # The rollout's checkpoint is told by its shard already.
+    assert sum(" --> " in line for line in lines) == len(graph.edges) - 2
+    with pytest.raises(InputError, match="expected a picture named"):
+        write_graph(graph, tmp_path / "graph.gif")
+
+
+def test_runs_are_compared_by_what_they_did(root: Path, run: Run, tmp_path: Path) -> None:
+    found = compare_runs(run, Run.open(str(root), "fork"))
+    assert (found.parts_at, found.stage) == (1, "rollouts")
+    assert 'objective.advantage: "rloo" -> "grpo"' in found.settings
+    reward = next(curve for curve in found.curves if curve.metric == "reward")
+    assert (reward.round, reward.first, reward.second, reward.largest) == (1, 0.625, 0.625, 0.0)
+    shutil.copytree(root / "run", tmp_path / "run")
+    same = compare_runs(run, Run.open(str(tmp_path), "run"))
+    assert (same.parts_at, same.rounds, same.settings) == (None, 4, ())
+
+
+def invoke(root: Path, *arguments: str):
+    runner = CliRunner(env={"COLUMNS": "200"})
+    return runner.invoke(app, [*arguments, "--root", str(root)])
+
+
+def test_the_commands_print_and_end_as_they_should(root: Path, tmp_path: Path) -> None:
+    assert "assistant: HI" in invoke(root, "lineage", "run", "--step", "0", "--row", "1").output
+    told = invoke(root, "lineage", "run", "--reverse", "--rollout", "run/round-00001/group-1/3")
+    assert "influenced: directly" in told.output
+    assert isinstance(invoke(root, "lineage", "run", "--reverse").exception, ConfigError)
+    svg = tmp_path / "graph.svg"
+    tree = json.loads(invoke(root, "lineage", "run", "--json", "--graph", str(svg)).stdout)
+    assert {"nodes", "edges", "left_out"} == set(tree)
+    assert svg.exists()
+    parted = invoke(root, "diff", "run", "fork")
+    assert parted.exit_code == 1
+    assert "they part at round 1, in its rollouts" in parted.output
+    assert json.loads(invoke(root, "diff", "run", "fork", "--json").stdout)["parts_at"] == 1
+    assert invoke(root, "diff", "run", "run").exit_code == 0
+    lines = invoke(root, "audit", "run", "--json").stdout.splitlines()
+    assert [json.loads(line)["balances"][0]["tokens"]["consumed"] for line in lines] == [40] * 3
+    whole = invoke(root, "fsck", "run", "--json")
+    assert (whole.exit_code, json.loads(whole.stdout)["whole"]) == (0, True)
+    cleaned = invoke(root, "gc", "run", "--keep-last", "2", "--dry-run", "--json")
+    assert json.loads(cleaned.stdout)["garbage"] == []  # the fork reaches the rest
+    made = invoke(root, "fork", "run", "--from-round", "2", "--run-id", "other", "--json")
+    (ancestor,) = json.loads(made.stdout)["ancestors"]
+    assert (ancestor["run_id"], ancestor["through_round"]) == ("run", 2)
+    planned = CliRunner().invoke(app, ["run", str(root / "other"), "--dry-run"])
+    assert "Plan of other" in planned.output
+
+
+def test_fsck_fails_and_names_the_file(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "run", tmp_path / "run")
+    path = tmp_path / "run/rollouts/round-00001/shard-0001.parquet"
+    path.write_bytes(path.read_bytes()[:-3])
+    broken = invoke(tmp_path, "fsck", "run")
+    assert broken.exit_code == 1
+    assert f"truncated: {path}" in broken.output
+    assert "NOT WHOLE" in broken.output

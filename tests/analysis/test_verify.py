@@ -1,0 +1,333 @@
+"""A true run passes; whatever was altered after it is found, by metric and round."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
+from marin_rl.analysis.verify import UNREADABLE, verify_run
+from marin_rl.batching.build import build_round
+from marin_rl.cli import app
+from marin_rl.config import load_config
+from marin_rl.errors import ObjectMissing
+from marin_rl.resident import Resident
+from marin_rl.rollouts.evaluate import evaluate_round
+from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rounds import Stopwatch, close_round, transfer_metrics
+from marin_rl.storage.audit import audit_run
+from marin_rl.storage.metrics import _encode, read_metrics
+from marin_rl.storage.rollouts import seal_round
+from marin_rl.storage.runs import Run, metrics_key
+from marin_rl.types import SlotRef
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
+SETTINGS = (
+    "objective.kl_coefficient=0.1", "objective.ratio_level=token", "evaluation.samples=3",
+    "evaluation.k=[1,3]", "batching.sequences_per_step=6", "sampling.max_tokens=6",
+    "training.learning_rate=1e-2",
+)  # fmt: skip
+
+
+def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
+    watch, policy = Stopwatch(), resident.serve(checkpoint)
+    if round == 0:
+        asyncio.run(evaluate_round(run, round, policy))
+
+    async def generate() -> list[SlotRef]:
+        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in (0, 1)))
+
+    parts = asyncio.run(generate())
+    batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
+    trained = resident.train_round(round, batches, checkpoint)
+    steps = int(batches.summary["steps"])
+    close_round(run, round, watch.metrics() | transfer_metrics(policy.transfer, steps))
+    return trained
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run of two rounds of three steps each, with a reference and an evaluation."""
+    root = tmp_path_factory.mktemp("runs")
+    run = Run.create_or_open(load_config(DEBUG, [f"root={root}", *SETTINGS]))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        for round in range(2):
+            checkpoint = play(resident, run, round, checkpoint)
+    finally:
+        resident.close()
+    return root
+
+
+# Between them dppo, gspo and cispo, both corrections, every place of KL, every way to fill rows.
+OBJECTIVES = {
+    "packed dppo": (
+        "batching.packing=sequences", "batching.row_tokens=64", "objective.surrogate=dppo",
+        "objective.ratio_level=token", "objective.clip_low=0.02", "objective.clip_high=0.02",
+        "objective.importance_correction=masked", "objective.correction_low=0.81",
+        "sampling.top_p=0.8",
+        "objective.entropy_coefficient=0.1", "objective.overlong=soft_penalty",
+    ),
+    "shared gspo": (
+        "batching.packing=shared_prompt", "batching.row_tokens=64", "objective.surrogate=gspo",
+        "objective.ratio_level=sequence_mean", "objective.clip_high=0.001",
+        "objective.kl_placement=reward", "objective.kl_coefficient=0.5", "objective.kl_target=0.01",
+        "objective.kl_rate=1",
+    ),
+    "steered cispo": (
+        "objective.surrogate=cispo", "objective.clip_high=0.001", "objective.kl_coefficient=0.5",
+        "objective.kl_target=0.01", "objective.kl_rate=1", "objective.reference=average",
+        "objective.importance_correction=truncated", "objective.correction_level=sequence",
+        "objective.kl_estimator=k3_k2_gradient", "objective.cispo_clip_low=0.001",
+    ),
+    "packed reinforce++": (
+        "recipe=recipes/reinforce_pp.yaml", "objective.kl_coefficient=0.5",
+        "batching.packing=sequences", "batching.row_tokens=64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_runs_of_every_kind_of_objective_and_rows_pass(tmp_path: Path, choices) -> None:
+    reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        for round in range(2):
+            checkpoint = play(resident, run, round, checkpoint)
+    finally:
+        resident.close()
+    findings = list(verify_run(run))
+    assert [found.told for found in findings if found.problem] == []
+    found_in = {found.metric: found.found for found in findings if found.round == 1}
+    assert {"loss", "val/ratio", "scores/advantages", "scores/ratios"} <= set(found_in)
+    assert [audit.problems for audit in audit_run(run)] == [(), ()]
+    scores = scan_scores(tmp_path, "debug").collect()
+    places = scan_dispositions(tmp_path, "debug").filter(disposition="consumed").collect()
+    joined = scores.join(places, on="rollout_id", validate="1:1", suffix="_told")
+    assert joined.height == scores.height == places.height
+    for name in ("step", "row", "segment"):
+        assert joined[name].to_list() == joined[f"{name}_told"].to_list()
+    packing = run.config.batching.packing
+    assert (scores["segment"].max() > 1) == (packing != "none")
+    objective = run.config.objective
+    assert (scores["old_logprobs"].null_count() == 0) == (objective.importance_correction != "none")
+    assert (scores["reference_logprobs"].null_count() == 0) == (objective.kl_coefficient > 0)
+    if objective.kl_target is not None:  # so far from the target, it moves by a whole fifth
+        assert found_in["objective/kl_coefficient"] in (pytest.approx(0.4), pytest.approx(0.6))
+    if objective.kl_placement == "reward":
+        assert found_in["objective/kl"] != 0
+        apart = joined.filter(round=1).select(
+            (pl.col("advantages").list.first() - pl.col("advantage")).abs().max()
+        )
+        assert apart.item() > 1e-6  # the scores have the advantages that were trained on
+    if objective.importance_correction == "masked":
+        off = pl.col("clipped").list.sum().sum()
+        assert scores.select(off).item() > 0
+
+
+# Between them both trunks, both places of KL, whitened or not, one sequence a row and several.
+CRITICS = {
+    "own": ("recipe=recipes/ppo.yaml", "training.epochs=1", "training.critic.warmup_rounds=1"),
+    "shared": (
+        "recipe=recipes/ppo.yaml", "training.epochs=1", "training.critic.trunk=shared",
+        "training.critic.gamma=0.9", "training.critic.value_clip=0.01",
+        "objective.kl_placement=loss", "objective.advantage_scale=none",
+        "rollouts.group_size=1", "rollouts.groups_per_round=16", "batching.packing=sequences",
+        "batching.row_tokens=64", "training.critic.learning_rate=1e-2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", CRITICS.values(), ids=CRITICS)
+def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, choices) -> None:
+    reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        for round in range(2):
+            checkpoint = play(resident, run, round, checkpoint)
+    finally:
+        resident.close()
+    findings = list(verify_run(run))
+    assert [found.told for found in findings if found.problem] == []
+    found_in = {found.metric: found.found for found in findings if found.round == 1}
+    assert {
+        "loss", "loss/value_avg", "val/clipfrac_avg", "critic/explained_variance", "kl",
+        "scores/returns", "scores/advantages",
+    } <= set(found_in)  # fmt: skip
+    assert [audit.problems for audit in audit_run(run)] == [(), ()]
+    scores = scan_scores(tmp_path, "debug").collect()
+    assert all(scores[name].null_count() == 0 for name in ("values", "old_values", "returns"))
+    moved = scores.select((pl.col("values").explode() - pl.col("old_values").explode()).abs().max())
+    assert moved.item() > 1e-4  # later steps of a round see another critic than the first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", ["none", "truncated"])
+def test_a_run_of_several_passes_over_several_minibatches_passes(
+    tmp_path: Path, correction
+) -> None:
+    choices = ("training.epochs=3", f"objective.importance_correction={correction}")
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *SETTINGS, *choices]))
+    resident = Resident(run)
+    try:
+        checkpoint = resident.init_policy()
+        for round in range(2):
+            checkpoint = play(resident, run, round, checkpoint)
+    finally:
+        resident.close()
+    rows = read_metrics(run).to_pylist()
+    assert [row["updates/steps"] for row in rows] == [9, 18]  # three batches, each three times
+    findings = list(verify_run(run))
+    assert [found.told for found in findings if found.problem] == []
+    checked = {found.metric for found in findings if found.round == 1}
+    assert {"scores/ratios", "scores/advantages", "val/num_eos_tokens", "reward"} <= checked
+    # The last passes leave no scores, so what is an average over all of them is not believed.
+    assert not checked & {"loss", "val/ratio", "kl"}
+    scores = scan_scores(tmp_path, "debug").collect()
+    places = scan_dispositions(tmp_path, "debug").filter(disposition="consumed").collect()
+    assert scores.height == places.height  # those of the first pass alone
+    altered(run, 1, **{"val/num_eos_tokens": 1e6})
+    wrong = [found.metric for found in verify_run(run) if found.problem]
+    assert wrong == ["val/num_eos_tokens"]
+
+
+@pytest.fixture
+def copy(played: Path, tmp_path: Path) -> Run:
+    """The same run, to be altered."""
+    shutil.copytree(played / "debug", tmp_path / "debug")
+    return Run.open(str(tmp_path), "debug")
+
+
+def test_a_true_run_passes(played: Path) -> None:
+    findings = list(verify_run(Run.open(str(played), "debug")))
+    assert [found.told for found in findings if found.problem] == []
+    checked = {found.metric for found in findings if found.round == 1}
+    assert {
+        "loss", "loss/policy_avg", "kl", "objective/kl", "objective/rlhf_reward", "val/ratio",
+        "clip_ratio/region", "mismatch_kl", "reward", "storage/bytes", "episode", "env/echo/errors",
+        "completions/mean_length", "replay/enqueue", "val/num_eos_tokens", "train/output_length",
+    } <= checked  # fmt: skip
+    assert "eval/pass@3/low" in {found.metric for found in findings if found.round == 0}
+    assert not checked & {"timing_s/round", "grad_norm", "eps", "weights/seconds"}
+
+
+def test_the_steps_were_not_all_on_policy(played: Path) -> None:
+    """Otherwise ratios of exactly 1 would prove nothing."""
+    ratios = scan_scores(played, "debug").select(pl.col("ratios").explode()).collect()["ratios"]
+    assert ratios.std() > 1e-3
+
+
+def altered(run: Run, round: int, **changes: float | None) -> None:
+    """Write the metrics row of a round anew, with other values."""
+    (row,) = read_metrics(run, [round]).to_pylist()
+    kept = {name: value for name, value in row.items() if name not in ("run_id", "round")}
+    told = {name: value for name, value in (kept | changes).items() if value is not None}
+    path = run.store.local_path(metrics_key(round))
+    assert path is not None
+    path.write_bytes(_encode(run.run_id, round, told, {"attempt": "a", "fingerprint": "f"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("reward", 0.75, "round 1: reward differs: expected "),
+        ("loss", 1.0, "round 1: loss differs: expected "),
+        ("eval/accuracy", 0.5, "round 1: (unreadable)"),
+        ("kl", None, "round 1: kl is missing from the row: expected "),
+        ("rewards/other/mean", 1.0, "round 1: rewards/other/mean is in the row, but no file"),
+    ],
+)
+def test_an_altered_row_is_found(copy: Run, name: str, value: float | None, told: str) -> None:
+    altered(copy, 1, **{name: value})
+    wrong = [found for found in verify_run(copy) if found.problem]
+    if told.endswith(UNREADABLE):  # an evaluation that was never made
+        assert "evals/round-00001 is not committed" in wrong[0].told
+    else:
+        assert wrong[0].told.startswith(told)
+        assert f"found {'none' if value is None else f'{value:.9g}'}" in wrong[0].told
+    assert {found.round for found in wrong} == {1}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "rollouts/round-00000/shard-0001.parquet",
+        "batches/round-00000/batches-*.parquet",
+        "batches/round-00000/dispositions-*.parquet",
+        "checkpoints/round-00001/scores-*.parquet",
+        "evals/round-00000/evals-*.parquet",
+    ],
+)
+def test_an_altered_file_is_found(copy: Run, tmp_path: Path, pattern: str) -> None:
+    (path,) = (tmp_path / "debug").glob(pattern)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    wrong = [found for found in verify_run(copy) if found.problem]
+    assert [(found.round, found.metric) for found in wrong] == [(0, UNREADABLE)]
+    assert path.name in wrong[0].problem
+
+
+def test_the_command_says_what_differs_and_fails(copy: Run, tmp_path: Path) -> None:
+    def invoke(*arguments: str):
+        runner = CliRunner(env={"COLUMNS": "200"})
+        return runner.invoke(
+            app, ["metrics", "verify", "debug", "--root", str(tmp_path), *arguments]
+        )
+
+    true = invoke()
+    assert true.exit_code == 0, true.output
+    assert "objective/rlhf_reward" in true.output
+    altered(copy, 0, entropy=9.0)
+    wrong = invoke()
+    assert wrong.exit_code == 1
+    assert "round 0: entropy differs: expected " in wrong.output
+    assert "found 9" in wrong.output
+    assert invoke("--round", "1").exit_code == 0
+    lines = [json.loads(line) for line in invoke("--json", "--round", "0").stdout.splitlines()]
+    (found,) = [line for line in lines if line["problem"]]
+    assert (found["metric"], found["round"], found["found"]) == ("entropy", 0, 9.0)
+
+
+def test_a_run_without_closed_rounds_is_told(tmp_path: Path) -> None:
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    with pytest.raises(ObjectMissing, match="no round has been closed"):
+        list(verify_run(run))
+
+
+def test_scores_join_their_rollouts_token_by_token(played: Path) -> None:
+    scores = scan_scores(played, "debug").collect()
+    assert scores.height == 32
+    assert scores["round"].unique().sort().to_list() == [0, 1]
+    rollouts = scan_rollouts(played, "debug").collect()
+    for row in scores.join(rollouts, on="rollout_id").iter_rows(named=True):
+        assert row["positions"] == [i for i, on in enumerate(row["loss_mask"]) if on]
+        assert row["sampler_logprobs"] == [row["logprobs"][i] for i in row["positions"]]
+        assert len(row["entropies"]) == row["n_completion_tokens"]
+        assert row["old_logprobs"] is None
+        assert row["reference_logprobs"] is not None
+    query = """
+        with tokens as (
+            select round, unnest(trainer_logprobs) as t, unnest(sampler_logprobs) as s from scores
+            where step = 0
+        )
+        select round, max(abs(t - s)) as apart from tokens group by round order by round
+    """
+    found = sql(played, "debug", query)
+    assert found["apart"].max() < 1e-4
+    said = read_metrics(Run.open(str(played), "debug"))["sampling/logp_difference/max"]
+    assert found["apart"].to_list() == pytest.approx(pa.array(said).to_pylist(), rel=1e-6)

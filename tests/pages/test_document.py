@@ -1,0 +1,205 @@
+"""A page shows what is committed, and no text of a run can become a part of it."""
+
+import hashlib
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import FINGERPRINT, commit_round, configuration, group, policy
+from shown_runs import HOSTILE, ROUNDS, add_round, shown_run
+
+from marin_rl.errors import CorruptObject
+from marin_rl.pages import document
+from marin_rl.pages.assets import scripts
+from marin_rl.pages.document import Choice, RunPage
+from marin_rl.pages.html import page_json, report_html
+from marin_rl.pages.records import Page
+from marin_rl.pages.slots import without_secrets
+from marin_rl.storage.rollouts import commit_shard
+from marin_rl.storage.runs import Run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return shown_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def page(run: Run) -> Page:
+    return RunPage(run).page()
+
+
+class Elements(HTMLParser):
+    """Counts what a browser would take for elements, and keeps the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.data = ""
+        self._in_data = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.sources += [value for name, value in attrs if name in ("src", "href") and value]
+        self._in_data = found.get("id") == "data"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self.data += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_data = False
+
+
+def parsed(html: str) -> Elements:
+    elements = Elements()
+    elements.feed(html)
+    elements.close()
+    return elements
+
+
+def test_a_page_is_self_contained_and_its_texts_are_only_text(page: Page) -> None:
+    html = report_html(page)
+    elements = parsed(html)
+    assert elements.tags.count("script") == len(scripts()) + 1  # and the data
+    assert {"img", "svg", "b"} & set(elements.tags) == set()
+    assert all(source.startswith(("#", "data:")) for source in elements.sources)
+    assert "<title>shown ·" in html
+    data = json.loads(elements.data)
+    contents = {
+        turn["content"]
+        for found in data["groups"]
+        for card in found["cards"]
+        for turn in card["turns"]
+    }
+    assert set(HOSTILE) <= contents
+    for script in scripts():
+        assert script.hash in html
+
+
+def test_scripts_cannot_end_their_own_element() -> None:
+    for script in scripts():
+        assert "</script" not in script.text.lower()
+        assert "<!--" not in script.text
+
+
+def test_cards_tell_reward_fate_tokens_and_place(page: Page) -> None:
+    (first,) = [found for found in page.groups if found.id == "round-00001/group-00000"]
+    assert (first.why, first.round, first.rewards) == ("rewards differ most", 1, [0.0, 1.0, 0.25])
+    assert math.isclose(first.mean or 0.0, 1.25 / 3)
+    worst, best, third = first.cards
+    assert [card.place for card in first.cards] == ["worst", "best", ""]
+    assert (best.reward, best.fate.kind, best.fate.round) == (1.0, "consumed", 1)
+    assert best.fate.advantage == pytest.approx(1.0 - 0.25 / 2)
+    assert (best.shard, best.policy, best.components) == (
+        "shard-0000.parquet",
+        (1, 1),
+        [("<b>correct</b>", 1.0, 1.0)],
+    )
+    tokens = worst.tokens
+    assert "".join(tokens.texts[3:-1]) == HOSTILE[0]
+    assert tokens.texts[-1] == "<|end|>"
+    assert tokens.sampler[:5] == [None, None, None, -0.5, -1.0]
+    assert tokens.trained[:5] == [0, 0, 0, 1, 1]
+    assert tokens.trainer is None
+    assert third.index == 2
+
+
+def test_what_failed_and_what_teaches_nothing_is_shown_too(page: Page) -> None:
+    cards = {card.id: card for found in page.groups for card in found.cards}
+    assert cards["round-00000/group-00002/001"].error == "it broke"
+    assert cards["round-00000/group-00002/001"].fate.kind == "failed"
+    assert cards["round-00000/group-00001/000"].fate.kind == "filtered"
+    assert f"Shown: {7 * ROUNDS} of {7 * ROUNDS} rollouts, from every round" in page.notes[0]
+
+
+def test_digests_are_those_of_the_manifests(run: Run, page: Page) -> None:
+    found = {slot.name: slot for item in page.rounds for slot in item.slots}
+    slot = found["rollouts/round-00002"]
+    path = run.store.local_path("rollouts/round-00002/manifest.json")
+    assert path is not None
+    assert slot.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    shard = path.with_name("shard-0000.parquet")
+    assert slot.parts == [(shard.name, hashlib.sha256(shard.read_bytes()).hexdigest())]
+    assert found["batches/round-00002"].parents == [("rollouts/round-00002", slot.sha256)]
+
+
+def test_curves_are_over_all_rollouts_of_committed_rounds(page: Page) -> None:
+    charts = {chart.key: chart for chart in page.charts}
+    training = charts["reward"].lines[0]
+    mean = (0.0 + 1.0 + 0.25 + 0.5 + 0.5 + 1.0) / 6
+    assert (training.name, list(training.x)) == ("training reward", [0, 1, 2])
+    assert training.y == pytest.approx([mean] * 3)
+    assert charts["entropy"].lines[0].y == pytest.approx([1.0, 0.5, 1 / 3])
+    assert "KL" in page.absent
+
+
+def test_a_page_follows_a_run_and_reads_what_is_old_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shown_run(tmp_path, rounds=4)
+    read: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        read.append(arguments[1])
+        return original(*arguments)
+
+    original = document.read_round
+    monkeypatch.setattr(document, "read_round", counted)
+    pages = RunPage(run)
+    assert len(pages.page().rounds) == 4
+    add_round(run, 4)
+    commit_shard(run, 5, 0, [group("open", [1.0])], FINGERPRINT, policy(5))
+    later = pages.page()
+    assert [item.round for item in later.rounds] == [0, 1, 2, 3, 4]
+    assert read == [0, 1, 2, 3, 4]
+    assert (later.stage, later.ended) == ("generating round 5 (1 of 1)", False)
+
+
+def test_a_batch_that_comes_later_is_shown_when_it_is_there(tmp_path: Path) -> None:
+    run = shown_run(tmp_path, rounds=1)
+    pages = RunPage(run)
+    commit_round(run, 1, [[group("late", [0.0, 1.0])]])
+    card = next(g for g in pages.page().groups if g.id == "late").cards[0]
+    assert (card.fate.kind, card.fate.round) == ("undecided", None)
+
+
+def test_many_rounds_give_way_and_the_page_says_so(tmp_path: Path) -> None:
+    run = shown_run(tmp_path, rounds=5)
+    choice = Choice(groups_per_round=1, members_per_group=2, rollouts_max=6)
+    page = RunPage(run, choice).page()
+    assert [found.round for found in page.groups] == [0, 2, 4]
+    assert "Shown: 6 of 35 rollouts, from 3 of 5 rounds" in page.notes[0]
+    assert list(page.charts[0].lines[0].x) == [0, 1, 2, 3, 4]
+
+
+def test_an_altered_shard_is_refused_not_shown(tmp_path: Path) -> None:
+    run = shown_run(tmp_path, rounds=1)
+    path = run.store.local_path("rollouts/round-00000/shard-0000.parquet")
+    assert path is not None
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptObject, match=r"shard-0000\.parquet: expected SHA-256"):
+        RunPage(run).page()
+
+
+def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
+    page = RunPage(Run.create_or_open(configuration(str(tmp_path)))).page()
+    data = json.loads(page_json(page))
+    assert (data["facts"]["run_id"], data["groups"], data["charts"]) == ("run", [], [])
+    assert "application/json" in report_html(page)
+
+
+def test_secrets_of_storage_are_not_shown() -> None:
+    options = {"project": "p", "secret": "hush", "client_kwargs": {"aws_session_token": "hush"}}
+    assert without_secrets(options) == {
+        "project": "p",
+        "secret": "(not shown)",
+        "client_kwargs": {"aws_session_token": "(not shown)"},
+    }
