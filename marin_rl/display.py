@@ -7,7 +7,7 @@ here and no file is written. Without a terminal, one plain line is printed per r
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,10 +20,16 @@ from marin_rl.config import Config
 from marin_rl.planning import Plan
 from marin_rl.progress import ProgressEvent, listening
 
+if TYPE_CHECKING:
+    from marin_rl.storage.audit import RoundAudit
+
+COUNTED = ("generated", "consumed", "filtered", "stale", "failed")
+TEXT_MAX = 4000  # characters of a cell or a line that a terminal is given
 SPARKS = "▁▂▃▄▅▆▇█"
 STAGES = {
     "start": "starting",
     "sft": "warm start",
+    "reward_model": "reward model",
     "serve": "loading weights",
     "generate": "generating",
     "process": "processing",
@@ -116,6 +122,8 @@ class RunDisplay:
             ("tokens/s", self._number("perf/tokens_per_second", "{:,.0f}")),
             ("entropy", self._number("entropy", "{:.3f}")),
             ("warm-start loss", self._number("sft/loss", "{:.3f}")),
+            ("preference loss", self._number("reward_model/loss", "{:.3f}")),
+            ("pairs in order", self._number("reward_model/accuracy", "{:.1%}")),
         ]
         shown = [(name, text) for name, text in cells if text]
         grid.add_row(*[f"[dim]{name}[/dim] [bold]{text}[/bold]" for name, text in shown])
@@ -162,6 +170,19 @@ def size(n_bytes: float | int) -> str:
     raise AssertionError("unreachable")
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: models write escape sequences too."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
+
+
+def shortened(text: str) -> str:
+    """The printable text, of which what is long is cut: a completion may be a megabyte."""
+    left = len(text) - TEXT_MAX
+    if left <= 0:
+        return printable(text)
+    return f"{printable(text[:TEXT_MAX])}… ({left:,} characters more: --json has them)"
+
+
 def key_values(title: str, rows: Mapping[str, Any]) -> Table:
     """A two-column table."""
     table = Table(title=title, show_header=False, title_justify="left")
@@ -186,7 +207,7 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
     table = Table(title=title, title_justify="left")
     table.add_column("round", justify="right")
     for heading, _ in columns.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for row in _selection(rows, limit):
         cells = [
             form.format(row[name]) if row.get(name) is not None else ""
@@ -204,7 +225,7 @@ def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
         cells = (row["prompt"], row["completion"], row["answer"], reward, row["status"])
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(Text(shortened(str(cell))) for cell in cells))
     return table
 
 
@@ -215,7 +236,87 @@ def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
         numeric = all(isinstance(row[index], int | float) for row in rows)
         table.add_column(name, justify="right" if numeric else "left")
     for row in rows:
-        table.add_row(*(Text(f"{v:.6g}" if isinstance(v, float) else str(v)) for v in row))
+        shown = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
+        table.add_row(*(Text(cell) for cell in shown))
+    return table
+
+
+def audit_table(reports: "Sequence[RoundAudit]") -> Table:
+    """A row per round, environment and policy version; cells are rollouts / tokens."""
+    table = Table(title="Rollouts / tokens", title_justify="left")
+    for name in ("round", "environment", "policy", *COUNTED, "length bias", "balanced"):
+        table.add_column(name, justify="left" if name in ("environment", "balanced") else "right")
+    for report in reports:
+        verdict = "yes" if report.balanced else "NO"
+        if not report.balances:
+            table.add_row(str(report.round), *[""] * (len(COUNTED) + 3), verdict)
+        for item in report.balances:
+            cells = [f"{item.rollouts[kind]} / {item.tokens[kind]}" for kind in COUNTED]
+            bias = "" if item.length_bias is None else f"{item.length_bias:+.1f}"
+            name = Text(item.environment)
+            table.add_row(str(report.round), name, str(item.policy_version), *cells, bias, verdict)
+    return table
+
+
+def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
+    """A row per reason for which anything was dropped, with lengths against what was kept."""
+    table = Table(title="Dropped", title_justify="left")
+    for name in (
+        "round",
+        "environment",
+        "policy",
+        "why",
+        "rollouts",
+        "tokens",
+        "mean length",
+        "kept",
+    ):
+        table.add_column(name, justify="left" if name in ("environment", "why") else "right")
+    for report in reports:
+        for item in report.balances:
+            kept = "" if item.mean_length is None else f"{item.mean_length:.1f}"
+            for lost in item.dropped:
+                table.add_row(
+                    str(report.round),
+                    Text(item.environment),
+                    str(item.policy_version),
+                    Text(f"{lost.disposition}: {lost.reason}"),
+                    str(lost.rollouts),
+                    str(lost.tokens),
+                    f"{lost.mean_length:.1f}",
+                    kept,
+                )
+    return table
+
+
+def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
+    """Metrics of an evaluation with their 95 % intervals where they have one."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("metric", "value", "95 % low", "high"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    for name, value in metrics.items():
+        if not name.endswith(("/low", "/high")):
+            bounds = (metrics.get(f"{name}/{side}") for side in ("low", "high"))
+            shown = ("" if bound is None else f"{bound:.4f}" for bound in bounds)
+            table.add_row(name, f"{value:.4f}", *shown)
+    return table
+
+
+def findings_table(findings: Sequence[Any]) -> Table:
+    """Metrics that were computed again: in how many rounds, and how far off they were at most.
+
+    `findings` are those of `marin_rl.analysis.verify`.
+    """
+    table = Table(title="Metrics, computed again", title_justify="left")
+    for heading in ("metric", "rounds", "largest difference", "wrong"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    names = dict.fromkeys(found.metric for found in findings)
+    for name in names:
+        own = [found for found in findings if found.metric == name]
+        apart = [abs(f.found - f.expected) for f in own if None not in (f.found, f.expected)]
+        largest = f"{max(apart):.1e}" if apart else ""
+        wrong = sum(bool(found.problem) for found in own)
+        table.add_row(name, str(len(own)), largest, str(wrong) if wrong else "")
     return table
 
 
@@ -238,6 +339,7 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
         "disk, batches": f"at most {size(plan.batch_disk_bytes)}",
+        "disk, scores": f"at most {size(plan.score_disk_bytes)}",
         "disk, checkpoints": or_unknown(plan.checkpoint_disk_bytes),
         "root": config.root,
     }
@@ -268,7 +370,7 @@ def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) ->
         if left is not None:
             parts.append(f"{duration(left)} left")
         console.print("  ".join(parts), highlight=False)
-    elif event.stage == "sft" and event.total and event.done % 50 == 0:
-        loss = event.metrics.get("sft/loss")
+    elif event.stage in ("sft", "reward_model") and event.total and event.done % 50 == 0:
+        loss = event.metrics.get(f"{event.stage}/loss")
         tail = f"  loss {loss:.3f}" if loss is not None else ""
-        console.print(f"warm start {event.done}/{event.total}{tail}", highlight=False)
+        console.print(f"{STAGES[event.stage]} {event.done}/{event.total}{tail}", highlight=False)

@@ -12,10 +12,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from marin_rl.config import Config, InferenceConfig
-from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, MarinRLError, StalePolicy
+from marin_rl.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    InputError,
+    MarinRLError,
+    ObjectMissing,
+    StalePolicy,
+)
 
 Check = Callable[[Config], str]
 
@@ -45,8 +54,10 @@ def storage(config: Config) -> str:
 def environment(config: Config) -> str:
     """The environment has examples, and training and held-out ones cannot meet."""
     from marin_rl.environments.base import environment_of
+    from marin_rl.rollouts.held_out import held_out_sets
 
     built = environment_of(config)
+    held_out_sets(config)
     example = built.example(config.environment.train_seed, 0, "train")
     return f"{built.name} {built.version}: {example.messages[-1].content!r:.60}"
 
@@ -151,6 +162,37 @@ def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
         return executor.submit(lambda: asyncio.run(ask())).result()
 
 
+def reward_model(config: Config) -> str:
+    """The reward model that judges is committed, and made for the policy's tokenizer."""
+    if config.environment.reward_model is None:
+        return "none configured"
+    from marin_rl.rollouts.rewards import reward_model_slot_of
+    from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+
+    names = TokenizerIdentity.of(tokenizer_for(config.policy))
+    found = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
+    return f"{found.run.store.url_of(found.ref.slot)}: {found.identity.parameters_digest[:12]}"
+
+
+def pairs(config: Config) -> str:
+    """The preference pairs are all well-formed, or a run has its own copy of them already."""
+    from marin_rl.storage.pairs import read_pairs
+    from marin_rl.storage.runs import Run, committed, pairs_slot
+
+    settings = config.reward_model
+    if settings is None:
+        raise ConfigError(
+            "there is no section reward_model: add one that names the file of preference pairs "
+            "(reward_model.pairs)"
+        )
+    if not Path(settings.pairs).exists():
+        with suppress(ObjectMissing):
+            run = Run.open(config.root, config.run_id, config.storage_options)
+            if committed(run, pairs_slot()) is not None:
+                return f"{settings.pairs} is gone; the run has its own copy"
+    return f"{settings.pairs}: {len(read_pairs(settings.pairs).pairs)} pairs"
+
+
 def orchestrator(config: Config) -> str:
     """The configured Prefect API answers; without one, runs use a temporary server."""
     url = os.environ.get("PREFECT_API_URL") or ""
@@ -174,10 +216,20 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("prompts", prompts),
     ("devices", devices),
     ("endpoints", endpoints),
+    ("reward model", reward_model),
     ("Prefect API", orchestrator),
 )
 
-BEFORE_A_RUN: tuple[Check, ...] = (storage, environment, tokenizer, model, prompts, endpoints)
+BEFORE_A_RUN: tuple[Check, ...] = (
+    storage,
+    environment,
+    tokenizer,
+    model,
+    prompts,
+    endpoints,
+    reward_model,
+)
+BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
 
 
 def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterator[Finding]:
@@ -189,7 +241,7 @@ def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterat
             yield Finding(name=name, passed=False, detail=f"{type(error).__name__}: {error}")
 
 
-def preflight(config: Config) -> None:
+def preflight(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> None:
     """Raise the first error that would surely end this run, before any work is done."""
-    for check in BEFORE_A_RUN:
+    for check in checks:
         check(config)

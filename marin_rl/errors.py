@@ -8,6 +8,7 @@
     │   ├── RootUnfit          the root does not honour create-if-absent, or cannot be written
     │   ├── CommitConflict     a slot is committed with another fingerprint
     │   ├── CommitUnknown      the store never said whether our create happened      (passes)
+    │   ├── CommitExpired      an attempt so old that gc may have taken its files     (passes)
     │   ├── StoreUnavailable   5xx, timeouts, broken connections                      (passes)
     │   ├── CorruptObject      bytes on disk do not match their digest or schema
     │   ├── NewerSchema        written by a newer version of this software
@@ -58,6 +59,12 @@ class CommitConflict(StorageError):
 
 class CommitUnknown(StorageError):
     """The store did not tell, until the deadline, whether our create took effect."""
+
+    transient = True
+
+
+class CommitExpired(StorageError):
+    """The attempt began so long ago that gc may have taken what it wrote; a new one can commit."""
 
     transient = True
 

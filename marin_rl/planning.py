@@ -1,7 +1,8 @@
 """What a run will ask for, computed from its configuration before anything starts.
 
-Used by `marin-rl run --dry-run`. Token counts are upper bounds (every prompt and completion at its
-limit); bytes per token are those measured on committed shards and batches (docs/on-disk-format.md).
+Used by `marin-rl run --dry-run`, and where a folder is served with a context that nobody chose.
+Token counts are upper bounds (every prompt and completion at its limit); bytes per token are those
+measured on committed shards and batches (docs/on-disk-format.md).
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
 """
 
@@ -14,9 +15,14 @@ from marin_rl.errors import InputError
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
 BATCH_BYTES_PER_TOKEN = 3.0
+SCORE_BYTES_PER_TOKEN = 17.0
 PARAMETER_BYTES = 4
 OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
+
+# Of a model that is served or evaluated where nobody says how long its context shall be.
+CONTEXT_TOKENS_MAX = 4096
+CACHE_BYTES_MAX = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +66,14 @@ class Plan:
     engine_cache_bytes: int | None
     rollout_disk_bytes: int
     batch_disk_bytes: int
+    score_disk_bytes: int
     checkpoint_disk_bytes: int | None
 
     @property
     def disk_bytes(self) -> int:
         """Everything the run leaves under its root."""
-        return self.rollout_disk_bytes + self.batch_disk_bytes + (self.checkpoint_disk_bytes or 0)
+        tables = self.rollout_disk_bytes + self.batch_disk_bytes + self.score_disk_bytes
+        return tables + (self.checkpoint_disk_bytes or 0)
 
 
 def architecture_of(config: Config) -> Architecture | None:
@@ -94,6 +102,20 @@ def architecture_of(config: Config) -> Architecture | None:
         raise InputError(f"{file}: expected a decoder's config.json, found {error!r}") from error
 
 
+def within_memory(config: Config) -> Config:
+    """With no more slots than CACHE_BYTES_MAX hold, where nobody chose the context's length.
+
+    The configuration names a model whose sizes are known: one of ours, or a folder that is here.
+    """
+    architecture, engine = architecture_of(config), config.inference.engine
+    assert architecture is not None, "a folder says what its model is"
+    of_slot = architecture.cache_bytes(config.policy.context_length, 4)
+    slots = max(1, min(engine.slots, CACHE_BYTES_MAX // of_slot))
+    fewer = {"slots": slots, "prefill_rows": min(engine.prefill_rows, slots)}
+    inference = {"engine": engine.model_copy(update=fewer)}
+    return config.model_copy(update={"inference": config.inference.model_copy(update=inference)})
+
+
 def plan(config: Config) -> Plan:
     """Multiply a configuration out."""
     architecture = architecture_of(config)
@@ -101,6 +123,8 @@ def plan(config: Config) -> Plan:
     sampled = rollouts * config.sampling.max_tokens
     trained = rollouts * config.policy.context_length
     parameters = architecture.parameters if architecture else None
+    critic = config.training.critic
+    learners = 2 if critic is not None and critic.trunk == "own" else 1
     value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
     slots = config.inference.engine.slots
     embedded = not config.inference.endpoints
@@ -114,7 +138,7 @@ def plan(config: Config) -> Plan:
         training_bytes=(
             None
             if parameters is None
-            else parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)  # weights, gradient, Adam
+            else learners * parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)  # gradient, Adam
         ),
         engine_cache_bytes=(
             architecture.cache_bytes(slots * config.policy.context_length, value_bytes)
@@ -123,10 +147,11 @@ def plan(config: Config) -> Plan:
         ),
         rollout_disk_bytes=int(trained * ROLLOUT_BYTES_PER_TOKEN),
         batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
+        score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
         checkpoint_disk_bytes=(
             None
             if parameters is None
-            else (config.rounds + 1) * parameters * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+            else (config.rounds + 1) * learners * parameters * (PARAMETER_BYTES + OPTIMIZER_BYTES)
         ),
     )
 

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal[
-    "start", "sft", "serve", "generate", "process", "train", "evaluate", "round", "done"
+    "start",
+    "sft",
+    "reward_model",
+    "serve",
+    "generate",
+    "process",
+    "train",
+    "evaluate",
+    "round",
+    "done",
 ]
 
 

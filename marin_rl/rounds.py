@@ -4,8 +4,9 @@ The stages leave their numbers in their own manifests, so the row of a round can
 whoever finishes it, also after a crash. Only wall-clock seconds are this process's own.
 """
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from marin_rl.metrics import is_defined
 from marin_rl.progress import ProgressEvent, publish
@@ -42,20 +43,16 @@ class Stopwatch:
         return laps | {"timing_s/round": time.monotonic() - self._began}
 
 
-def close_round(run: Run, round: int, seconds: Mapping[str, float]) -> SlotRef:
-    """Commit the metrics of a trained round and publish them; `seconds` are `timing_s/*`.
+def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
+    """Commit the metrics of a trained round and publish them.
 
-    Raises StorageError. A round that was closed before keeps its first metrics.
+    `measured` is what no file knows: `timing_s/*` and `weights/*`. Raises StorageError. A round
+    that was closed before keeps its first metrics.
     """
-    metrics = {**round_metrics(run, round), **seconds}
-    whole, sampling = metrics.get("timing_s/round"), metrics.get("timing_s/generate")
-    generated = metrics.get("rollouts/generated", 0.0)
-    if whole:
-        metrics["eps"] = generated / whole
-    if sampling and "completions/mean_length" in metrics:
-        answered = generated * (1 - metrics.get("rollouts/errors", 0.0))
-        tokens = answered * metrics["completions/mean_length"]
-        metrics["perf/tokens_per_second"] = tokens / sampling
+    manifests = _manifests(run, round)
+    metrics = {**_gathered(run, round, manifests), **measured}
+    metrics |= rates(metrics, _totals(manifests))
+    metrics["replay/occupancy"] = float(_waiting(run, round))
     ref = write_round_metrics(run, round, metrics)
     publish(
         ProgressEvent(
@@ -65,38 +62,126 @@ def close_round(run: Run, round: int, seconds: Mapping[str, float]) -> SlotRef:
     return ref
 
 
-def evaluations(run: Run) -> dict[int, dict[str, float]]:
-    """The `eval/*` metrics of every committed evaluation, by the checkpoint's round.
+def rates(metrics: Mapping[str, float], totals: Mapping[str, float]) -> dict[str, float]:
+    """What is so much per second or per step, as far as both sides of the fraction are known.
 
+    `totals` are those of the round's manifests.
+    """
+    found = {}
+    whole, sampling = metrics.get("timing_s/round"), metrics.get("timing_s/generate")
+    generated = metrics.get("rollouts/generated", 0.0)
+    if whole:
+        found["eps"] = generated / whole
+        for name, count in totals.items():
+            if name.startswith("env/") and name.endswith("/rollouts"):
+                found[f"{name.removesuffix('/rollouts')}/eps"] = count / whole
+    if sampling and "completions/mean_length" in metrics:
+        answered = generated * (1 - metrics.get("rollouts/errors", 0.0))
+        found["perf/tokens_per_second"] = answered * metrics["completions/mean_length"] / sampling
+    training, peak = metrics.get("timing_s/train"), totals.get("peak_flops_per_second")
+    if training and peak and "model_flops" in totals:
+        found["perf/mfu"] = totals["model_flops"] / (training * peak)
+    return found
+
+
+def transfer_metrics(measured: Mapping[str, float], steps: int) -> dict[str, float]:
+    """`weights/*` of a round of `steps` updates, from what giving its weights to servers took."""
+    found = {f"weights/{name}": measured[name] for name in ("bytes", "seconds", "failures")}
+    if steps:
+        found["weights/transfers_per_step"] = measured["transfers"] / steps
+    return found
+
+
+def evaluations(run: Run, rounds: Iterable[int] | None = None) -> dict[int, dict[str, float]]:
+    """The `eval/*` metrics of committed evaluations, by the checkpoint's round.
+
+    Only of `rounds` where they are given, which spares the listing.
     Row r of the metrics repeats the evaluation of checkpoint r. The last checkpoint has no row yet:
     it gets one when the run is continued, so writing one here would keep that row from being.
     """
-    rounds = (round_of(name) for name in run.store.children("evals"))
-    found = {
-        round: read_manifest(run.store, evals_slot(round)) for round in rounds if round is not None
-    }
+    if rounds is None:
+        named = (round_of(name) for name in run.store.children("evals"))
+        rounds = (round for round in named if round is not None)
+    found = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
     return {round: _defined(item[0]) for round, item in sorted(found.items()) if item}
 
 
 def round_metrics(run: Run, round: int) -> dict[str, float]:
     """Everything the round's manifests know of its metrics, and what the round committed."""
+    return _gathered(run, round, _manifests(run, round))
+
+
+def _manifests(run: Run, round: int) -> list[Manifest]:
     slots = (
         rollouts_slot(round),
         batches_slot(round),
         evals_slot(round),
         checkpoint_slot(round + 1),
     )
-    manifests = [found[0] for slot in slots if (found := read_manifest(run.store, slot))]
+    return [found[0] for slot in slots if (found := read_manifest(run.store, slot))]
+
+
+def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for manifest in manifests:
         metrics |= _defined(manifest)
+    return {
+        **metrics,
+        **rlhf_metrics(metrics),
+        **storage_metrics(manifests),
+        "episode": float(_episodes(run, round)),
+    }
+
+
+def _episodes(run: Run, round: int) -> int:
+    """Rollouts that were asked for up to a round, by whichever run played each."""
+    ends = [a.through_round for a in run.ancestors if a.through_round <= round]
+    edges = [0, *ends, round + 1]
+    total = 0
+    for begin, end in itertools.pairwise(edges):
+        if end > begin:
+            chosen = run.at_round(begin).config.rollouts
+            total += (end - begin) * chosen.groups_per_round * chosen.group_size
+    return total
+
+
+def rlhf_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Huang's decomposition of the reward, where rollouts were trained on.
+
+    Rewards here are the environment's; the KL term is what the round's coefficient makes of it,
+    whether it is a part of the loss or of the advantages.
+    """
+    if "objective/scores" not in metrics:
+        return {}
+    coefficient = metrics.get("objective/kl_coefficient", 0.0)
+    other = -coefficient * metrics.get("objective/kl", 0.0)
+    return {
+        "objective/non_score_reward": other,
+        "objective/rlhf_reward": metrics["objective/scores"] + other,
+    }
+
+
+def storage_metrics(manifests: Sequence[Manifest]) -> dict[str, float]:
+    """Bytes and objects of slots that are committed by these manifests."""
     parts = [part for manifest in manifests for part in manifest.parts]
-    per_round = run.config.rollouts.groups_per_round * run.config.rollouts.group_size
-    return metrics | {
-        "episode": float((round + 1) * per_round),
+    return {
         "storage/bytes": float(sum(part.bytes for part in parts)),
         "storage/objects": float(len(parts) + len(manifests)),
     }
+
+
+def _totals(manifests: Sequence[Manifest]) -> dict[str, float]:
+    return {name: float(value) for m in manifests for name, value in m.totals.items()}
+
+
+def _waiting(run: Run, round: int) -> int:
+    """Rollouts of sealed rounds after this one whose batches are not committed."""
+    count, ahead = 0, round + 1
+    while (sealed := read_manifest(run.store, rollouts_slot(ahead))) is not None:
+        if read_manifest(run.store, batches_slot(ahead)) is None:
+            count += int(sealed[0].totals.get("rows", 0))
+        ahead += 1
+    return count
 
 
 def _defined(manifest: Manifest) -> dict[str, float]:

@@ -6,6 +6,7 @@ outside the policy's vocabulary. Everything else takes the tokenizer as an objec
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,33 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             "trained with, or set policy.model.vocab_size to at least "
             f"{largest + 1} for a model built here"
         )
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list[int]]:
+    """How a text becomes ids, as the tokenizer does it: `encode(text, special)`.
+
+    `special` opens and ends the ids as the tokenizer would. Where transformers' own layers add
+    nothing but time, they are left out (see `is_direct`); what they would set for each text is set
+    once, so that several threads may encode.
+    """
+    if not is_direct(tokenizer):
+        return lambda text, special: tokenizer.encode(text, add_special_tokens=special)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return lambda text, special: backend.encode(text, add_special_tokens=special).ids
+
+
+def is_direct(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether texts become ids by the backend alone: no class has a way of its own."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    kinds = type(tokenizer).__mro__
+    derived = kinds[: kinds.index(PreTrainedTokenizerFast)]
+    own = {"encode", "_encode_plus", "_batch_encode_plus"}
+    return not any(own & vars(one).keys() for one in derived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, Int64
 
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["complete", "truncated", "aborted", "error"]
@@ -144,6 +144,33 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """Two answers to one prompt, of which `chosen` is the better; what reward models learn from.
+
+    `margin` is what the rewards should lie apart at least, `split` whether the pair is held out;
+    None leaves either to the configuration. `source`, the ids and the rewards say where the answers
+    came from. Token ids are prompt and answer together, as the model that answered saw them, under
+    the tokenizer and template of the two digests; without them the texts are tokenized.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    margin: float | None = None
+    split: Split | None = None
+    source: str | None = None
+    chosen_id: str | None = None
+    rejected_id: str | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+    chosen_token_ids: Int32[np.ndarray, " T"] | None = None
+    rejected_token_ids: Int32[np.ndarray, " U"] | None = None
+    tokenizer_digest: str | None = None
+    chat_template_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
     """The rows of one optimizer step, padded to one length T.
 
@@ -163,6 +190,26 @@ class TrainingBatch:
     rollout_ids: tuple[tuple[str, ...], ...] = ()
 
 
+def segment_lengths(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:
+    """Tokens of every segment of a batch, row by row; padding is none."""
+    width = int(batch.segment_ids.max(initial=0)) + 1
+    place_BT = batch.segment_ids + width * np.arange(len(batch.segment_ids))[:, None]
+    counts = np.bincount(place_BT.ravel(), minlength=width * len(batch.segment_ids))
+    lengths_BS = counts.reshape(-1, width)[:, 1:]
+    return lengths_BS[lengths_BS > 0].astype(np.int64)
+
+
+def segment_starts(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:
+    """The first position of every segment, in the order of `segment_lengths`."""
+    width = int(batch.segment_ids.max(initial=0)) + 1
+    place_BT = batch.segment_ids + width * np.arange(len(batch.segment_ids))[:, None]
+    unseen = np.iinfo(np.int64).max
+    first = np.full(width * len(batch.segment_ids), unseen)
+    np.minimum.at(first, place_BT.ravel(), batch.positions.ravel().astype(np.int64))
+    first_BS = first.reshape(-1, width)[:, 1:]
+    return first_BS[first_BS < unseen]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRef:
     """A committed slot: its key in the run, and the SHA-256 of its commit object.
@@ -179,7 +226,10 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """What a round samples from: endpoints (base URLs ending in /v1), model id, proven identity."""
+    """What a round samples from: endpoints (base URLs ending in /v1), model id, proven identity.
+
+    `transfer` is what giving it the weights took: bytes, seconds, transfers, failures.
+    """
 
     endpoints: tuple[str, ...]
     model: str
@@ -188,3 +238,4 @@ class ServedPolicy:
     tokenizer_digest: str
     chat_template_digest: str
     checkpoint: SlotRef
+    transfer: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)

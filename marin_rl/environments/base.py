@@ -79,6 +79,40 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Extracts(Protocol):
+    """What an environment may add: to say which part of a completion is its answer."""
+
+    def extract(self, completion: str) -> str | None:
+        """The answer in a completion, as votes are counted; None where there is none."""
+        ...
+
+
+@runtime_checkable
+class FixedSet(Protocol):
+    """What an environment may add: how many different held-out examples it has."""
+
+    @property
+    def eval_size(self) -> int:
+        """Number of different examples of the split `eval`."""
+        ...
+
+
+def answer_in(environment: Environment, completion: str) -> str | None:
+    """The answer that an environment extracts; the whole text, stripped, where it does not say.
+
+    None, which is no vote, where extracting fails.
+    """
+    if not isinstance(environment, Extracts):
+        return completion.strip() or None
+    try:
+        return environment.extract(completion)
+    except InputError:
+        raise
+    except Exception:  # noqa: BLE001 - what a function makes of a model's words must not end a run
+        return None
+
+
 OptionsT = TypeVar("OptionsT", bound=Section)
 
 Factory = Callable[[EnvironmentConfig], Environment]
@@ -133,17 +167,26 @@ def make_environment(
     would meet; InputError where there are no examples.
     """
     check_seeds_apart(config, config, train_examples=train_examples, eval_examples=eval_examples)
-    return _proven(config.model_dump_json())
+    return loaded_environment(config, "train", "eval")
 
 
-@lru_cache(maxsize=8)
-def _proven(config_json: str) -> Environment:
-    """Made once per process and configuration: some prepare for seconds, or read large files."""
-    config = EnvironmentConfig.model_validate_json(config_json)
-    environment = construct(config)
+def loaded_environment(config: EnvironmentConfig, *splits: Split) -> Environment:
+    """An environment, made once per process and configuration, with an example of each split.
+
+    Raises ConfigError for an unknown name or wrong options, InputError where one has no examples.
+    """
+    environment = _loaded(config.model_dump_json())
+    for split in splits:
+        seed = config.train_seed if split == "train" else config.eval_seed
+        environment.example(seed, 0, split)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _loaded(config_json: str) -> Environment:
+    """Some prepare for seconds, or read large files."""
+    environment = construct(EnvironmentConfig.model_validate_json(config_json))
     environment.load_examples()
-    environment.example(config.train_seed, 0, "train")
-    environment.example(config.eval_seed, 0, "eval")
     return environment
 
 
@@ -173,6 +216,7 @@ def check_seeds_apart(
     train_examples: int,
     eval_examples: int,
     section: str = "environment",
+    held_out_section: str = "environment",
 ) -> None:
     """Refuse seeds whose examples would meet: example i of seed s is made from s + i.
 
@@ -183,8 +227,9 @@ def check_seeds_apart(
     if first <= end and start <= last:
         raise ConfigError(
             f"{section}.train_seed {first} reaches {last} with {train_examples} training examples, "
-            f"environment.eval_seed {start} reaches {end} with {eval_examples} held-out ones: the "
-            "two ranges share examples; move the seeds further apart (by default 1000000000)"
+            f"{held_out_section}.eval_seed {start} reaches {end} with {eval_examples} held-out "
+            "ones: the two ranges share examples; move the seeds further apart (by default "
+            "1000000000)"
         )
 
 

@@ -32,7 +32,15 @@ class ChatOptions(Section):
 
     path: str = Field(description="JSONL or Parquet file of prompts")
     reward: str = Field(
-        pattern=r"^[\w.]+:\w+$", description="module:function(example, completion) -> number"
+        default="marin_rl.environments.answers:exact_match",
+        pattern=r"^[\w.]+:\w+$",
+        description="module:function(example, completion) -> number",
+    )
+    extract: str | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description="module:function(completion) -> answer or None, for majority votes; null: all "
+        "of the completion",
     )
     reward_weights: dict[str, float] = Field(
         default={}, description="weight by component name; 1 if not"
@@ -41,7 +49,7 @@ class ChatOptions(Section):
         default=1, ge=1, le=64, description="processes that run the function"
     )
     eval_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of rows that are held out"
+        default=0.1, gt=0, le=1, description="share of rows that are held out; 1: a fixed set"
     )
 
 
@@ -57,6 +65,8 @@ class Chat:
         self._path = Path(self._options.path)
         self._rows: dict[Split, list[dict[str, Any]]] = {"train": [], "eval": []}
         self._reward: Reward | None = None
+        if self._options.extract is not None:
+            check_importable(self._options.extract)
         self._order = lru_cache(maxsize=8)(_shuffled)
         self.version = "1"
         self.size: int | None = None
@@ -73,6 +83,11 @@ class Chat:
         self._rows = _rows_of(self._path, data, self._options.eval_fraction)
         self.version = f"1+{hashlib.sha256(data).hexdigest()[:12]}"
         self.size = len(self._rows["train"])
+
+    @property
+    def eval_size(self) -> int:
+        """Number of rows that are held out."""
+        return len(self._rows["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """The row at `index` in an order shuffled anew, by `seed`, each time around."""
@@ -99,6 +114,12 @@ class Chat:
     def demonstration(self, example: Example) -> str | None:
         """The answer that the prompt file gives, if it does."""
         return example.answer
+
+    def extract(self, completion: str) -> str | None:
+        """What the user's function takes for the answer. Raises InputError, or as it does."""
+        if self._options.extract is None:
+            return completion.strip() or None
+        return _function(self._options.extract)(completion)
 
     def load_scorer(self) -> None:
         """Import the reward function. Raises InputError where that does not work."""
@@ -127,7 +148,7 @@ def check_importable(path: str) -> None:
         raise InputError(f"reward function {path!r}: no module named {module!r} on sys.path")
 
 
-def _function(path: str) -> Reward:
+def _function(path: str) -> Callable[..., Any]:
     """What an import path names. Raises InputError."""
     module, _, name = path.partition(":")
     try:

@@ -148,9 +148,18 @@ class ReasoningGym:
         dataset = self._dataset(example.seed - index)
         entry = self._entry(example.seed - index, index)
         name = str(entry["metadata"].get("source_dataset", self._items[0].dataset))
-        answer = self._answer_in(completion)
+        answer = self.extract(completion)
         value = 0.0 if answer is None else number(dataset.score_answer(answer, entry))
         return (RewardComponent(name=name, value=value),)
+
+    def extract(self, completion: str) -> str | None:
+        """What stands in the last answer tag; without one, all of the completion."""
+        tag = self._options.answer_tag
+        if tag is None:
+            return completion.strip()
+        _, opened, rest = completion.rpartition(f"<{tag}>")
+        answer, closed, _ = rest.partition(f"</{tag}>")
+        return answer.strip() if opened and closed else None
 
     def _entry(self, seed: int, index: int) -> dict[str, Any]:
         return self._dataset(seed)[index % (self.size or _ENDLESS)]
@@ -176,14 +185,6 @@ class ReasoningGym:
     def _tagged(self, answer: str) -> str:
         tag = self._options.answer_tag
         return answer if tag is None else f"<{tag}>{answer}</{tag}>"
-
-    def _answer_in(self, completion: str) -> str | None:
-        tag = self._options.answer_tag
-        if tag is None:
-            return completion.strip()
-        _, opened, rest = completion.rpartition(f"<{tag}>")
-        answer, closed, _ = rest.partition(f"</{tag}>")
-        return answer.strip() if opened and closed else None
 
 
 def _filled(template: str, known: dict[str, Any], option: str) -> str:

@@ -57,10 +57,13 @@ class RolloutMaker:
     def sampled(
         self, index: int, answer: ChatAnswer, completion: Completion, score: Score
     ) -> Rollout:
-        """The rollout of a completion that arrived; an error where its score is a fault."""
+        """The rollout of a completion that arrived; an error where its score is a fault.
+
+        An answer without the prompt's ids is text alone: its rollouts have no tokens.
+        """
         if isinstance(score, RewardFault):
             return self.failed(index, score, completion.text)
-        if not len(completion.token_ids):
+        if not len(completion.token_ids) and len(answer.prompt_token_ids):
             return self.failed(index, BadResponse("the completion has no tokens"))
         status = _STATUS_OF.get(completion.finish_reason, "complete")
         reward = None if status == "aborted" else reward_of(score)

@@ -6,12 +6,17 @@ so that two evaluations differ by the policy alone.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from marin_rl.config import content
-from marin_rl.environments.base import Environment, environment_of
+import numpy as np
+
+from marin_rl.config import Config, EvaluationConfig, content
+from marin_rl.environments.base import Environment, answer_in
 from marin_rl.rollouts.assemble import GroupRequest
+from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.held_out import HeldOut, held_out_sets, judges_of
 from marin_rl.storage.commits import (
     commit_manifest,
     committed_as,
@@ -24,7 +29,7 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.rollouts import encode_shard
 from marin_rl.storage.runs import Run, evals_slot, round_name
-from marin_rl.types import RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
 
@@ -33,29 +38,38 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
 
     The reference's summary holds the `eval/*` metrics. Raises as `generate_shard` does.
     """
-    environment = environment_of(run.config)
-    decided = evaluation_fingerprint(run, round, policy, environment)
+    sets = held_out_sets(run.config)
+    decided = evaluation_fingerprint(run, round, policy, sets)
     found = await asyncio.to_thread(committed_as, run.store, evals_slot(round), decided)
     if found is not None:
         return found
-    requests = evaluation_requests(run, round, environment)
-    groups = await sample_groups(run, policy, environment, requests, stage="evaluate", round=round)
+    groups: list[RolloutGroup] = []
+    for held_out in sets:
+        # scored by its own environment alone, and under its time limit
+        config = run.config.model_copy(update={"environment": held_out.config})
+        requests = evaluation_requests(run, round, held_out)
+        groups += await sample_groups(
+            config, policy, held_out.environment, requests, stage="evaluate", round=round
+        )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
     )
-    return await asyncio.to_thread(_commit, run, round, groups, decided, policy)
+    metrics = evaluation_metrics(groups, run.config.evaluation, judges_of(run.config))
+    return await asyncio.to_thread(_commit, run, round, groups, metrics, decided, policy)
 
 
 def evaluation_fingerprint(
-    run: Run, round: int, policy: ServedPolicy, environment: Environment
+    run: Run, round: int, policy: ServedPolicy, sets: Sequence[HeldOut]
 ) -> str:
     """Digest of all that decides what an evaluation asks for, and of whom."""
     config = run.config
+    versions = {held_out.name: held_out.environment.version for held_out in sets}
+    own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
     decides = {
         "round": round,
         "seed": config.seed,
         "environment": content(config.environment),
-        "environment_version": environment.version,
+        **own,
         "sampling": content(config.sampling),
         "evaluation": content(config.evaluation),
         "parameters": policy.parameters_digest,
@@ -65,41 +79,108 @@ def evaluation_fingerprint(
     return fingerprint("evaluation", decides, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
 
 
-def evaluation_requests(run: Run, round: int, environment: Environment) -> list[GroupRequest]:
+def evaluation_requests(run: Run, round: int, held_out: HeldOut) -> list[GroupRequest]:
     """What an evaluation asks for: the same in every round but for the groups' names."""
-    config = run.config
+    return requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
+
+
+def requests_of(
+    config: Config, name: str, held_out: HeldOut, seed_of: Callable[..., int]
+) -> list[GroupRequest]:
+    """What an evaluation under this name asks for; `seed_of("evaluate", i)` is example i's seed."""
     temperature = {"temperature": config.evaluation.temperature}
     settings = config.sampling.model_copy(update=temperature).model_dump()
+    of = () if held_out.name is None else (held_out.name,)
     return [
         GroupRequest(
-            group_id=f"eval/{round_name(round)}/group-{index:05d}",
-            example=environment.example(config.environment.eval_seed, index, "eval"),
+            group_id="/".join((name, *of, f"group-{index:05d}")),
+            example=held_out.example(index),
             size=config.evaluation.samples,
-            sampling=Sampling(**settings, seed=run.seed_of("evaluate", index)),
+            sampling=Sampling(**settings, seed=seed_of("evaluate", *of, index)),
         )
-        for index in range(config.evaluation.examples)
+        for index in range(held_out.examples)
     ]
 
 
-def evaluation_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
-    """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward."""
+def evaluation_metrics(
+    groups: Sequence[RolloutGroup],
+    evaluation: EvaluationConfig,
+    environment: Environment | Mapping[str, Environment],
+) -> dict[str, float]:
+    """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
+
+    `environment`, one or by the name that examples carry, says what a completion's answer is, where
+    votes are counted.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    lengths = [r.n_completion_tokens for r in rollouts if r.status in ("complete", "truncated")]
+    lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]
+    judged = [_judged(group, evaluation.pass_threshold, environment) for group in groups]
     result = {
-        "eval/accuracy": sum(reward >= pass_threshold for reward in rewards) / len(rollouts),
+        "eval/accuracy": sum(int(j.right_N.sum()) for j in judged) / len(rollouts),
         "eval/examples": float(len(groups)),
         "eval/errors": sum(r.status == "error" for r in rollouts) / len(rollouts),
+        **_estimates("eval", judged, evaluation.k),
     }
     if rewards:
         result["eval/reward_mean"] = sum(rewards) / len(rewards)
     if lengths:
         result["eval/mean_length"] = sum(lengths) / len(lengths)
+    for name in sorted({judged_group.environment for judged_group in judged}):
+        own = [judged_group for judged_group in judged if judged_group.environment == name]
+        result |= _estimates(f"eval/{name}", own, evaluation.k)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The N samples of one example: which are right, and what each answered."""
+
+    environment: str
+    right_N: np.ndarray
+    answers: tuple[str | None, ...]
+
+
+def _judged(
+    group: RolloutGroup, threshold: float, environment: Environment | Mapping[str, Environment]
+) -> _Judged:
+    if isinstance(environment, Mapping):
+        environment = environment[group.example.environment]
+    right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
+    answers = tuple(_answer(rollout, environment) for rollout in group.rollouts)
+    return _Judged(group.example.environment, np.array(right, np.bool_), answers)
+
+
+def _answer(rollout: Rollout, environment: Environment) -> str | None:
+    """What a sample votes for; a failed one does not vote."""
+    if rollout.reward is None:
+        return None
+    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
+    return answer_in(environment, said[-1]) if said else None
+
+
+def _estimates(prefix: str, judged: Sequence[_Judged], ks: Sequence[int]) -> dict[str, float]:
+    """pass@k, mean@k and majority@k of examples, with their intervals."""
+    result: dict[str, float] = {}
+    for k in ks:
+        found = {
+            "pass": [pass_at_k(j.right_N, k) for j in judged],
+            "mean": [mean_at_k(j.right_N, k) for j in judged],
+            "majority": [majority_at_k(j.right_N, j.answers, k) for j in judged],
+        }
+        for kind, values in found.items():
+            of, name = estimate(np.array(values, np.float64)), f"{prefix}/{kind}@{k}"
+            result |= {name: of.value, f"{name}/low": of.low, f"{name}/high": of.high}
     return result
 
 
 def _commit(
-    run: Run, round: int, groups: Sequence[RolloutGroup], decided: str, policy: ServedPolicy
+    run: Run,
+    round: int,
+    groups: Sequence[RolloutGroup],
+    metrics: Mapping[str, float],
+    decided: str,
+    policy: ServedPolicy,
 ) -> SlotRef:
     slot, attempt = evals_slot(round), new_attempt()
     data = encode_shard(
@@ -120,7 +201,7 @@ def _commit(
         fingerprint=decided,
         parents=(parent_of(policy.checkpoint),),
         parts=(part_of(name, data, rows=sum(len(group.rollouts) for group in groups)),),
-        totals=evaluation_metrics(groups, run.config.evaluation.pass_threshold),
+        totals=metrics,
     )
     winner = commit_manifest(run.store, manifest)
     return ref_of(winner, reused=winner.attempt != attempt)

@@ -1,8 +1,10 @@
 """Which rollouts are kept from training, and why: pure masks over the rollouts of a round.
 
 Each mask says "drop". They are applied in this order, and the first that holds gives the reason:
-failed, stale, truncated, short group, no signal. What is dropped before the groups are looked at is
-left out of its group's baseline too. Axes: N rollouts of a round, P groups.
+failed, stale, truncated, short group, no signal, overlong. What is dropped before the groups are
+looked at is left out of its group's baseline too; what is overlong is in it and not trained on.
+
+Axes: N rollouts of a round, P groups.
 """
 
 import numpy as np
@@ -29,9 +31,21 @@ def truncated(status_N: np.ndarray) -> Bool[np.ndarray, " N"]:
     return status_N == "truncated"
 
 
-def short(valid_P: Int64[np.ndarray, " P"], group_size_min: int) -> Bool[np.ndarray, " P"]:
-    """Groups with too few valid rewards for a baseline: fewer than `group_size_min`, or than 2."""
-    return valid_P < max(2, group_size_min)
+def overlong_penalty(
+    sampled_N: Int64[np.ndarray, " N"], tokens_max: int, buffer: float, penalty: float
+) -> Float64[np.ndarray, " N"]:
+    """What a long completion loses of its reward.
+
+    0 until the last `buffer` (a share) of `tokens_max` sampled tokens, then growing linearly to
+    `penalty` at `tokens_max` (the soft punishment of DAPO, arXiv:2503.14476, eq. 13).
+    """
+    before = (1.0 - buffer) * tokens_max
+    return penalty * np.clip((sampled_N - before) / (buffer * tokens_max), 0.0, 1.0)
+
+
+def short(valid_P: Int64[np.ndarray, " P"], members_min: int) -> Bool[np.ndarray, " P"]:
+    """Groups with too few valid rewards for a baseline: fewer than `members_min`."""
+    return valid_P < members_min
 
 
 def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:

@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
@@ -29,47 +29,70 @@ from marin_rl.errors import (
 )
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.protocol import ChatAnswer
-from marin_rl.metrics import rollout_metrics
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.rollouts.assemble import GroupRequest, RolloutMaker
+from marin_rl.rollouts.rewards import STAMP, RewardScorer, with_learned_reward
+from marin_rl.rollouts.summary import rollout_metrics
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.rollouts import commit_shard, shard_ref
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
+Connect = Callable[..., PolicyClient]
+
 # Faults that cost a group, not the shard; a stale policy always ends the shard.
 _GROUP_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
 
 
-async def generate_shard(run: Run, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
+async def generate_shard(
+    run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
+) -> SlotRef:
     """Commit one shard of a round, or return it where it is committed already.
 
+    `scorer` is the reward model that `environment.reward_model` names, and None without that.
     A completion that fails becomes a rollout with status "error". Raises StalePolicy, the fault
     that most rollouts share (EndpointUnavailable, RequestRejected, BadResponse, RewardFault) where
     more than `rollouts.errors_max_fraction` failed, InputError, and StorageError. Nothing is
     committed then, nor when the call is cancelled.
     """
     environment = environment_of(run.config)
-    decided = shard_fingerprint(run, round, shard, policy, environment)
+    decided = shard_fingerprint(run, round, shard, policy, environment, scorer)
     found = await asyncio.to_thread(shard_ref, run, round, shard, decided)
     if found is not None:
         return found
     requests = shard_requests(run, round, shard, environment)
     groups = await sample_groups(
-        run, policy, environment, requests, stage="generate", round=round, label=f"shard {shard}"
+        run.config,
+        policy,
+        environment,
+        requests,
+        stage="generate",
+        round=round,
+        label=f"shard {shard}",
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
     )
-    return await asyncio.to_thread(commit_shard, run, round, shard, groups, decided, policy)
+    stamp: dict[str, str] = {}
+    if scorer is not None and (settings := run.config.environment.reward_model) is not None:
+        groups = await asyncio.to_thread(with_learned_reward, groups, settings, scorer)
+        stamp = {STAMP: scorer.identity.parameters_digest}
+    return await asyncio.to_thread(commit_shard, run, round, shard, groups, decided, policy, stamp)
 
 
 def shard_fingerprint(
-    run: Run, round: int, shard: int, policy: ServedPolicy, environment: Environment
+    run: Run,
+    round: int,
+    shard: int,
+    policy: ServedPolicy,
+    environment: Environment,
+    scorer: RewardScorer | None = None,
 ) -> str:
-    """Digest of all that decides what a shard asks for, and of whom."""
+    """Digest of all that decides what a shard asks for, of whom, and who judges it."""
     config = run.config
+    assert (scorer is None) == (config.environment.reward_model is None), "see `generate_shard`"
+    judged = {} if scorer is None else {"reward_model": asdict(scorer.identity)}
     decides = {
         "round": round,
         "shard": shard,
@@ -81,6 +104,7 @@ def shard_fingerprint(
         "parameters": policy.parameters_digest,
         "tokenizer": policy.tokenizer_digest,
         "chat_template": policy.chat_template_digest,
+        **judged,
     }
     return fingerprint("shard", decides, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
 
@@ -116,7 +140,7 @@ def shard_requests(
 
 
 async def sample_groups(
-    run: Run,
+    config: Config,
     policy: ServedPolicy,
     environment: Environment,
     requests: Sequence[GroupRequest],
@@ -124,16 +148,17 @@ async def sample_groups(
     stage: Stage,
     round: int,
     label: str = "",
+    connect: Connect = PolicyClient,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
     Publishes a progress event as each group is done. Raises what no single group can bear:
     StalePolicy, InputError. Cancelling cancels every request.
     """
-    inference = run.config.inference
-    meter = _Meter(run_id=run.run_id, stage=stage, round=round, total=len(requests), label=label)
-    scorer = scorer_for(environment, run.config.environment)
-    async with PolicyClient(
+    inference = config.inference
+    meter = _Meter(run_id=config.run_id, stage=stage, round=round, total=len(requests), label=label)
+    scorer = scorer_for(environment, config.environment)
+    async with connect(
         endpoints=policy.endpoints,
         model=policy.model,
         api_key=os.environ.get(inference.api_key_variable),

@@ -1,0 +1,209 @@
+"""`marin-rl watch` in the terminal: one run in full, or a line for each run under a root.
+
+Draws what `analysis.watch` saw. Texts of rollouts are shown as they are, without markup, cut to a
+line, and without control characters: a model wrote them.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from marin_rl.analysis.status import Unreadable
+from marin_rl.analysis.watch import Look
+from marin_rl.display import duration, printable, sparkline
+from marin_rl.errors import MarinRLError
+from marin_rl.storage.locks import Holder
+
+CURVES = {
+    "reward": ("reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
+    "entropy": ("entropy", "{:.3f}"),
+    "kl": ("KL to reference", "{:.2e}"),
+    "mismatch_kl": ("mismatch KL", "{:.1e}"),
+    "completions/mean_length": ("tokens each", "{:.1f}"),
+    "staleness/mean": ("staleness", "{:.2f}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "timing_s/round": ("seconds a round", "{:.2f}"),
+}
+FRACTIONS = ("reward", "eval/accuracy")
+CURVE_WIDTH = 24
+SHORT_CURVE_WIDTH = 16
+TEXT_WIDTH = 60
+
+
+Seen = Look | Sequence[Look | Unreadable]
+
+
+def watch(look: Callable[[], Seen], console: Console, every_s: float, *, once: bool) -> None:
+    """Draw what `look` sees, again every `every_s` seconds until interrupted or all is complete.
+
+    Where the console is no terminal, or with `once`, it is drawn once. A store that does not answer
+    for a while is told below what was seen last. Raises what `look` raises else, and at first.
+    """
+    seen = look()
+    if once or not console.is_terminal:
+        console.print(drawn(seen))
+        return
+    with Live(drawn(seen), console=console, auto_refresh=False, screen=False) as live:
+        while not complete(seen):
+            time.sleep(every_s)
+            trouble: list[RenderableType] = []
+            try:
+                seen = look()
+            except MarinRLError as error:
+                if not error.transient:
+                    raise
+                trouble = [Text(f"! not seen anew: {error}", style="yellow")]
+            live.update(Group(drawn(seen), *trouble), refresh=True)
+
+
+def drawn(seen: Seen) -> RenderableType:
+    """A panel for one run, a table for several."""
+    return run_panel(seen) if isinstance(seen, Look) else runs_table(seen)
+
+
+def complete(seen: Seen) -> bool:
+    """Whether no run that was seen is going on."""
+    looks = [seen] if isinstance(seen, Look) else seen
+    return all(look.stage.ended for look in looks if isinstance(look, Look))
+
+
+def run_panel(look: Look) -> Panel:
+    """Everything of one run."""
+    parts: list[RenderableType] = [_progress(look), _stages(look), _curves(look.rows)]
+    if look.samples:
+        parts.append(_samples(look.samples))
+    parts += [Text(f"! {line}", style="yellow") for line in look.warnings]
+    if not look.warnings:
+        parts.append(Text("no warnings", style="dim"))
+    return Panel(Group(*parts), title=f"[bold]{look.run_id}[/bold]", border_style="cyan")
+
+
+def runs_table(looks: Sequence[Look | Unreadable]) -> RenderableType:
+    """One line per run; below, in full width, what is odd of which."""
+    if not looks:
+        return Text("no runs here yet", style="dim")
+    table = Table(title="Runs", title_justify="left")
+    for heading in ("run", "rounds", "now", "last commit", "reward", "held-out"):
+        table.add_column(heading, overflow="fold")
+    below: list[RenderableType] = []
+    for look in looks:
+        name = printable(look.run_id)
+        if isinstance(look, Unreadable):
+            table.add_row(Text(name), "", Text("cannot be read", style="red"), "", "", "")
+            below.append(Text(f"! {name}: {printable(look.error)}", style="red"))
+            continue
+        table.add_row(
+            Text(name),
+            f"{look.trained}/{look.rounds}",
+            look.stage.told,
+            "" if look.idle_s is None else f"{duration(look.idle_s)} ago",
+            _short_curve(look.rows, "reward"),
+            _short_curve(look.rows, "eval/accuracy"),
+        )
+        below += [Text(f"! {name}: {line}", style="yellow") for line in look.warnings]
+    return Group(table, *below)
+
+
+def _progress(look: Look) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    done = min(look.trained, look.rounds)
+    ago = "" if look.idle_s is None else f"last commit {duration(look.idle_s)} ago"
+    held = "" if look.holder is None else str(Holder(look.holder, look.holder_host))
+    bar = ProgressBar(total=max(look.rounds, 1), completed=done, width=30)
+    grid.add_row(f"round {done}/{look.rounds}", bar, f"[bold]{look.stage.told}[/bold]", ago, held)
+    return grid
+
+
+def _stages(look: Look) -> Text:
+    """Where the seconds of the latest round went."""
+    rows = [row for row in look.rows if row.get("timing_s/round") is not None]
+    if not rows:
+        return Text("no round is finished yet", style="dim")
+    spent = {
+        name.removeprefix("timing_s/"): seconds
+        for name, seconds in rows[-1].items()
+        if name.startswith("timing_s/") and name != "timing_s/round" and seconds is not None
+    }
+    whole = sum(spent.values()) or 1.0
+    parts = (f"{name} {s:.2f} s ({s / whole:.0%})" for name, s in sorted(spent.items(), key=_most))
+    return Text(f"round {rows[-1]['round']}: " + ", ".join(parts), style="dim")
+
+
+def _most(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, (title, form) in CURVES.items():
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            least, most = form.format(min(values)), form.format(max(values))
+            table.add_row(
+                Text(title, style="dim"),
+                _curve(name, values, CURVE_WIDTH),
+                Text(form.format(values[-1]), style="bold"),
+                Text(f"{least} to {most}", style="dim"),
+            )
+    return table
+
+
+def _curve(name: str, values: Sequence[float], width: int) -> str:
+    if name in FRACTIONS and min(values) >= 0 and max(values) <= 1:
+        return sparkline(values, width=width)
+    latest = values[-width:]
+    return sparkline(latest, min(latest), max(latest), width)
+
+
+def _short_curve(rows: Sequence[Mapping[str, Any]], name: str) -> RenderableType:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return _ShortCurve(name, values) if values else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortCurve:
+    """A curve and its newest value on one line, of as many values as there is room for."""
+
+    name: str
+    values: Sequence[float]
+
+    @property
+    def newest(self) -> str:
+        return CURVES[self.name][1].format(self.values[-1])
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        rest = 1 + len(self.newest)
+        widest = min(SHORT_CURVE_WIDTH, len(self.values)) + rest
+        return Measurement(min(4 + rest, widest), widest).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = min(SHORT_CURVE_WIDTH, options.max_width - 1 - len(self.newest))
+        drawn = f"{_curve(self.name, self.values, width)} " if width > 0 else ""
+        yield Text(drawn + self.newest, no_wrap=True)
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Latest rollouts", title_justify="left", box=None, padding=(0, 2))
+    for heading in ("reward", "prompt", "completion"):
+        table.add_column(heading, style=None if heading == "completion" else "dim")
+    for row in rows:
+        reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+        table.add_row(reward, Text(_line(row["prompt"])), Text(_line(row["completion"])))
+    return table
+
+
+def _line(text: str) -> str:
+    """One printable line of at most TEXT_WIDTH characters."""
+    flat = "".join(sign if sign.isprintable() else " " for sign in text)
+    return flat if len(flat) <= TEXT_WIDTH else flat[: TEXT_WIDTH - 1] + "…"

@@ -1,0 +1,44 @@
+"""Packages that a library imports at its top, and that runs never use: imported once they are.
+
+Levanter can read training sets through `datasets`, which brings pandas along, and can tell wandb of
+a run: 64 and 19 MB of every process that loads a model here, and no run of ours asks Levanter to.
+"""
+
+import importlib
+import importlib.util
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+
+class Deferred(ModuleType):
+    """Stands in for a package until something of it is asked for, then becomes that package."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in _ASKED_OF_PACKAGES:  # by who looks at every module
+            raise AttributeError(name)
+        with _lock:
+            if sys.modules.get(self.__name__) is self:
+                del sys.modules[self.__name__]
+                try:
+                    package = importlib.import_module(self.__name__)
+                except BaseException:
+                    sys.modules[self.__name__] = self
+                    raise
+                vars(self).update(vars(package))
+        return getattr(sys.modules[self.__name__], name)
+
+
+_lock = threading.RLock()
+_ASKED_OF_PACKAGES = ("__path__", "__all__", "__version__")
+
+
+def defer(*packages: str) -> None:
+    """Let imports of top-level packages from now on be deferred; not of those that are loaded."""
+    for package in packages:
+        spec = None if package in sys.modules else importlib.util.find_spec(package)
+        if spec is not None:
+            stand_in = Deferred(package)
+            stand_in.__spec__, stand_in.__file__ = spec, spec.origin
+            sys.modules[package] = stand_in

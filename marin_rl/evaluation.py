@@ -1,0 +1,303 @@
+"""Evaluating anything once: a run's checkpoint, a Hugging Face folder, or an OpenAI endpoint.
+
+Owns what `marin-rl eval` does: which configuration holds, what is served from this process, and the
+rows that are kept in a file. Nothing is written into a run: the evaluations along a run, in its own
+environment and committed with it, are `rollouts.evaluate` and the flow "evaluate".
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marin_rl.config import Config, content, load_config, override, parse_config
+from marin_rl.environments.base import Environment, FixedSet, construct
+from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.text_client import TextClient
+from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
+from marin_rl.rollouts.evaluate import evaluation_metrics, requests_of
+from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.held_out import HeldOut
+from marin_rl.storage.commits import new_attempt
+from marin_rl.storage.rollouts import encode_shard
+from marin_rl.storage.runs import (
+    RUN_KEY,
+    Run,
+    checkpoint_named,
+    committed_checkpoint,
+    latest_checkpoint,
+    seed_from,
+)
+from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
+
+NEW_TOKENS_MAX = 512
+TABLES = (".jsonl", ".parquet")
+KINDS = {"checkpoints": "round-00012", "sft": "step-00500"}
+
+Served = tuple[ServedPolicy, type[PolicyClient]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a person asks for; None is what the target's configuration says.
+
+    `environment` is a registered name, a YAML configuration whose environment is meant, or a JSONL
+    or Parquet file of prompts and answers; `options` are its, as `key=value`.
+    """
+
+    environment: str | None = None
+    options: Sequence[str] = ()
+    k: Sequence[int] | None = None
+    examples: int | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is evaluated: `name` is a run, its folder, one checkpoint of it, or a model's folder.
+
+    A checkpoint is ROOT/RUN_ID/checkpoints/round-00012 or ROOT/RUN_ID/sft/step-00500. Where there
+    is an endpoint, `name` is empty.
+    """
+
+    name: str = ""
+    root: str = "runs"
+    round: int | None = None
+    endpoint: str | None = None
+    model: str | None = None
+    config: Path | None = None
+    api_key_variable: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes."""
+
+    model: str
+    config: Config
+    metrics: Mapping[str, float]
+    groups: Sequence[RolloutGroup]
+    rows: bytes
+
+
+def evaluate_target(target: Target, asked: Asked) -> Evaluated:
+    """Have a target answer held-out examples, and say how well it did.
+
+    Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
+    not there, InputError for an unfit folder or prompt file, and what the client raises.
+    """
+    if target.endpoint is not None:
+        return _at_endpoint(target, asked)
+    folder = Path(target.name)
+    if (folder / "config.json").is_file() and not (folder / RUN_KEY).is_file():
+        return _of_folder(folder, target, asked)
+    return _of_run(folder, target, asked)
+
+
+def settled(config: Config, asked: Asked) -> tuple[Config, Environment]:
+    """The configuration of one evaluation, and its environment with the examples loaded.
+
+    Without a word on samples there are as many as the largest k needs; without one on temperature,
+    several samples are drawn at the temperature of training, for greedy ones would all be equal.
+    """
+    evaluation = config.evaluation
+    k = tuple(asked.k or evaluation.k)
+    samples = asked.samples or max(*k, evaluation.samples if asked.k is None else 1)
+    temperature = asked.temperature
+    if temperature is None:
+        greedy = samples > 1 and evaluation.temperature == 0
+        temperature = config.sampling.temperature if greedy else evaluation.temperature
+    tree = content(config) | {"root": config.root, "inference": config.inference.model_dump()}
+    tree["environment"] = _environment(config, asked)
+    tree["evaluation"] |= {"k": k, "samples": samples, "temperature": temperature, "sets": None}
+    if asked.max_tokens is not None:
+        tree["sampling"]["max_tokens"] = asked.max_tokens
+    settled = parse_config(tree, "evaluation")
+    environment = construct(settled.environment)
+    environment.load_examples()
+    examples = _examples(settled, asked, environment)
+    chosen = settled.evaluation.model_copy(update={"examples": examples})
+    return settled.model_copy(update={"evaluation": chosen}), environment
+
+
+def _examples(config: Config, asked: Asked, environment: Environment) -> int:
+    """As many as are asked for; a fixed set has an end, and no example counts twice."""
+    wanted = asked.examples or config.evaluation.examples
+    if not isinstance(environment, FixedSet):
+        return wanted
+    if asked.examples is not None and asked.examples > environment.eval_size:
+        raise ConfigError(
+            f"--examples {asked.examples}: the environment holds out {environment.eval_size}"
+        )
+    return min(wanted, environment.eval_size)
+
+
+def _environment(config: Config, asked: Asked) -> dict[str, Any]:
+    tree = config.environment.model_dump(mode="json")
+    if asked.environment is not None:
+        path = Path(asked.environment)
+        if path.suffix in TABLES:
+            options = {"path": str(path), "eval_fraction": 1.0}
+            tree |= {"name": "chat", "options": options}
+        elif path.suffix in (".yaml", ".yml"):
+            tree = load_config(path).environment.model_dump(mode="json")
+        else:
+            same = asked.environment == config.environment.name
+            tree |= {"name": asked.environment, "options": tree["options"] if same else {}}
+    return override(tree, [f"options.{item}" for item in asked.options])
+
+
+def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
+    from marin_rl.resident import Resident
+
+    opened, found = _checkpoint(folder, target)
+    # Whatever served the run while it was trained, this process serves it now.
+    here = opened.config.inference.model_copy(update={"endpoints": ()})
+    config = opened.config.model_copy(update={"inference": here})
+    settings, environment = settled(config, asked)
+    if found.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
+        from marin_rl.serving.briefly import serving, weights_of_slot
+
+        with serving(weights_of_slot(opened, found), settings) as policy:
+            return _answered((policy, PolicyClient), settings, environment)
+    resident = Resident(Run(config=config, run_id=opened.run_id, store=opened.store))
+    try:
+        return _answered((resident.serve(found), PolicyClient), settings, environment)
+    finally:
+        resident.close()
+
+
+def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
+    """The run and the committed checkpoint that a target names: its latest, a round's, or one."""
+    text = target.name.rstrip("/").removesuffix("/manifest.json")
+    if not (folder / RUN_KEY).is_file() and text.split("/")[-2:-1] in [[kind] for kind in KINDS]:
+        if target.round is not None:
+            raise ConfigError(f"--round {target.round}: {text} names a checkpoint already")
+        return checkpoint_named(text, KINDS, "what is evaluated", {})
+    named = (folder / RUN_KEY).is_file()
+    root, run_id = (str(folder.parent), folder.name) if named else (target.root, target.name)
+    opened, round = Run.open(root, run_id), target.round
+    found = latest_checkpoint(opened) if round is None else committed_checkpoint(opened, round)
+    if found is None:
+        which = "any" if round is None else f"{round}"
+        raise ObjectMissing(
+            f"run {run_id!r} has no committed checkpoint {which}: `marin-rl status {run_id}` shows "
+            "which there are"
+        )
+    return opened, found
+
+
+def _of_folder(folder: Path, target: Target, asked: Asked) -> Evaluated:
+    from marin_rl.serving.briefly import serving, weights_in_folder
+
+    config, environment = settled(_folder_config(folder, target, asked), asked)
+    with serving(weights_in_folder(folder), config) as policy:
+        return _answered((policy, PolicyClient), config, environment)
+
+
+def _at_endpoint(target: Target, asked: Asked) -> Evaluated:
+    if target.name or not target.model:
+        raise ConfigError(
+            "an endpoint is evaluated by --endpoint URL --model NAME, without another target"
+        )
+    base = _base(target, asked)
+    tokens = {"max_tokens": asked.max_tokens or base.sampling.max_tokens}
+    config, environment = settled(_roomy(base, tokens["max_tokens"]), asked)
+    if config.sampling.top_k:
+        raise ConfigError("sampling.top_k: OpenAI's protocol has no such field; set it to 0")
+    variable = target.api_key_variable or config.inference.api_key_variable
+    inference = config.inference.model_copy(update={"api_key_variable": variable})
+    endpoint = (target.endpoint or "").rstrip("/")
+    policy = ServedPolicy(
+        endpoints=(endpoint,),
+        model=target.model,
+        weight_version=0,
+        parameters_digest="",
+        tokenizer_digest="",
+        chat_template_digest="",
+        checkpoint=SlotRef(slot=endpoint, sha256=""),
+    )
+    chosen = config.model_copy(update={"inference": inference})
+    return _answered((policy, TextClient), chosen, environment)
+
+
+def _answered(served: Served, config: Config, environment: Environment) -> Evaluated:
+    """Ask, score, sum up."""
+    policy, connect = served
+    name = policy.model
+    asked = HeldOut(
+        name=None,
+        config=config.environment,
+        environment=environment,
+        examples=config.evaluation.examples,
+    )
+    requests = requests_of(config, f"eval/{name}", asked, lambda *parts: seed_from(config, *parts))
+    version = policy.weight_version
+    groups = asyncio.run(
+        sample_groups(
+            config,
+            policy,
+            environment,
+            requests,
+            stage="evaluate",
+            round=version,
+            connect=connect,
+        )
+    )
+    refuse_if_mostly_errors(groups, config.rollouts.errors_max_fraction, f"evaluation of {name}")
+    rows = encode_shard(
+        groups,
+        run_id=config.run_id,
+        round=version,
+        shard=0,
+        attempt=new_attempt(),
+        replica="",
+        fingerprint="",
+        policy=policy,
+    )
+    return Evaluated(
+        model=name,
+        config=config,
+        metrics=evaluation_metrics(groups, config.evaluation, environment),
+        groups=groups,
+        rows=rows,
+    )
+
+
+def _base(target: Target, asked: Asked) -> Config:
+    """The configuration of what is no run: that of a file, or the defaults."""
+    if target.config is not None:
+        return load_config(target.config)
+    if asked.environment is None:
+        raise ConfigError("say what is to be answered: --env NAME, or --config FILE")
+    return Config(run_id="evaluation")
+
+
+def _folder_config(folder: Path, target: Target, asked: Asked) -> Config:
+    """Without a configuration file, as long a context as the model has, within bounds of memory."""
+    from marin_rl.training.model import hf_template
+
+    base = _base(target, asked)
+    tree: dict[str, Any] = content(base) | {"root": base.root}
+    tree["policy"] |= {"init": "hf", "hf_path": str(folder), "tokenizer": str(folder)}
+    if target.config is None:
+        longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
+        tree["policy"]["context_length"] = longest
+        tree["sampling"]["max_tokens"] = min(NEW_TOKENS_MAX, longest // 2)
+    if asked.max_tokens is not None:
+        tree["sampling"]["max_tokens"] = asked.max_tokens
+    config = parse_config(tree, str(folder))
+    return config if target.config is not None else within_memory(config)
+
+
+def _roomy(config: Config, max_tokens: int) -> Config:
+    """Of an endpoint's context nothing is known here: room for whatever is asked for."""
+    tree: dict[str, Any] = content(config) | {"root": config.root}
+    longest = max(config.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
+    tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
+    tree["sampling"]["max_tokens"] = max_tokens
+    return parse_config(tree, "endpoint")

@@ -1,0 +1,76 @@
+"""What a run is evaluated on: its own environment's held-out examples, or sets that it names.
+
+A named set is an environment too, often `chat` over a fixed file; its examples carry the set's name
+as theirs, so that metrics and rows are told apart by it. No example of a fixed set counts twice.
+Leaves out asking and summing up (evaluate.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from marin_rl.config import Config, EnvironmentConfig
+from marin_rl.environments.base import (
+    Environment,
+    FixedSet,
+    check_seeds_apart,
+    construct,
+    environment_of,
+    loaded_environment,
+)
+from marin_rl.types import Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Examples of one environment; `name` is None where it is the run's own."""
+
+    name: str | None
+    config: EnvironmentConfig
+    environment: Environment
+    examples: int
+
+    def example(self, index: int) -> Example:
+        """The example at `index`, the same in every round."""
+        found = self.environment.example(self.config.eval_seed, index, "eval")
+        return found if self.name is None else replace(found, environment=self.name)
+
+
+def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
+    """Everything that an evaluation of a run asks, with examples loaded.
+
+    Raises ConfigError for an unknown environment, wrong options, or seeds from which training and
+    evaluation would meet; InputError where there are no examples.
+    """
+    named = config.evaluation.sets
+    if named is None:
+        return (_held_out(None, config.environment, environment_of(config), config),)
+    used, asked = config.rounds * config.rollouts.groups_per_round, config.evaluation.examples
+    for name, chosen in named.items():
+        if chosen.name == config.environment.name:
+            check_seeds_apart(
+                config.environment,
+                chosen,
+                train_examples=used,
+                eval_examples=asked,
+                held_out_section=f"evaluation.sets.{name}",
+            )
+    return tuple(
+        _held_out(name, chosen, loaded_environment(chosen, "eval"), config)
+        for name, chosen in sorted(named.items())
+    )
+
+
+def judges_of(config: Config) -> Environment | Mapping[str, Environment]:
+    """Who says what a completion's answer is: the run's environment, or each named set's."""
+    if config.evaluation.sets is None:
+        return construct(config.environment)
+    return {name: construct(chosen) for name, chosen in config.evaluation.sets.items()}
+
+
+def _held_out(
+    name: str | None, chosen: EnvironmentConfig, environment: Environment, config: Config
+) -> HeldOut:
+    examples = config.evaluation.examples
+    if isinstance(environment, FixedSet):
+        examples = min(examples, environment.eval_size)
+    return HeldOut(name=name, config=chosen, environment=environment, examples=examples)

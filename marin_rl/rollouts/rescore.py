@@ -1,0 +1,143 @@
+"""A committed round scored again by another reward function, without sampling anything.
+
+Scores go into a table of their own beside the shards; what was trained on stays as it was. The
+function runs in a process of its own, under the run's time limit, as while sampling.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import pyarrow as pa
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import construct, reward_of
+from marin_rl.environments.scoring import Score, Scorer
+from marin_rl.errors import InputError, RewardFault
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.rewards import (
+    RewardSource,
+    RewardTable,
+    commit_rewards,
+    committed_rewards,
+)
+from marin_rl.storage.rollouts import groups_of, iter_row_groups, rollouts_manifest
+from marin_rl.storage.runs import Run
+from marin_rl.types import Rollout, RolloutGroup
+from schemas.manifests import Manifest
+from schemas.rewards import REWARDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """The table, and how its rewards compare: means, and how many rollouts changed or failed."""
+
+    table: RewardTable
+    rollouts: int
+    changed: int
+    failed: int
+    mean_before: float | None
+    mean_after: float | None
+
+
+def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
+    """Score the rollouts of a sealed round by `function`, `module:name(example, completion)`.
+
+    The function gets the last message of the assistant; it is not asked where its table is there.
+    Raises InputError where it cannot be imported, ObjectMissing while the round is not sealed,
+    ConfigError for a name that is none, CorruptObject.
+    """
+    sealed = rollouts_manifest(run, round)
+    parent = read_manifest(run.store, sealed.slot)
+    assert parent is not None, "it was read above"
+    source = RewardSource(
+        function=function, source_sha256=source_digest(function), rollouts_sha256=parent[1]
+    )
+    found = committed_rewards(run, round, name, source)
+    if found is not None:
+        return _compared(*found)
+    made = commit_rewards(run, round, name, source, _scores_of(run, sealed, function))
+    found = committed_rewards(run, round, name, source)  # ours, or that of who came first
+    assert found is not None, "it was committed above"
+    return _compared(made, found[1])
+
+
+def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
+    groups = [g for table in iter_row_groups(run, sealed) for g in groups_of(table)]
+    config = EnvironmentConfig(
+        name="chat",
+        options={"path": "no file: rollouts have their examples", "reward": function},
+        reward_timeout_s=run.config.environment.reward_timeout_s,
+    )
+    return pa.Table.from_pylist(asyncio.run(_scored(groups, config)), schema=REWARDS)
+
+
+def _compared(table: RewardTable, rows: pa.Table) -> Rescored:
+    """What the rows of the table say, whoever wrote it."""
+    before, after = (rows[name].to_pylist() for name in ("reward_before", "reward"))
+    return Rescored(
+        table=table,
+        rollouts=rows.num_rows,
+        changed=sum(new != old for new, old in zip(after, before, strict=True)),
+        failed=rows.num_rows - rows["error"].null_count,
+        mean_before=_mean(before),
+        mean_after=_mean(after),
+    )
+
+
+def _mean(rewards: Sequence[float | None]) -> float | None:
+    known = [reward for reward in rewards if reward is not None]
+    return sum(known) / len(known) if known else None
+
+
+def source_digest(function: str) -> str:
+    """SHA-256 of the module that a function is in: another text may give other rewards.
+
+    What that module imports is not covered: nobody can tell how far a function reaches.
+    Raises InputError where it cannot be imported.
+    """
+    module, _, attribute = function.partition(":")
+    try:
+        loaded = importlib.import_module(module)
+        getattr(loaded, attribute)
+        return hashlib.sha256(inspect.getsource(loaded).encode()).hexdigest()
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise InputError(
+            f"cannot import {function!r}: {error}; expected module:function on the Python path"
+        ) from error
+
+
+async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> list[dict]:
+    scorer = Scorer(construct(config), config)
+    try:
+        rows: list[dict] = []
+        for group in groups:
+            answered = [rollout for rollout in group.rollouts if _answer(rollout) is not None]
+            texts = [_answer(rollout) or "" for rollout in answered]
+            scores = await scorer.score(group.example, texts) if texts else []
+            by_id = {r.rollout_id: s for r, s in zip(answered, scores, strict=True)}
+            rows += [_row(rollout, by_id.get(rollout.rollout_id)) for rollout in group.rollouts]
+        return rows
+    finally:
+        scorer.close()
+
+
+def _answer(rollout: Rollout) -> str | None:
+    """The last thing the policy said; None for rollouts that failed."""
+    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
+    return said[-1] if said and rollout.status in ("complete", "truncated") else None
+
+
+def _row(rollout: Rollout, score: Score | None) -> dict:
+    failed = isinstance(score, RewardFault)
+    components = () if score is None or isinstance(score, RewardFault) else score
+    return {
+        "rollout_id": rollout.rollout_id,
+        "reward": reward_of(components) if components else None,
+        "reward_before": rollout.reward,
+        "reward_components": [asdict(component) for component in components],
+        "error": str(score) if failed else None,
+    }

@@ -1,0 +1,155 @@
+"""A reward model as a component of rewards: which one a run means, and what it adds to rollouts.
+
+Scoring is done by whoever owns the model (a `RewardScorer`); nothing here knows of devices. It
+happens for a shard at once, when all of its completions are there and before it is committed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float64, Int32
+
+from marin_rl.config import Config, LearnedRewardConfig
+from marin_rl.environments.base import reward_of
+from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run, checkpoint_named
+from marin_rl.types import RewardComponent, Rollout, RolloutGroup, SlotRef
+
+STAMP = "reward_model"  # in the footer of a shard: the digest of the model that scored it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardIdentity:
+    """What makes two reward models give the same rewards, besides a run's settings.
+
+    `mean` and `std` are of the raw rewards over the pairs it was trained on.
+    """
+
+    parameters_digest: str
+    mean: float
+    std: float
+
+
+@runtime_checkable
+class RewardScorer(Protocol):
+    """A reward model that is ready to score."""
+
+    @property
+    def identity(self) -> RewardIdentity:
+        """Which model this is."""
+        ...
+
+    def score(self, sequences: Sequence[Int32[np.ndarray, " _"]]) -> Float64[np.ndarray, " N"]:
+        """The raw reward of each sequence of token ids, read at its last token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelSlot:
+    """Where the reward model lies that a configuration names, and what its manifest says."""
+
+    run: Run
+    ref: SlotRef
+    identity: RewardIdentity
+
+
+def reward_model_slot_of(
+    config: Config, tokenizer_digest: str, chat_template_digest: str
+) -> RewardModelSlot:
+    """The reward model of `environment.reward_model`, found fit for policies with this tokenizer.
+
+    Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
+    use; InputError where its tokenizer or chat template is another.
+    """
+    settings = config.environment.reward_model
+    assert settings is not None, "the configuration names no reward model"
+    kinds = {"reward_model": "step-00200"}
+    key = "environment.reward_model.checkpoint"
+    run, ref = checkpoint_named(settings.checkpoint, kinds, key, config.storage_options)
+    source = run.store.url_of(ref.slot)
+    longest, needed = run.config.policy.context_length, config.policy.context_length
+    if longest < needed:
+        raise ConfigError(
+            f"{key}: {source} was trained with policy.context_length {longest}, but rollouts may "
+            f"have {needed} tokens: expected at least that; lower policy.context_length to it"
+        )
+    extra = manifest_of(run.store, ref).extra
+    for field, expected in (
+        ("tokenizer_digest", tokenizer_digest),
+        ("chat_template_digest", chat_template_digest),
+    ):
+        if (found := str(extra[field])) != expected:
+            raise InputError(
+                f"{key}: {source} was trained with another {field.removesuffix('_digest')}: "
+                f"expected digest {expected[:12]} of the policy's, found {found[:12]}; train a "
+                "reward model with the policy's tokenizer and chat template"
+            )
+    identity = RewardIdentity(
+        parameters_digest=str(extra["parameters_digest"]),
+        mean=float(extra["reward_mean"]),
+        std=float(extra["reward_std"]),
+    )
+    return RewardModelSlot(run=run, ref=ref, identity=identity)
+
+
+def with_learned_reward(
+    groups: Sequence[RolloutGroup], settings: LearnedRewardConfig, scorer: RewardScorer
+) -> list[RolloutGroup]:
+    """The groups with the model's component in every rollout that has a reward and tokens.
+
+    Raises RewardFault where the model gives no finite number, or a component of its name is there.
+    """
+    judged = [r for group in groups for r in group.rollouts if _is_judged(r)]
+    if not judged:
+        return list(groups)
+    raw = scorer.score([rollout.token_ids for rollout in judged])
+    if not np.isfinite(raw).all():
+        raise RewardFault(
+            f"the reward model gave {np.count_nonzero(~np.isfinite(raw))} of {len(raw)} rollouts "
+            "no finite reward"
+        )
+    values = iter(component_values(raw, settings, scorer.identity).tolist())
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                _with_component(rollout, settings, next(values)) if _is_judged(rollout) else rollout
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+def component_values(
+    raw: Float64[np.ndarray, " N"], settings: LearnedRewardConfig, identity: RewardIdentity
+) -> Float64[np.ndarray, " N"]:
+    """Normalised if asked, moved by the offset, clipped if asked, in this order."""
+    values = (raw - identity.mean) / identity.std if settings.normalise else raw
+    values = values + settings.offset
+    return values if settings.clip is None else np.clip(values, -settings.clip, settings.clip)
+
+
+def _is_judged(rollout: Rollout) -> bool:
+    return rollout.reward is not None and len(rollout.token_ids) > 0
+
+
+def _with_component(rollout: Rollout, settings: LearnedRewardConfig, value: float) -> Rollout:
+    if any(part.name == settings.name for part in rollout.reward_components):
+        raise RewardFault(
+            f"the environment has a reward component named {settings.name!r} already: set "
+            "environment.reward_model.name to another"
+        )
+    own = (
+        replace(part, weight=part.weight * settings.environment_weight)
+        for part in rollout.reward_components
+    )
+    learned = RewardComponent(name=settings.name, value=value, weight=settings.weight)
+    components = (*own, learned)
+    reward = reward_of(components)
+    *before, answer = rollout.turns
+    turns = (*before, replace(answer, reward=reward))
+    return replace(rollout, reward=reward, reward_components=components, turns=turns)
