@@ -12,8 +12,9 @@ from prefect import flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, settled, working_on
 from marin_rl.config import Config
-from marin_rl.errors import ObjectMissing
+from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.runs import (
+    Run,
     RunRef,
     checkpoint_slot,
     committed,
@@ -34,8 +35,13 @@ async def evaluate_run(
     overrides: list[str] | None = None,
     round: int | None = None,
 ) -> SlotRef:
-    """Evaluate checkpoint `round` of a run, or its latest. Raises ObjectMissing without one."""
-    with working_on(settled(config, run_id, overrides)) as reference:
+    """Evaluate checkpoint `round` of a run, or its latest.
+
+    Raises ObjectMissing without either, ConfigError for one that a fork shares.
+    """
+    chosen = settled(config, run_id, overrides)
+    check_own(chosen, round)
+    with working_on(chosen) as reference:
         run = opened(reference)
         found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
         if found is None:
@@ -45,6 +51,22 @@ async def evaluate_run(
                 f"{run.run_id}` shows which there are"
             )
         return await measure(reference, found)
+
+
+def check_own(config: Config, round: int | None) -> None:
+    """Raise ConfigError for a checkpoint that a fork shares, unless its evaluation is there.
+
+    What is committed with it would be the ancestor's, which nothing is written to through a fork.
+    Raises ObjectMissing for a run that is not there: a name mistyped begins none.
+    """
+    run = Run.open(config.root, config.run_id, config.storage_options)
+    if round is None or (owner := run.player_of(round)) == run.run_id:
+        return
+    if committed(run, evals_slot(round)) is None:
+        raise ConfigError(
+            f"checkpoint {round} of {run.run_id!r} is that of {owner!r}, which it was forked from: "
+            f"evaluate it there, and the fork has it too: marin-rl evaluate {owner} --round {round}"
+        )
 
 
 async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
@@ -66,5 +88,6 @@ def round_after(checkpoint: SlotRef) -> int:
 
 def start(config: Config, round: int | None = None) -> SlotRef:
     """Run the flow in this process; `flows.server` says with which Prefect API."""
+    check_own(config, round)  # before a server is started
     with prefect_api(warm=HEAVY):
         return asyncio.run(evaluate_run(config.model_dump(mode="json"), round=round))

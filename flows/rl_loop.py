@@ -17,6 +17,7 @@ from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, resume_point, settled, working_on
 from flows.sft import warm_start
 from marin_rl.config import Config
+from marin_rl.rounds import transfer_metrics
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
@@ -67,7 +68,9 @@ async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
     rollouts = await attempt(seal, run, round, parts, policy)
     batches = await attempt(process, run, round, rollouts)
     trained = await attempt(train, run, round, batches, checkpoint)
-    await attempt(publish, run, round, trained, attempt.seconds)
+    updates = int(batches.summary["steps"]) * config.training.epochs
+    measured = {**attempt.seconds, **transfer_metrics(policy.transfer, updates)}
+    await attempt(publish, run, round, trained, measured)
     return trained
 
 

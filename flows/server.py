@@ -26,6 +26,7 @@ from typing import Any
 
 import prefect
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import TerminationSignal
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
@@ -66,7 +67,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     The modules named in `warm` are imported first, while a temporary server takes as long to start.
     Raises RuntimeError when neither the configured API nor a temporary server answers.
     """
-    with temporary_settings(set_defaults=QUIET):
+    with temporary_settings(set_defaults=QUIET), _told_by_a_word():
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             _import(warm)
@@ -78,6 +79,15 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
             logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
         with _temporary_server(warm) as url, temporary_settings(updates={"api.url": url}):
             yield url
+
+
+@contextmanager
+def _told_by_a_word() -> Iterator[None]:
+    """SIGTERM ends a flow as Ctrl-C does, which commands answer with a word, not a trace."""
+    try:
+        yield
+    except TerminationSignal:
+        raise KeyboardInterrupt from None
 
 
 def healthy(url: str) -> bool:
@@ -169,7 +179,12 @@ def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-P", __file__, str(port)]
     with (home / LOG).open("wb") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a terminal's Ctrl-C is the flow's, who then still tells of it
         )
     assert process.stdin is not None
     try:

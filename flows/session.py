@@ -5,7 +5,7 @@ events; neither can stop the flow.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from flows.reports import reporting
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config
-from marin_rl.doctor import preflight
+from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.resident import release
 from marin_rl.storage.runs import (
@@ -32,7 +32,7 @@ from marin_rl.types import SlotRef
 Source = str | dict[str, Any]
 
 # What takes seconds to import, and every flow needs.
-HEAVY = ("marin_rl.training.loop", "marin_rl.inference.server")
+HEAVY = ("marin_rl.training.loop", "marin_rl.serving.server")
 
 
 def named() -> str:
@@ -65,9 +65,10 @@ def settled(
 
 
 @contextmanager
-def working_on(config: Config) -> Iterator[RunRef]:
+def working_on(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> Iterator[RunRef]:
     """The run of `config`, created or continued, checked, locked and watched while the block runs.
 
+    `checks` are what must hold before anything is written.
     A flow hands this one reference to all of its tasks: Prefect knows objects by their address, and
     would take a later one for whatever result lay there before.
 
@@ -75,7 +76,7 @@ def working_on(config: Config) -> Iterator[RunRef]:
     """
     quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
-    preflight(config)
+    preflight(config, checks)
     run = Run.create_or_open(config)
     with ExitStack() as stack:
         stack.enter_context(run.lock())

@@ -1,6 +1,6 @@
-"""The local stack behind `make up` and `make down`: server, work pool, worker, deployments.
+"""The local stack behind `make up` and `make down`: server, worker, deployments, automations.
 
-`up` starts what is not there yet and registers the deployments of prefect.yaml; `down` ends what
+`up` starts what is not there yet, and registers deployments and automations; `down` ends what
 `up` started, flows included (their files keep whatever they had committed). Process ids and logs
 lie in .run/; addresses come from prefect.toml, or from PREFECT_API_URL and PREFECT_SERVER_API_PORT.
 """
@@ -12,18 +12,33 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
 from prefect.client.schemas.objects import StateType
+from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import get_current_settings
 from prefect.states import Crashed
 
 from flows.server import healthy
+from flows.session import settled
+from marin_rl.errors import MarinRLError, RunLocked
+from marin_rl.storage.runs import LOCK_KEY, Run
 
 RUN = Path(".run")
+AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "rl-pool"
+FLOWS = ("rl-loop", "sft", "evaluate", "reward-model")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2
@@ -47,8 +62,9 @@ def up(say: Callable[[str], None]) -> None:
         _wait("server", lambda: healthy(url))
     if not _alive("worker"):
         _call("work-pool", "create", POOL, "--type", "process", "--overwrite")
-        _declare_crashed()
+        declare_crashed()
     _call("--no-prompt", "deploy", "--all")
+    _automate()
     if not _alive("worker"):
         _start("worker", *PREFECT, "worker", "start", "--pool", POOL)
     say(f"worker of pool {POOL}: polling (log in {RUN}/worker.log)")
@@ -67,7 +83,7 @@ def down(say: Callable[[str], None]) -> None:
             say(f"{name}: ended")
         (RUN / f"{name}.pid").unlink(missing_ok=True)
         if name == "worker" and healthy(_api_url()):
-            _declare_crashed()
+            declare_crashed()
 
 
 def _api_url() -> str:
@@ -122,15 +138,59 @@ def _end(pid: int) -> None:
             time.sleep(POLL_S)
 
 
-def _declare_crashed() -> None:
-    """Deployed runs, which no process works on without a worker, free their deployments."""
+def declare_crashed() -> None:
+    """Deployed runs of ours that no process works on free their deployments.
+
+    Of those that run without a worker, some outlived theirs. On an API that this stack did not
+    start, only what is known to lie on this machine is judged.
+    """
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
+    shared = _alive("server") is None
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=alive):
-            if run.deployment_id is not None:
+        found = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=list(FLOWS))),
+            flow_run_filter=alive,
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
+        )
+        for run in found:
+            if not may_live(run.parameters, shared=shared):
                 state = Crashed(message="The local stack was stopped while this ran.")
                 client.set_flow_run_state(run.id, state, force=True)
+
+
+def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
+    """Whether a process may hold the run that a flow run's parameters say.
+
+    Where nothing is locked, as in a bucket, nobody here can tell: silence will, by the automation
+    that watches heartbeats. A run that is not there may be another machine's if the API is
+    `shared`; else its flow did not come so far.
+    """
+    named = {key: parameters.get(key) for key in ("run_id", "overrides")}
+    try:
+        config = settled(parameters["config"], **named)
+        run = Run.open(config.root, config.run_id, config.storage_options)
+        with run.lock():
+            return run.folder.local_path(LOCK_KEY) is None
+    except RunLocked:
+        return True
+    except (MarinRLError, KeyError, OSError):
+        return shared
+
+
+def automations() -> list[AutomationCore]:
+    """What the server is to do by itself, as flows/automations.yaml has it."""
+    tree = yaml.safe_load(AUTOMATIONS.read_text(encoding="utf-8"))
+    return [AutomationCore.model_validate(item) for item in tree["automations"]]
+
+
+def _automate() -> None:
+    """Register the automations whose names the server does not know; people may change theirs."""
+    client: SyncPrefectClient
+    with get_client(sync_client=True) as client:
+        for automation in automations():
+            if not client.read_automations_by_name(automation.name):
+                client.create_automation(automation)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from prefect import task
 
+from marin_rl.resident import resident
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.storage.rollouts import seal_round
 from marin_rl.storage.runs import RunRef
@@ -12,7 +13,10 @@ from tasks.options import STAGE, in_thread, opened, told
 @task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
     """Sample, score and commit one shard."""
-    return told(await generate_shard(opened(run), round, shard, policy))
+    found = opened(run)
+    learned = found.config.environment.reward_model is not None
+    scorer = await in_thread(resident(found).reward_scorer) if learned else None
+    return told(await generate_shard(found, round, shard, policy, scorer))
 
 
 @task(task_run_name="seal[round-{round:05d}]", **STAGE)

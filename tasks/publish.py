@@ -1,18 +1,48 @@
-"""Task `publish`: a trained round's metrics are committed and told to whoever watches."""
+"""Task `publish`: a trained round's metrics are committed, told, and old checkpoints given up."""
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 
 from prefect import task
 
+from marin_rl.errors import StorageError
 from marin_rl.rounds import close_round
-from marin_rl.storage.runs import RunRef
+from marin_rl.storage.gc import retire
+from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import SlotRef
 from tasks.options import STAGE, in_thread, opened, told
+
+_log = logging.getLogger(__name__)
 
 
 @task(task_run_name="publish[round-{round:05d}]", **STAGE)
 async def publish(
-    run: RunRef, round: int, trained: SlotRef, seconds: Mapping[str, float]
+    run: RunRef, round: int, trained: SlotRef, measured: Mapping[str, float]
 ) -> SlotRef:
-    """Close the round that `trained` ended; `seconds` are its `timing_s/*`."""
-    return told(await in_thread(close_round, opened(run), round, seconds))
+    """Close the round that `trained` ended; `measured` are its `timing_s/*` and `weights/*`."""
+    closed = await in_thread(close_round, opened(run), round, measured)
+    await in_thread(give_up_old, opened(run))
+    return told(closed)
+
+
+def give_up_old(run: Run) -> None:
+    """Retention, which never ends a run: what cannot be given up now is looked at next round.
+
+    The cause may be another run's folder, damaged or written by newer software.
+    """
+    try:
+        retire(run)
+    except StorageError as error:
+        _warn(run.run_id, str(error))
+
+
+@lru_cache(maxsize=64)
+def _warn(run_id: str, why: str) -> None:
+    """Once per cause, not once per round."""
+    _log.warning(
+        "run %s goes on, but gives up no old checkpoints: %s. What is named there may belong to a "
+        "fork of this run, which needs them: mend it, move it out of the root, or upgrade",
+        run_id,
+        why,
+    )
