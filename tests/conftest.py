@@ -1,19 +1,22 @@
 """What all tests share. Standing here, it also lets them import the fakes beside it by name."""
 
-import atexit
 import os
-import shutil
-import tempfile
+from pathlib import Path
 
 # Before anything imports JAX: two devices, so that every test of sharding has something to shard.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
-# What one test compiles, the next one finds, in whatever process; the home folder stays clean.
-_programs = tempfile.mkdtemp(prefix="marin-rl-programs-")
-atexit.register(shutil.rmtree, _programs, ignore_errors=True)
-os.environ["MARIN_RL_COMPILATION_CACHE"] = _programs
+# What one test compiles, the next one finds, in whatever process, also of the next `make test`; the
+# home folder stays clean. `pytest --cache-clear` drops it.
+PROGRAMS = Path(__file__).resolve().parents[1] / ".pytest_cache/d/marin-rl-programs"
+os.environ.setdefault("MARIN_RL_TEST_PROGRAMS", str(PROGRAMS))
+os.environ["MARIN_RL_COMPILATION_CACHE"] = os.environ["MARIN_RL_TEST_PROGRAMS"]
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ["MARIN_RL_TEST_PROGRAMS"])
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -23,3 +26,36 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("marin-rl")
+
+
+_quick_programs_left = False
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """Programs are compiled in half the time, and run slower than those that users have.
+
+    Their last bits differ too, and a jitted function keeps its programs: `pytest_runtest_setup`
+    drops them before the next test that wants what users have.
+    """
+    import jax
+
+    global _quick_programs_left
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    _quick_programs_left = True
+    with pytest.MonkeyPatch.context() as patch:  # for processes that tests begin
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test of programs as users have them meets none that was compiled quickly before it."""
+    global _quick_programs_left
+    if _quick_programs_left and "compiled_quickly" not in getattr(item, "fixturenames", ()):
+        import jax
+
+        jax.clear_caches()
+        _quick_programs_left = False

@@ -7,14 +7,17 @@ before or after a request took effect, with a status, or by closing the connecti
 import base64
 import hashlib
 import json
+import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from fault_names import Names
 
 
 @dataclass
@@ -32,28 +35,37 @@ class Fault:
 
 
 class Faults:
-    """Faults in waiting; `seen` counts all requests by method."""
+    """Faults in waiting, and those of requests by name; `seen` counts all requests by method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.waiting: list[Fault] = []
+        self.names = Names[Fault]()
         self.seen: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        """All requests since the last `clear`."""
+        return sum(self.seen.values())
 
     def add(self, *faults: Fault) -> None:
         """Let these happen, first come first served."""
         with self._lock:
             self.waiting.extend(faults)
 
-    def clear(self) -> None:
-        """Forget what has not happened yet, and the counts."""
+    def clear(self, named: Mapping[str, Fault] | None = None) -> None:
+        """Forget what has not happened yet, and the counts; `named` are those to come by name."""
         with self._lock:
             self.waiting.clear()
+            self.names = Names(named)
             self.seen.clear()
 
     def take(self, method: str, path: str) -> Fault | None:
         """The fault that this request meets, if any."""
         with self._lock:
             self.seen[method] = self.seen.get(method, 0) + 1
+            if (fault := self.names.fault(f"{method} {_object_of(path)}")) is not None:
+                return fault
             for fault in self.waiting:
                 if fault.method == method and fault.path in path:
                     fault.times -= 1
@@ -61,6 +73,12 @@ class Faults:
                         self.waiting.remove(fault)
                     return fault
         return None
+
+
+def _object_of(path: str) -> str:
+    """The path of a request; of an upload, the name in its body, without the bytes after it."""
+    named = re.search(r'"name": ?"([^"]*)"', path)
+    return named[1] if named else path
 
 
 @dataclass

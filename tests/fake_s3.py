@@ -17,7 +17,12 @@ from moto.moto_server.werkzeug_app import (
 from werkzeug.serving import make_server
 
 ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>injected</Message></Error>'
-CODES = {500: b"InternalError", 503: b"ServiceUnavailable", 409: b"ConditionalRequestConflict"}
+CODES = {
+    403: b"AccessDenied",
+    409: b"ConditionalRequestConflict",
+    500: b"InternalError",
+    503: b"ServiceUnavailable",
+}
 
 
 @dataclass

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 END = 256
@@ -21,7 +21,15 @@ TEMPLATE = "<{role}>{content}"
 Script = Callable[[str, int], str]
 Fault = Callable[[Mapping[str, Any]], str | None]
 
-STATUSES = {"500": 500, "503": 503, "429": 429, "reject": 400, "unauthorized": 401, "route": 404}
+STATUSES = {
+    "500": 500,
+    "503": 503,
+    "429": 429,
+    "reject": 400,
+    "unauthorized": 401,
+    "route": 404,
+    "conflict": 409,
+}
 
 
 def echo_script(prompt: str, seed: int) -> str:
@@ -61,6 +69,9 @@ class FakePolicyServer:
         self.delay_s = delay_s
         self.api_key = api_key
         self.extra: dict[str, Any] = {}
+        self.error_headers: dict[str, str] = {}
+        self.error_code: str | None = None
+        self.updates: list[tuple[str | None, dict[str, Any]]] = []
         self.faults: deque[str] = deque()
         self.fault: Fault = lambda _body: self.faults.popleft() if self.faults else None
         self.requests: list[dict[str, Any]] = []
@@ -183,11 +194,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any]) -> None:
         fake = self.server.fake
         fault = fake.fault(body)
+        if self.path == "/update_weights_from_disk" and fault is None:
+            fake.updates.append((self.headers["authorization"], body))
+            self._send(200, {"success": True, "message": ""})
+            return
         time.sleep(5.0 if fault == "slow" else fake.delay_s)
         if fault == "drop":
             self.close_connection = True
         elif fault in STATUSES:
-            self._error(STATUSES[fault], f"scripted fault {fault}")
+            self._error(STATUSES[fault], f"scripted fault {fault}", code=fake.error_code)
         elif fault == "not-json":
             self._send_bytes(200, b"<html>")
         else:
@@ -204,15 +219,22 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, fake.answer(body, fault))
 
-    def _error(self, status: int, message: str, **more: str) -> None:
-        self._send(status, {"error": {"message": message, "type": "fake", **more}})
+    def _error(self, status: int, message: str, **more: str | None) -> None:
+        error = {"message": message, "type": "fake", **more}
+        self._send_bytes(
+            status, json.dumps({"error": error}).encode(), self.server.fake.error_headers
+        )
 
     def _send(self, status: int, body: object) -> None:
         self._send_bytes(status, json.dumps(body).encode())
 
-    def _send_bytes(self, status: int, data: bytes) -> None:
+    def _send_bytes(
+        self, status: int, data: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         try:
             self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
             self.end_headers()

@@ -21,7 +21,7 @@ EVERYTHING = (
     "flows.sft",
     "flows.evaluate",
     "marin_rl.cli",
-    "marin_rl.inference.server",
+    "marin_rl.serving.server",
     "marin_rl.inference.canary",
     "marin_rl.training.loop",
     "marin_rl.training.sft",
@@ -58,6 +58,7 @@ def test_parquet_files_are_opened_in_storage_alone():
                 assert "pyarrow import parquet" not in text, path
 
 
+@pytest.mark.slow
 def test_importing_touches_no_device():
     """JAX would fail at the first array, for there is no such platform."""
     code = "\n".join(f"import {module}" for module in EVERYTHING)
@@ -70,6 +71,7 @@ def test_commands_start_without_heavy_imports(module):
     assert python(code) == "[]"
 
 
+@pytest.mark.slow
 def test_prefect_still_starts_its_server_with_the_pinned_fastapi():
     code = "from prefect.server.api.server import create_app; print(type(create_app()).__name__)"
     assert python(code) == "FastAPI"

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders import commit_round, configuration, group
+from builders import commit_round, configuration, group, group_of, rollout
 from typer.testing import CliRunner, Result
+from whole_runs import whole_run
 
 from marin_rl.cli import app
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rounds import close_round
+from marin_rl.storage.forks import fork_run
 from marin_rl.storage.runs import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -58,6 +60,61 @@ def test_a_missing_run_is_told_with_those_that_exist(root: str, name: str) -> No
     shown = invoke("status", "absent", "--root", root)
     assert isinstance(shown.exception, ObjectMissing)
     assert name in str(shown.exception)
+
+
+def test_a_run_may_be_named_with_the_slash_that_shells_complete(root: str, name: str) -> None:
+    for command in ("status", "fsck", "audit"):
+        plain = invoke(command, name, "--root", root)
+        slashed = invoke(command, f"{name}/", "--root", root)
+        assert slashed.exit_code == plain.exit_code, slashed.exception
+        assert slashed.output.split() == plain.output.split() or command == "fsck"  # tells seconds
+    assert f"{name}/" not in invoke("status", f"{name}/", "--root", root).output
+
+
+@pytest.mark.parametrize("wrong", ["../run", "a/b", "..", ".", "/"])
+@pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts", "watch"])
+def test_what_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> None:
+    """Not by an assertion of storage: a path to a run is what people type first."""
+    refused = invoke(command, wrong, "--root", root)
+    assert isinstance(refused.exception, ConfigError), refused.exception
+    assert "--root says where runs are" in str(refused.exception)
+
+
+def test_a_run_goes_on_from_inside_its_folder(
+    root: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.` is the folder of a run as well as a path to it is."""
+    for place, file in ((Path(root, name), "."), (Path(root, name, "rollouts"), "..")):
+        monkeypatch.chdir(place)
+        shown = invoke("run", file, "--dry-run")
+        assert shown.exit_code == 0, shown.exception
+        assert f"Plan of {name}" in shown.output
+    monkeypatch.chdir(root)
+    assert f"Plan of {name}" in invoke("run", f"{name}/", "--dry-run").output
+
+
+def test_numbers_of_sql_are_numbers(root: str, name: str) -> None:
+    """DuckDB's sums of integers are of 128 bits and its products decimals; JSON has them too."""
+    query = """select sum(n_prompt_tokens) tokens, 1.5 * count(*) half, 3::hugeint many,
+               [0.25] as listed, max(finished_at) - min(finished_at) + interval 90 seconds as apart
+               from rollouts"""
+    told = invoke("sql", name, query, "--json", "--root", root)
+    assert told.exit_code == 0, told.exception
+    row = json.loads(told.output)
+    assert row == {"tokens": 36, "half": 18.0, "many": 3, "listed": [0.25], "apart": 90.0}
+    assert [type(value) for value in row.values()] == [int, float, int, list, float]
+    assert "0:01:30" in invoke("sql", name, query, "--root", root).output
+
+
+@pytest.mark.parametrize(
+    "query", ["select [interval 1 day] days", "select 1::union(n int, s text) u", "select nothing"]
+)
+def test_queries_without_an_answer_that_a_table_holds_are_refused(
+    root: str, name: str, query: str
+) -> None:
+    for how in ((), ("--json",)):
+        refused = invoke("sql", name, query, *how, "--root", root)
+        assert isinstance(refused.exception, InputError), refused.exception
 
 
 def test_sql_reads_every_table(root: str, name: str) -> None:
@@ -139,6 +196,15 @@ def test_errors_become_one_message_and_an_exit_code(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_shared_checkpoint_of_a_fork_is_evaluated_where_it_is(tmp_path: Path) -> None:
+    """Refused before anything is served: its evaluation could not be committed."""
+    parent = whole_run(str(tmp_path), 2)
+    fork_run(parent, 2, "fork")
+    refused = invoke("evaluate", "fork", "--round", "1", "--root", str(tmp_path))
+    assert isinstance(refused.exception, ConfigError), refused.exception
+    assert "marin-rl evaluate run --round 1" in str(refused.exception)
+
+
 def test_doctor_says_what_to_fix(tmp_path: Path) -> None:
     shown = invoke(
         "doctor",
@@ -162,3 +228,25 @@ def test_another_content_is_refused_before_anything_starts(root: str, name: str)
     assert "exists with another content" in str(shown.exception)
     assert "environment.name" not in str(shown.exception)  # both are echo
     assert "policy.context_length: 128 -> 64" in str(shown.exception)
+
+
+def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Path) -> None:
+    from marin_rl.storage.pairs import read_pairs
+
+    run = Run.create_or_open(configuration(str(tmp_path), groups=1))
+    members = [rollout(f"g/{i}", index=i, reward=float(i), completion=[20 + i]) for i in range(3)]
+    commit_round(run, 0, [[group_of("g", members)]])
+    file = tmp_path / "pairs.jsonl"
+    shown = invoke("pairs", "run", "--out", str(file), "--root", str(tmp_path))
+    assert "wrote 1 pairs to" in shown.output
+    (pair,) = read_pairs(file).pairs
+    assert (pair.chosen_id, pair.rejected_id, pair.chosen_reward) == ("g/2", "g/0", 2.0)
+    for given, told in (
+        (("--out", str(file), "--margin", "2.5"), "differ by the reward, and by at least 2.5"),
+        (("--out", "pairs.csv"), r"expected a name ending in .jsonl or .parquet"),
+        (("--out", str(file), "--rounds", "3-1"), "--rounds: expected a round or a span"),
+    ):
+        refused = invoke("pairs", "run", *given, "--root", str(tmp_path))
+        assert told in str(refused.exception)
+    same = invoke("pairs", name, "--out", str(file), "--root", root)
+    assert "in no group of 2 sealed rounds" in str(same.exception)

@@ -19,7 +19,9 @@ from marin_rl.config import (
 )
 from marin_rl.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+SHIPPED = Path(__file__).parent.parent / "configs"
+CONFIGS = sorted(SHIPPED.glob("*.yaml"))
+RECIPES = sorted((SHIPPED / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -32,14 +34,103 @@ def test_there_are_the_shipped_files_a_user_is_told_of():
     assert {"demo", "prod", "debug"} <= {path.stem for path in CONFIGS}
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(path):
+    plain = load_config(SHIPPED / "demo.yaml")
+    config = load_config(SHIPPED / "demo.yaml", [f"recipe=recipes/{path.name}"])
+    sections = {"objective", "filters"}
+    if path.stem == "ppo":  # a critic is trained, several times over a round, on any group
+        sections |= {"training", "rollouts"}
+    untouched = {name: getattr(plain, name) for name in sections}
+    assert config.model_copy(update=untouched) == plain
+    assert set(yaml.safe_load(path.read_text())) <= sections
+
+
+def test_there_is_a_recipe_for_every_method_of_the_docs():
+    assert {path.stem for path in RECIPES} == {
+        "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline",
+        "ppo",
+    }  # fmt: skip
+
+
+def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_path):
+    (tmp_path / "base.yaml").write_text("objective: {clip_low: 0.1, clip_high: 0.4}\n")
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: base.yaml\nobjective: {clip_low: 0.3}\n")
+    objective = load_config(file).objective
+    assert (objective.clip_low, objective.clip_high) == (0.3, 0.4)
+    objective = load_config(file, ["recipe=base.yaml", "objective.clip_high=0.5"]).objective
+    assert (objective.clip_low, objective.clip_high) == (0.1, 0.5)
+    with pytest.raises(ConfigError, match=r"no configuration file at .*gone\.yaml"):
+        load_config(file, ["recipe=gone.yaml"])
+    file.write_text("recipe: 3\n")
+    with pytest.raises(ConfigError, match="recipe is 3; expected the path of a YAML file"):
+        load_config(file)
+
+
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
+        ({"objective": {"surrogate": "gspo"}}, "needs ratio_level sequence_mean, found sequence"),
+        ({"objective": {"surrogate": "dppo"}}, "needs ratio_level token, found sequence"),
+        ({"objective": {"surrogate": "sapo", "clip_dual": 3}}, "clip_dual is for ppo_clip"),
+        ({"objective": {"cispo_clip_low": 0.5}}, "cispo_clip_low is for cispo, found ppo_clip"),
+        ({"objective": {"kl_target": 6}}, "expected a first kl_coefficient above 0"),
+        ({"objective": {"reference": "average"}}, "expected a kl_coefficient above 0, or referen"),
+        (
+            {"objective": {"advantage": "reinforce", "advantage_scale": "batch_std"}},
+            "advantage_scale batch_std divides by a spread that is 0 where rewards are equal, and "
+            "advantage reinforce is not",
+        ),
+        (
+            {"objective": {"advantage": "reinforce_batch", "advantage_scale": "group_std"}},
+            "expected none, batch_whitening or token_whitening",
+        ),
+        (
+            {"objective": {"advantage": "maxrl", "overlong": "soft_penalty"}},
+            "advantage maxrl needs rewards of at least 0: expected keep or mask",
+        ),
+        (
+            {"objective": {"advantage": "pass_at_k", "overlong": "soft_penalty"}},
+            "advantage pass_at_k would count a success that is penalised at all as a failure",
+        ),
+        (
+            {"objective": {"advantage": "pass_at_k"}, "rollouts": {"group_size": 4}},
+            "objective.pass_k is 4 and rollouts.group_size 4",
+        ),
+        ({"sampling": {"top_p": 0.9}}, "Set importance_correction to truncated or masked"),
+        ({"sampling": {"top_k": 5}}, "top_p 1 and top_k 5 with objective.importance_correction"),
+        (
+            {"objective": {"surrogate": "reinforce"}, "batching": {"staleness_rounds_max": 1}},
+            "batching.staleness_rounds_max is 1, but objective.surrogate reinforce",
+        ),
+        ({"evaluation": {"k": []}}, "evaluation.k"),
+        (
+            {"objective": {"kl_placement": "reward", "advantage": "grpo"}},
+            "linear in the rewards (rloo, dr_grpo, reinforce, reinforce_batch, with scale none or "
+            "token_whitening)",
+        ),
         ({"training": {"lerning_rate": 1}}, "did you mean training.learning_rate?"),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate"),
         ({"rollouts": {"group_size": 1}}, "rollouts.group_size"),
+        ({"rollouts": {"group_size_min": 1}}, "1 needs objective.advantage gae"),
+        (
+            {"objective": {"advantage": "gae", "ratio_level": "token"}},
+            "objective.advantage gae needs a critic: expected training.critic, found null",
+        ),
+        (
+            {"training": {"critic": {}}},
+            "training.critic is for objective.advantage gae: found rloo",
+        ),
+        ({"objective": {"advantage": "gae"}}, "needs ratio_level token, found sequence"),
+        (
+            {"objective": {"advantage": "gae", "advantage_scale": "group_std"}},
+            "advantage gae has a scale of default, none, batch_whitening, token_whitening: found "
+            "group_std",
+        ),
+        ({"training": {"critic": {"trunk": "both"}}}, "training.critic.trunk"),
         ({"rounds": 0}, "rounds"),
         ({"run_id": "../escape"}, "run_id"),
         ({"policy": {"init": "hf"}}, "hf_path"),
@@ -57,6 +148,31 @@ def test_a_wrong_key_or_value_is_named(tree, expected):
     with pytest.raises(ConfigError, match=r"(?s).*") as caught:
         parse_config(tree)
     assert expected in str(caught.value)
+
+
+ALONE = {"group_size": 1, "group_size_min": 1}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"sampling": {"top_p": 0.9}, "objective": {"importance_correction": "truncated"}},
+        {"sampling": {"top_k": 5}, "objective": {"surrogate": "reinforce"}},  # it has no ratio
+        {"sampling": {"top_k": 5, "temperature": 0}},  # greedy: the filters are off
+        {
+            "batching": {"staleness_rounds_max": 1},
+            "objective": {"surrogate": "reinforce", "importance_correction": "masked"},
+        },
+        {"objective": {"advantage": "reinforce_batch", "advantage_scale": "batch_std"}},
+        {"objective": {"advantage": "pass_at_k", "pass_k": 3}, "rollouts": {"group_size": 4}},
+        {"objective": {"advantage": "reinforce"}, "rollouts": ALONE},
+        {"objective": {"advantage": "reinforce_batch"}, "rollouts": ALONE},
+    ],
+)
+def test_what_does_go_together_is_not_refused(tree):
+    found = parse_config(tree).model_dump()
+    for section, settings in tree.items():
+        assert settings.items() <= found[section].items()
 
 
 def test_every_problem_is_told_at_once():
@@ -112,8 +228,12 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     free = set(free_keys())
     assert not inside & free
     whole_sections = {key.rpartition(".")[0] for key in free} | {"mesh", "trackers", "flow"}
+    null = (
+        "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
+        "objective.cispo_clip_low", "objective.turn_discount", "evaluation.sets",
+    )  # fmt: skip
     for key in set(known_keys()) - inside - free:
-        assert key in whole_sections or key.startswith("sft.environment."), key
+        assert key in whole_sections or key.startswith(null), key
 
 
 @given(st.integers(1, 10_000), st.floats(1e-8, 1e-1))
@@ -133,3 +253,12 @@ def test_differences_name_exactly_what_differs(groups, rate):
 def test_numbers_in_scientific_notation_load_from_yaml():
     tree = yaml.safe_load("training: {learning_rate: 3e-4}")
     assert parse_config(tree).training.learning_rate == 3e-4
+
+
+def test_what_came_later_leaves_no_trace_while_it_is_null():
+    plain = parse_config({})
+    assert "critic" not in content(plain)["training"]
+    assert "critic" not in plain.model_dump(mode="json")["training"]
+    config = load_config(SHIPPED / "debug.yaml", ["recipe=recipes/ppo.yaml"])
+    assert content(config)["training"]["critic"]["gae_lambda"] == 0.95
+    assert parse_config(config.model_dump(mode="json")) == config

@@ -5,7 +5,16 @@ import io
 import pytest
 from rich.console import Console
 
-from marin_rl.display import RunDisplay, duration, rounds_table, showing, size, sparkline
+from marin_rl.display import (
+    RunDisplay,
+    duration,
+    frame_table,
+    rollouts_table,
+    rounds_table,
+    showing,
+    size,
+    sparkline,
+)
 from marin_rl.progress import ProgressEvent, listening, publish
 
 
@@ -26,6 +35,14 @@ def test_a_round_in_progress_is_drawn_with_its_numbers():
     assert "4/10" in shown
     assert "62.5%" in shown
     assert "0.500" in shown
+
+
+def test_what_a_model_wrote_moves_no_cursor():
+    row = {"prompt": "\x1b[2J", "completion": "a\x07b", "answer": "", "reward": 1.0, "status": "ok"}
+    shown = text_of(rollouts_table([row])) + text_of(frame_table(["said"], [["\x1b]0;title"]]))
+    assert "\x1b" not in shown
+    assert "\ufffd[2J" in shown
+    assert "\ufffd]0;title" in shown
 
 
 def test_events_of_another_run_change_nothing():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.analysis.reference import configuration_markdown, metrics_markdown
+from marin_rl.serving.telemetry import telemetry_markdown
 
 TOP = Path(__file__).parent.parent
 ROOMS = ("marin_rl", "flows", "tasks", "schemas")
@@ -19,6 +20,11 @@ README = (TOP / "README.md").read_text(encoding="utf-8")
 )
 def test_a_generated_page_is_what_the_code_says(page, made):
     assert (TOP / "docs" / page).read_text(encoding="utf-8") == made(), "run `make docs`"
+
+
+def test_the_servers_metrics_are_documented_as_the_code_has_them():
+    page = (TOP / "docs/serving.md").read_text(encoding="utf-8")
+    assert telemetry_markdown() in page
 
 
 def test_the_tree_in_the_readme_names_every_module():
@@ -58,5 +64,5 @@ def test_every_command_in_the_readme_exists():
     from marin_rl.cli import app
 
     known = set(get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
-    for command in re.findall(r"marin-rl ([a-z]+)", README):
+    for command in re.findall(r"marin-rl ([a-z]+(?:-[a-z]+)*)", README):
         assert command in known, command

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor import ALL, examine, preflight
+from marin_rl.doctor import ALL, BEFORE_A_REWARD_MODEL, examine, preflight
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
@@ -32,6 +32,11 @@ def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -
         ("environment.eval_seed=3", ConfigError, "move the seeds further apart"),
         ("policy.tokenizer=/nowhere", InputError, "no tokenizer folder at /nowhere"),
         ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
+        (
+            "environment.reward_model={checkpoint: runs/x/sft/step-00001}",
+            ConfigError,
+            "expected ROOT/RUN_ID/reward_model/step-00200",
+        ),
         ("inference.endpoints=['http://127.0.0.1:9/v1']", EndpointUnavailable, "127.0.0.1:9"),
     ],
 )
@@ -66,3 +71,16 @@ def test_a_mesh_larger_than_the_machine_is_told(tmp_path: Path) -> None:
     )
     assert not found.passed
     assert "does not fit 2 devices" in found.detail
+
+
+def test_pairs_are_read_to_the_end_before_a_reward_model_is_begun(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = ['{"prompt": "p", "chosen": "a", "rejected": "b"}', '{"prompt": "p", "chosen": 4}']
+    file.write_text("\n".join(rows))
+    with pytest.raises(InputError, match="line 2, field chosen"):
+        preflight(debug(tmp_path, f"reward_model.pairs={file}"), BEFORE_A_REWARD_MODEL)
+    with pytest.raises(InputError, match="cannot read"):
+        preflight(debug(tmp_path, "reward_model.pairs=/nowhere.jsonl"), BEFORE_A_REWARD_MODEL)
+    with pytest.raises(ConfigError, match="no section reward_model"):
+        preflight(debug(tmp_path), BEFORE_A_REWARD_MODEL)
+    assert not (tmp_path / "debug").exists()

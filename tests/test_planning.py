@@ -72,3 +72,20 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path):
     config = parse_config({"policy": {"init": "hf", "hf_path": str(tmp_path)}})
     with pytest.raises(InputError, match=r"config\.json.*vocab_size"):
         architecture_of(config)
+
+
+def test_a_critic_of_its_own_trunk_counts_twice():
+    debug = Path(__file__).parent.parent / "configs/debug.yaml"
+    alone, shared, own = (
+        plan(load_config(debug, ["objective.ratio_level=token", *more]))
+        for more in (
+            (),
+            ("objective.advantage=gae", "training.critic.trunk=shared"),
+            ("objective.advantage=gae", "training.critic.trunk=own"),
+        )
+    )
+    assert alone.training_bytes is not None
+    assert alone.checkpoint_disk_bytes is not None
+    assert shared == alone
+    assert own.training_bytes == 2 * alone.training_bytes
+    assert own.checkpoint_disk_bytes == 2 * alone.checkpoint_disk_bytes

@@ -1,24 +1,42 @@
 """What a process keeps between tasks, and the proof that what is served is what was trained."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from levanter.models.lm_model import LmHeadModel
+from small_runs import commit, small_run
+from stale_servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
-from marin_rl.errors import StalePolicy
+from marin_rl.errors import BadResponse, ObjectMissing, StalePolicy
 from marin_rl.inference.canary import prove
-from marin_rl.inference.server import PolicyServer
 from marin_rl.resident import Resident
-from marin_rl.storage.runs import Run
+from marin_rl.rounds import transfer_metrics
+from marin_rl.serving.loading import Source, read_checkpoint
+from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.standalone import proven_server
+from marin_rl.serving.updates import Update, Updater
+from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, parameters_digest
+from marin_rl.types import SlotRef
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
 
 def debug(root: Path, *overrides: str) -> Config:
     return load_config(DEBUG, [f"root={root}", *overrides])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def admin_key() -> Iterator[None]:
+    """What remote endpoints ask for before they take new weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARIN_RL_ADMIN_KEY", "manage")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +70,39 @@ def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: Reside
     assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
     config = debug(Path("unused")).inference
     assert prove(policy, embedded.trainer.model, config) < 1e-4
+    assert prove(policy, embedded.trainer.model, config, temperature=0.7) < 1e-4
+
+
+def test_an_endpoint_that_leaves_temperature_out_is_told_apart_from_a_stale_one(
+    embedded: Resident,
+) -> None:
+    policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
+    model = embedded.trainer.model
+    other = build_model(debug(Path("unused")).policy, len(embedded.tokenizer), seed=7)
+    with RawLogprobs(policy.model, model) as raw, RawLogprobs(policy.model, other) as stale:
+        policy = dataclasses.replace(policy, endpoints=(raw.url,))
+        assert prove(policy, model, config) < 1e-4
+        with pytest.raises(BadResponse, match=r"before temperature.*\(0\.7\).*processed_logprobs"):
+            prove(policy, model, config, temperature=0.7)
+        policy = dataclasses.replace(policy, endpoints=(stale.url,))
+        with pytest.raises(StalePolicy, match="found others"):
+            prove(policy, model, config, temperature=0.7)
+
+
+def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: Resident) -> None:
+    checkpoint = embedded.init_policy()
+    missing = SlotRef(slot=checkpoint_slot(7), sha256="0" * 64)
+    for _ in range(2):
+        with pytest.raises(ObjectMissing, match=r"round-00007 is not committed"):
+            embedded.serve(missing)
+    policy = embedded.serve(checkpoint)
+    told = transfer_metrics(policy.transfer, steps=2)
+    assert told["weights/failures"] == 2
+    assert told["weights/transfers_per_step"] == 0.5
+    assert told["weights/bytes"] == embedded.trainer.parameter_bytes > 0
+    assert told["weights/seconds"] > 0
+    again = transfer_metrics(embedded.serve(checkpoint).transfer, steps=2)
+    assert again["weights/failures"] == 0  # they were of the round before
 
 
 def test_other_weights_under_the_right_id_are_found_out(embedded: Resident) -> None:
@@ -102,3 +153,105 @@ def test_a_remote_endpoint_with_other_weights_is_refused(
     resident = Resident(Run.create_or_open(config))
     with pytest.raises(StalePolicy):
         resident.serve(resident.init_policy())
+
+
+def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    resident = Resident(run)
+    first, second = resident.init_policy(), commit(run, 1)
+    resident._server = server = deaf_server(run, 0)
+    try:
+        resident.serve(first)
+        with pytest.raises(StalePolicy, match=r"found those of round 0, .* above") as caught:
+            resident.serve(second)
+        assert not caught.value.transient  # no task is tried again for it
+        assert server.model_id.startswith("policy@00001-")
+        check_told(str(caught.value), run, expected=1, found=0)
+    finally:
+        resident.close()
+
+
+def test_a_server_whose_engine_ended_is_replaced(tmp_path: Path) -> None:
+    resident = Resident(small_run(tmp_path))
+    try:
+        checkpoint = resident.init_policy()
+        first = resident.serve(checkpoint)
+        ended = resident._server
+        assert ended is not None
+        ended.engine.close()
+        again = resident.serve(checkpoint)
+        assert resident._server is not ended
+        assert again.model == first.model
+        assert again.endpoints != first.endpoints
+    finally:
+        resident.close()
+
+
+def remote_run(root: Path, server: PolicyServer) -> tuple[Run, Resident]:
+    run = Run.create_or_open(
+        debug(
+            root,
+            f"inference.endpoints=[{server.base_url}]",
+            "inference.publish=update_weights_from_disk",
+        )
+    )
+    return run, Resident(run)
+
+
+class Forgetful(Updater):
+    """Reads and proves what it is told to load, then serves what it had before."""
+
+    first: LmHeadModel
+    renames: bool
+
+    def load(self, source: Source, weight_version: int | None = None) -> Update:
+        """The new id for the old arrays where it `renames`, else nothing at all."""
+        before = self._engine.policy
+        update = super().load(source, weight_version)
+        now = self._engine.policy if self.renames else before
+        self._engine.swap(self.first, now.weight_version, now.parameters_digest)
+        return update
+
+
+def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
+    loaded, tokenizer = read_checkpoint(run, 0), character_tokenizer()
+    server = proven_server(loaded, tokenizer, run.config)
+    updater = Forgetful(
+        server.engine,
+        loaded.model,
+        tokenizer,
+        run.config.inference,
+        jnp.float32,
+        server.telemetry,
+    )
+    updater.first, updater.renames = loaded.model, renames
+    server._service.updater = updater
+    server.start()
+    return server
+
+
+@pytest.mark.parametrize("kind", ["renames", "forgets"])
+def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, kind: str) -> None:
+    origin = small_run(tmp_path / "origin")
+    first = Resident(origin).init_policy()
+    server = forgetful_server(origin, renames=kind == "renames")
+    run, resident = remote_run(tmp_path / "runs", server)
+    try:
+        assert resident.serve(resident.init_policy()).parameters_digest == (
+            read_checkpoint(origin, 0).parameters_digest
+        )
+        assert first.slot == "checkpoints/round-00000"
+        second = commit(run, 1)
+        with pytest.raises(StalePolicy) as caught:
+            resident.serve(second)
+    finally:
+        server.stop()
+    message = str(caught.value)
+    expected = read_checkpoint(run, 1).parameters_digest
+    if kind == "renames":
+        check_told(message, run, expected=1, found=0)
+    else:
+        assert f"expected policy@00001-{expected[:8]} (parameters {expected[:16]})" in message
+        first_digest = read_checkpoint(run, 0).parameters_digest
+        assert f"found policy@00000-{first_digest[:8]} at {server.base_url}" in message
+        assert "load the checkpoint there" in message

@@ -13,7 +13,7 @@ from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
 from marin_rl.resident import Resident
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rounds import Stopwatch, close_round
+from marin_rl.rounds import Stopwatch, close_round, rates, rlhf_metrics, transfer_metrics
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.rollouts import iter_shards, seal_round
 from marin_rl.storage.runs import Run, shard_key
@@ -83,9 +83,42 @@ def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> Non
     assert row["mismatch_kl"] < 1e-6
     assert row["val/ratio"] == pytest.approx(1.0, abs=1e-4)
     assert row["storage/bytes"] > 0
+    assert row["replay/occupancy"] == 0
+    assert row["env/echo/errors"] == 0
     again = close_round(run, 0, {"timing_s/round": 99.0})
     assert again.reused
     assert read_metrics(run).to_pylist() == [row]
+
+
+def test_rates_are_of_what_is_known() -> None:
+    metrics = {
+        "timing_s/round": 4.0, "timing_s/generate": 2.0, "timing_s/train": 0.5,
+        "rollouts/generated": 8.0, "rollouts/errors": 0.25, "completions/mean_length": 5.0,
+    }  # fmt: skip
+    totals = {"env/a/rollouts": 6.0, "model_flops": 1e12, "peak_flops_per_second": 4e12}
+    assert rates(metrics, totals) == {
+        "eps": 2.0, "env/a/eps": 1.5, "perf/tokens_per_second": 15.0, "perf/mfu": 0.5,
+    }  # fmt: skip
+    assert rates({}, totals) == {}
+    assert "perf/mfu" not in rates(metrics, {"model_flops": 1e12})
+
+
+def test_weights_are_counted_by_the_step() -> None:
+    measured = {"bytes": 40.0, "seconds": 0.5, "transfers": 2.0, "failures": 1.0}
+    assert transfer_metrics(measured, 4) == {
+        "weights/bytes": 40.0, "weights/seconds": 0.5, "weights/failures": 1.0,
+        "weights/transfers_per_step": 0.5,
+    }  # fmt: skip
+    assert "weights/transfers_per_step" not in transfer_metrics(measured, 0)
+
+
+def test_huangs_reward_is_the_score_less_the_kl() -> None:
+    told = {"objective/scores": 0.5, "objective/kl": 2.0, "objective/kl_coefficient": 0.1}
+    assert rlhf_metrics(told) == {
+        "objective/non_score_reward": -0.2, "objective/rlhf_reward": 0.3,
+    }  # fmt: skip
+    assert rlhf_metrics({"objective/scores": 0.5})["objective/rlhf_reward"] == 0.5
+    assert rlhf_metrics({}) == {}
 
 
 def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
+from levanter.models.gemma import GemmaConfig, GemmaLMHeadModel
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel
+from levanter.models.mistral import MistralConfig, MistralLMHeadModel
+from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel, QwenConfig, QwenLMHeadModel
 
 VOCABULARY = 103
 LENGTH = 128
@@ -41,7 +43,12 @@ FAMILIES = {
             "rope": Llama3RotaryEmbeddingsConfig(original_max_position_embeddings=32),
         },
     ),
+    "qwen2": Family(QwenLMHeadModel, QwenConfig, {"num_kv_heads": 2}),
     "qwen3": Family(Qwen3LMHeadModel, Qwen3Config, {"num_kv_heads": 2, "head_dim": 24}),
+    "mistral": Family(
+        MistralLMHeadModel, MistralConfig, {"num_kv_heads": 2, "sliding_window": None}
+    ),
+    "gemma": Family(GemmaLMHeadModel, GemmaConfig, {"num_kv_heads": 1, "head_dim": 8}),
 }
 
 

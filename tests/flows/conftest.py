@@ -1,14 +1,18 @@
 """One temporary Prefect server for all tests of this folder, brought up as `marin-rl run` does."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from crash_states import CrashStates, Recording, Undisturbed
 from debug_run import Played, debug, latest_flow_run
+from run_outcomes import outcome
 
 from flows.rl_loop import start
 from flows.server import prefect_api
 from flows.session import HEAVY
 from marin_rl.progress import ProgressEvent, listening
+from marin_rl.storage.injection import suffering
 
 # jaxtyping compiles what is imported from syntax trees, and CPython 3.11 cannot do that in two
 # threads at once: everything is imported before flows have threads.
@@ -32,6 +36,17 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     with listening(events.append):
         checkpoint = start(config)
     return Played(latest_flow_run(config.run_id), config, checkpoint, events)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """A complete run in this process, and every state a crash could have left it in."""
+    config = debug(tmp_path_factory.mktemp("undisturbed"))
+    states = CrashStates(Path(config.root, config.run_id), tmp_path_factory.mktemp("states"))
+    operations = Recording(states)
+    with suffering(operations):
+        start(config)
+    return Undisturbed(outcome(config), states, operations.names.seen)
 
 
 @pytest.fixture(scope="session")

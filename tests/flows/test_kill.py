@@ -1,21 +1,18 @@
 """Killed with SIGKILL in any stage and started again, a run ends in the same files and weights.
 
-The parent only watches the run's folder and kills when it sees what a stage leaves behind; the
-program itself knows nothing of being tested. One run is killed in one stage after the other.
+Who kills only watches the run's folder and does it when it sees what a stage leaves behind; the
+run knows nothing of being tested. One run is killed in one stage after the other.
 """
 
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from debug_run import REPOSITORY, ROUNDS, SHARDS, Played, debug
+from debug_run import ROUNDS, SHARDS, Played, debug
+from nursery import Nursery
 
 from marin_rl.config import Config
 from marin_rl.storage.commits import manifest_of
@@ -30,15 +27,6 @@ from marin_rl.storage.runs import (
     sft_slot,
 )
 
-TIMEOUT_S = 120
-
-PROGRAM = """
-import json, sys
-from flows.rl_loop import start
-from marin_rl.config import parse_config
-start(parse_config(json.loads(sys.argv[1])))
-"""
-
 # What the parent waits for before it kills: the first trace of a stage's work.
 TRACES: Mapping[str, str] = {
     "sft": "sft/step-00002/manifest.json",
@@ -52,37 +40,11 @@ TRACES: Mapping[str, str] = {
 }
 
 
-def spawn(config: Config, api: str) -> subprocess.Popen[bytes]:
-    """The loop in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, config.model_dump_json()],
-        cwd=REPOSITORY,
-        env={**os.environ, "PREFECT_API_URL": api},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that must end well."""
-    _, told = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, told.decode()[-3000:]
-
-
-def kill_when(process: subprocess.Popen[bytes], seen: Callable[[], bool], delay_s: float) -> None:
-    """SIGKILL the process `delay_s` after `seen` holds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not seen() and process.poll() is None:
-        assert time.monotonic() < deadline, "the stage never began"
-        time.sleep(0.0005)
-    time.sleep(delay_s)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def trace(folder: Path, stage: str) -> Callable[[], bool]:
-    """Whether the first trace of a stage is there."""
-    return lambda: next(folder.glob(TRACES[stage]), None) is not None
+@pytest.fixture(scope="module")
+def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Forks runs that report to the API of this folder's tests."""
+    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=api) as nursery:
+        yield nursery
 
 
 def summaries(config: Config) -> dict[str, object]:
@@ -108,7 +70,7 @@ def parameters(config: Config) -> list[str]:
     return [manifest_of(run.store, ref).extra["parameters_digest"] for ref in refs if ref]
 
 
-def check_killed_at(stages: Sequence[str], played: Played, api: str, root: Path) -> None:
+def check_killed_at(stages: Sequence[str], played: Played, nursery: Nursery, root: Path) -> None:
     """Kill one run at the stages in order, finish it, and compare it with the unharmed one."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"delays from seed {seed}")
@@ -116,9 +78,11 @@ def check_killed_at(stages: Sequence[str], played: Played, api: str, root: Path)
     config = debug(root)
     folder = root / config.run_id
     for stage in stages:
-        process = spawn(config, api)
-        kill_when(process, trace(folder, stage), delays.choice([0.0, delays.uniform(0, 0.1)]))
-    finish(spawn(config, api))
+        delay_s = delays.choice([0.0, delays.uniform(0, 0.1)])
+        ended = nursery.run(config, trace=(folder, TRACES[stage], delay_s))
+        # What is left to do after the last trace may be done before its delay is over.
+        assert ended == [-signal.SIGKILL] or (stage, ended) == ("publish", [0]), nursery.said()
+    assert nursery.run(config) == [0], nursery.said()
     assert summaries(config) == summaries(played.config)
     assert samples(config) == samples(played.config)
     assert parameters(config) == parameters(played.config)
@@ -127,18 +91,10 @@ def check_killed_at(stages: Sequence[str], played: Played, api: str, root: Path)
         assert len(list(visible)) == SHARDS
 
 
-def test_killed_while_generating_and_while_training(
-    api: str, played: Played, tmp_path: Path
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_in_all_stages_one_after_the_other(
+    nursery: Nursery, played: Played, tmp_path: Path
 ) -> None:
-    check_killed_at(["generate", "train"], played, api, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [*TRACES])
-def test_killed_in_each_stage(stage: str, api: str, played: Played, tmp_path: Path) -> None:
-    check_killed_at([stage], played, api, tmp_path)
-
-
-@pytest.mark.slow
-def test_killed_in_all_stages_one_after_the_other(api: str, played: Played, tmp_path: Path) -> None:
-    check_killed_at([*TRACES], played, api, tmp_path)
+    """What the crash states of test_every_operation.py leave to a process that really died."""
+    check_killed_at([*TRACES], played, nursery, tmp_path)

@@ -125,11 +125,11 @@ def test_artifacts_show_the_run(played: Played) -> None:
     assert set(by_key) == {
         "whole-rounds", "whole-table", "whole-learning-curve", "whole-progress",
     }  # fmt: skip
-    pages = [str(item.data) for item in found if item.type == "markdown"]
+    pages = [str(item.data) for item in found if item.key == "whole-rounds"]
     assert len(pages) == ROUNDS
     assert all("## Best rollout" in page and "| reward |" in page for page in pages)
     assert by_key["whole-progress"].data == 100.0
-    assert str(by_key["whole-learning-curve"].data).startswith("data:image/png;base64,")
+    assert "](data:image/png;base64," in str(by_key["whole-learning-curve"].data)
     assert '"held-out accuracy"' in str(by_key["whole-table"].data)
 
 

@@ -3,13 +3,16 @@
 import json
 import logging
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from debug_run import Played
+from prefect.client.schemas.objects import Artifact, State, TaskRun
 from prefect.settings import temporary_settings
+from prefect.states import Running
 
-from flows.reports import Reporter, _quoted, round_page, rounds_table
+from flows.reports import Reporter, _linked, _quoted, round_page, rounds_table
 from flows.server import free_port
 from marin_rl.config import parse_config
 from marin_rl.progress import ProgressEvent
@@ -39,13 +42,58 @@ def test_the_table_is_bounded() -> None:
 
 def test_a_page_shows_numbers_rollouts_and_files(played: Played) -> None:
     run = Run.create_or_open(played.config)
-    page = round_page(run, 1, {"reward": 0.25, "loss": 1.0})
+    page = round_page(run, 1, {"reward": 0.25, "loss": 1.0}, lambda name: f"whole-{name}")
     assert page.startswith("# whole, round 1\n")
+    assert "[all rounds](/artifacts/key/whole-table)" in page
+    assert "| metric | value |\n|---|--:|\n| reward | 0.25 |\n| loss | 1.0 |\n" in page
     assert "| loss | 1.0 |\n| reward | 0.25 |" in page
+    assert f"marin-rl view whole --root {run.config.root}" in page
     assert "## Best rollout: reward" in page
     assert "## Worst rollout: reward" in page
     assert "**user**\n```text\n" in page
     assert f"- `{run.store.url_of('checkpoints/round-00002')}`" in page
+
+
+def test_places_on_buckets_can_be_clicked() -> None:
+    console = "https://console.cloud.google.com/storage/browser/b/runs/demo/rollouts/round-00003"
+    assert _linked("gs://b/runs/demo/rollouts/round-00003").endswith(f"({console})")
+    assert "/s3/buckets/b?prefix=runs/demo)" in _linked("s3://b/runs/demo")
+    assert _linked("/home/me/runs/demo") == "`/home/me/runs/demo`"
+
+
+class DeadAndAlive:
+    """A server that knows a flow run's second process, and what its first left."""
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self.table, self.ended = uuid4(), list[tuple[UUID, str]]()
+        state = Running()
+        fields = {"task_key": "t", "dynamic_key": "0", "flow_run_id": flow_run_id, "state": state}
+        self.tasks = [
+            TaskRun(id=uuid4(), flow_run_run_count=attempt, **fields) for attempt in (1, 1, 2)
+        ]
+
+    def read_artifacts(self, **_: Any) -> list[Artifact]:
+        return [Artifact(id=self.table, key="my-run-table", type="table")]
+
+    def read_task_runs(self, **_: Any) -> list[TaskRun]:
+        return self.tasks
+
+    def set_task_run_state(self, task: UUID, state: State[Any], **_: Any) -> None:
+        self.ended.append((task, str(state.type.value)))
+
+
+def test_who_goes_on_after_a_crash_ends_what_the_dead_left_and_keeps_its_artifacts(
+    tmp_path: Path,
+) -> None:
+    run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "My_run"}))
+    flow_run_id = uuid4()
+    server = DeadAndAlive(flow_run_id)
+    reporter = Reporter(run, flow_run_id)
+    reporter._attempt = 2
+    reporter._take_over(server)  # type: ignore[arg-type]
+    reporter.close()
+    assert server.ended == [(task.id, "CRASHED") for task in server.tasks[:2]]
+    assert reporter._made == {"table": server.table}
 
 
 def test_a_server_that_is_away_costs_one_line_in_the_log(

@@ -15,10 +15,14 @@ from flows.server import free_port, healthy, prefect_api
 
 PROGRAM = """
 import time
-from flows.server import prefect_api
+from flows.server import healthy, prefect_api
 with prefect_api() as url:
-    print(url, flush=True)
-    time.sleep(600)
+    try:
+        print(url, flush=True)  # whoever reads it may interrupt at once
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(2)
+        print(healthy(url), flush=True)
 """
 
 
@@ -46,16 +50,31 @@ def test_a_server_that_cannot_start_says_why(
         pass
 
 
-def test_a_temporary_server_ends_with_a_flow_that_is_killed(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+def started(folder: Path) -> subprocess.Popen[str]:
+    """The program, in a process group of its own as a shell makes one, and files in a folder."""
+    return subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=REPOSITORY,
-        env={**os.environ, "PREFECT_API_URL": "", "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PREFECT_API_URL": "", "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,
     )
-    with process:
+
+
+@pytest.mark.slow
+def test_a_flow_that_a_terminal_interrupts_can_still_tell_its_server(tmp_path: Path) -> None:
+    with started(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "True\n"
+    assert process.returncode == 0
+
+
+def test_a_temporary_server_ends_with_a_flow_that_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert healthy(url)

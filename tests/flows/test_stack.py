@@ -1,22 +1,33 @@
 """`make up`, deployments, `make down`: a real Prefect server and worker, on a free port."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
+from typing import Any, ClassVar
 from uuid import UUID
 
 import pytest
 import yaml
-from debug_run import REPOSITORY, ROUNDS
+from debug_run import REPOSITORY, ROUNDS, debug
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.events.schemas.automations import EventTrigger
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Suspended
 
 from flows.server import free_port, healthy
+from flows.session import settled
+from flows.stack import POOL, automations, declare_crashed, may_live
+from marin_rl.storage.locks import holder_in
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 
 CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
@@ -126,9 +137,90 @@ def test_the_deployments_are_those_that_are_documented() -> None:
     names = {(item["entrypoint"].partition(":")[2], item["name"]) for item in found}
     assert names == {
         ("rl_loop", "prod"), ("rl_loop", "demo"), ("sft", "prod"), ("evaluate_run", "prod"),
+        ("reward_model", "prod"),
     }  # fmt: skip
     assert all((REPOSITORY / item["entrypoint"].partition(":")[0]).exists() for item in found)
     assert all(item["concurrency_limit"]["collision_strategy"] == "CANCEL_NEW" for item in found)
+
+
+def test_the_automations_watch_for_silence_and_leave_retries_to_people() -> None:
+    silent, crashed = automations()
+    assert (silent.enabled, crashed.enabled) == (True, False)
+    frequency_s = tomllib.loads((REPOSITORY / "prefect.toml").read_text())["flows"]
+    assert isinstance(silent.trigger, EventTrigger)
+    assert silent.trigger.within.total_seconds() == 3 * frequency_s["heartbeat_frequency"]
+    assert [action.type for action in silent.actions] == ["change-flow-run-state"]
+
+
+def parameters_of(root: str) -> dict[str, Any]:
+    return {
+        "config": str(REPOSITORY / "configs" / "debug.yaml"),
+        "run_id": "whole",
+        "overrides": [f"root={root}", "policy.init=sft"],
+    }
+
+
+def test_a_run_that_a_process_holds_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """What `up` asks before it declares a run crashed that no worker looks after."""
+    parameters = parameters_of(str(tmp_path))
+    assert not may_live(parameters, shared=False)  # it has not begun
+    run = Run.create_or_open(debug(tmp_path))
+    for shared in (False, True):
+        assert not may_live(parameters, shared=shared)
+        with run.lock():
+            assert may_live(parameters, shared=shared)
+    assert not may_live({"config": "nowhere.yaml"}, shared=False)
+
+
+def test_what_cannot_be_known_here_is_left_to_the_heartbeats(tmp_path: Path) -> None:
+    unlocked = parameters_of("memory://stack")
+    Run.create_or_open(settled(**unlocked))
+    assert may_live(unlocked, shared=False)
+    elsewhere = parameters_of(str(tmp_path))
+    for parameters in (elsewhere, {"config": "nowhere.yaml"}, {"n": 3}):
+        assert may_live(parameters, shared=True)
+
+
+class Server(BaseHTTPRequestHandler):
+    """As much of a Prefect API as is asked which flow runs live; it has none."""
+
+    asked: ClassVar[list[tuple[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self.send_error(404) if "csrf" in self.path else self._answer(b'"3.8.8"')
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append((self.path, json.loads(body)))
+        self._answer(b"[]")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_only_flows_of_our_pool_are_judged() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings(updates={"api.url": url}):
+            declare_crashed()
+        server.shutdown()
+    ((path, asked),) = Server.asked
+    assert path == "/api/flow_runs/filter"
+    assert asked["work_pools"]["name"]["any_"] == [POOL]
+    found = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    entries = [item["entrypoint"].removesuffix(".py").replace(".py:", ":") for item in found]
+    flows = {
+        getattr(import_module(module.replace("/", ".")), name).name
+        for module, _, name in (entry.partition(":") for entry in entries)
+    }
+    assert set(asked["flows"]["name"]["any_"]) == flows
 
 
 @pytest.mark.slow
@@ -174,3 +266,43 @@ def test_pausing_resuming_and_cancelling(stack: Stack, client: SyncPrefectClient
     assert time.monotonic() - began < 25
     with Run.open(str(stack.runs), "paused").lock():
         pass
+
+
+def holder(stack: Stack, run_id: str) -> int:
+    """The process that works on a run: its lock says which."""
+    found = holder_in(stack.runs / run_id / ".lock")
+    assert found is not None
+    return found.pid
+
+
+@pytest.mark.slow
+def test_a_flow_outlives_its_worker(stack: Stack, client: SyncPrefectClient) -> None:
+    flow_run = ask_for_run(stack, client, "orphan", ROUNDS)
+    wait(lambda: stack.rounds("orphan") >= 1, "a round")
+    os.kill(int((stack.folder / ".run" / "worker.pid").read_text()), signal.SIGKILL)
+    wait(lambda: state(client, flow_run) == "Completed", "the flow to end without its worker")
+    assert stack.rounds("orphan") == ROUNDS
+    stack.call(sys.executable, "-m", "flows.stack", "up")
+
+
+@pytest.mark.slow
+def test_a_killed_flow_is_crashed_and_goes_on_by_command_and_by_itself(
+    stack: Stack, client: SyncPrefectClient
+) -> None:
+    flow_run = ask_for_run(stack, client, "killed", 1000)
+    wait(lambda: stack.rounds("killed") >= 1, "a round")
+    os.kill(holder(stack, "killed"), signal.SIGKILL)
+    wait(lambda: state(client, flow_run) == "Crashed", "the worker to notice")
+    before = stack.rounds("killed")
+    time.sleep(5)
+    stack.call(*PREFECT, "flow-run", "retry", str(flow_run))
+    wait(lambda: stack.rounds("killed") > before, "the rounds to go on by command")
+
+    _, going_on = automations()
+    stack.call(*PREFECT, "automation", "resume", going_on.name)
+    os.kill(holder(stack, "killed"), signal.SIGKILL)
+    before = stack.rounds("killed")
+    wait(lambda: stack.rounds("killed") > before, "the rounds to go on by themselves")
+    stack.call(*PREFECT, "automation", "pause", going_on.name)
+    client.set_flow_run_state(flow_run, Cancelling())
+    wait(lambda: state(client, flow_run) == "Cancelled", "the flow to end")

@@ -1,7 +1,6 @@
 """Generate and evaluate against the fake server: what is asked, kept, refused, and done once."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,10 +276,8 @@ def test_a_cancelled_call_leaves_nothing(run: Run, server: FakePolicyServer) -> 
     async def cancelled() -> None:
         await asyncio.wait_for(generate_shard(run, 4, 0, policy_of(server)), 0.2)
 
-    began = time.monotonic()
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
-    assert time.monotonic() - began < 2
     assert run.store.list("rollouts") == []
 
 
@@ -345,18 +342,3 @@ def test_held_out_examples_are_not_trained_on(run: Run) -> None:
     trained = {environment.example(0, i, "train").seed for i in range(12)}
     base = run.config.environment.eval_seed
     assert not trained & {environment.example(base, i, "eval").seed for i in range(4)}
-
-
-def test_a_round_of_requests_takes_little_of_our_time(
-    tmp_path: Path, server: FakePolicyServer
-) -> None:
-    """16 groups of 8, committed: measured 0.1 s with the fake server's own time in it."""
-    items = ("rollouts.groups_per_round=16", "rollouts.group_size=8", "rollouts.shards_per_round=1")
-    run = Run.create_or_open(configured(tmp_path, *items))
-    took = []
-    for round in range(3):
-        began = time.perf_counter()
-        generate(run, server, round)
-        took.append(time.perf_counter() - began)
-    print("seconds per round:", [f"{seconds:.3f}" for seconds in took])
-    assert min(took) < 1.0

@@ -1,0 +1,86 @@
+"""Engines over tiny models, and requests to them, as several test modules need them."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from tiny_models import VOCABULARY
+
+from marin_rl.config import EngineConfig
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.slots import GenerationRequest, GenerationResult
+from marin_rl.types import Sampling
+
+CONTEXT = 96
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """One character per token."""
+    return "".join(chr(32 + i) for i in ids)
+
+
+def engine_of(model: LmHeadModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
+    """Eight slots, chunks of four steps, unless told otherwise."""
+    return Engine(
+        model,
+        EngineConfig(**{"slots": 8, "chunk_steps": 4, "prefill_rows": 4, **config}),
+        context_length=CONTEXT,
+        weight_version=1,
+        parameters_digest="one",
+        stop_token_ids=stop_token_ids,
+        decode=text_of,
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    """Random tokens, none of them an end token."""
+    return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32)
+
+
+SAMPLING_FIELDS = frozenset(Sampling.__dataclass_fields__)
+
+
+def request_of(length: int = 10, *, prompt_seed: int = 0, **options: Any) -> GenerationRequest:
+    """A request of 12 tokens; options are fields of Sampling or of GenerationRequest."""
+    sampling = {name: value for name, value in options.items() if name in SAMPLING_FIELDS}
+    others = {name: value for name, value in options.items() if name not in SAMPLING_FIELDS}
+    return GenerationRequest(
+        prompt_ids=prompt_of(length, prompt_seed),
+        sampling=Sampling(**{"max_tokens": 12, "seed": 7, **sampling}),
+        **others,
+    )
+
+
+def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
+    """Prompts and completions of many lengths, every way of sampling, up to 11 samples each."""
+    return [
+        request_of(
+            rng.randint(1, 60),
+            prompt_seed=index,
+            n=rng.choice((1, 1, 3, 11)),
+            max_tokens=rng.randint(1, 30),
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            top_p=rng.choice((1.0, 1.0, 0.8)),
+            top_k=rng.choice((0, 0, 5)),
+            seed=rng.getrandbits(48),
+        )
+        for index in range(count)
+    ]
+
+
+def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
+    """The result, within two minutes."""
+    return engine.submit(request).result(timeout=120)
+
+
+def bits(result: GenerationResult) -> list[tuple[bytes, ...]]:
+    """Every array of every sample, byte for byte."""
+    return [
+        tuple(
+            b"" if array is None else array.tobytes()
+            for array in (s.token_ids, s.logprobs, s.raw_logprobs, s.top_ids, s.top_logprobs)
+        )
+        for s in result.samples
+    ]

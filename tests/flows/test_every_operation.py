@@ -1,0 +1,267 @@
+"""A fault at every operation on the store: the same command again ends in the same run.
+
+An undisturbed run (configs/debug.yaml with a warm start, three rounds, through Prefect) gives its
+operations their names: what N is (storage/injection.py says what counts). Its committed slots,
+samples, dispositions and the parameters of every checkpoint are what every disturbed run must end
+in, bit by bit, with every digest right and the audit balanced. Ways of disturbing it:
+
+- crash states: the folder as a kill before or after each operation leaves it, gone on from;
+- kills: a process of its own that is killed in the middle of an operation that changes something,
+  and started again; what kills before and after operations leave is what crash states are;
+- silence on the fake GCS and on moto: an operation that fails, is late, doubled or not answered;
+  and, below the clients, a request that is refused or dropped, before or after it took effect.
+
+By default seeded samples are played. `-m slow` plays all: every crash state by itself, the rest in
+groups, where one run meets many faults, APART operations from each other, and is started again
+where one ends it. That each of them came is asserted; a group that ends otherwise is played again
+one by one, to name the culprit. What only happens to a run that is otherwise left in peace could
+hide in a group: MARIN_RL_ALL_FAULTS=1 gives each fault a run of its own, which takes hours.
+MARIN_RL_FAULT_GROUPS=3 plays so many groups of each kind, MARIN_RL_SEED=5 chooses other samples,
+MARIN_RL_FAULTS_PLAYED=50 larger ones.
+"""
+
+import os
+import random
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from crash_states import Undisturbed
+from debug_run import debug
+from fake_gcs import Fault, Faults, fake_gcs
+from fake_s3 import fake_s3
+from fault_groups import Case, groups, play_groups
+from fault_names import NamedOperations
+from nursery import Nursery
+from run_outcomes import Outcome, outcome
+
+from flows.rl_loop import start
+from marin_rl.config import Config
+from marin_rl.errors import MarinRLError
+from marin_rl.storage.injection import Operations, parse, suffering
+
+KILLS = ("kill-amid", "kill-before", "kill-after")
+READS = re.compile(r"(read|children|list|size) |path .*\.parquet #")  # such a file is mapped
+REQUESTS: dict[str, Callable[[], Fault]] = {
+    "refuse": lambda: Fault("", "", "before", 503),
+    "drop": lambda: Fault("", "", "before", None),
+    "refuse-after": lambda: Fault("", "", "after", 503),
+    "drop-after": lambda: Fault("", "", "after", None),
+}
+SILENCES = ("fail", "delay", "late", "duplicate", "lose-reply")
+APART = 5
+ALONE = 10**6  # apart: a group is one fault
+ONE_BY_ONE = bool(os.environ.get("MARIN_RL_ALL_FAULTS"))
+ALL_S_MAX = 24 * 3600
+
+
+def in_groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[list[Case]]:
+    """Every kind of fault at every name: together, or each in a run of its own if that is asked."""
+    found = groups(names, kinds, ALONE if ONE_BY_ONE else apart)
+    print(f"N = {len(names)}, {len(kinds)} faults at each, in {len(found)} groups")
+    if not (played := int(os.environ.get("MARIN_RL_FAULT_GROUPS") or 0)):
+        return found
+    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"{min(played, len(found))} groups of them are played, MARIN_RL_SEED={seed}")
+    return random.Random(seed).sample(found, min(played, len(found)))
+
+
+def play(cases: Sequence[str], disturbed: Callable[[str], Config], expected: Outcome) -> None:
+    """Play cases, print how many passed, and fail with what differed in the others."""
+    failures, began = [], time.monotonic()
+    for case in cases:
+        try:
+            different = expected.same_as(outcome(disturbed(case)))
+        except (MarinRLError, AssertionError) as error:
+            different = [f"{type(error).__name__}: {error}"]
+        if different:
+            failures.append(f"{case}: other {', '.join(different)}")
+    took_s = time.monotonic() - began
+    print(f"{len(cases) - len(failures)} of {len(cases)} passed in {took_s:.0f} s")
+    assert not failures, "\n".join(failures)
+
+
+def chosen(every: Sequence[str], count: int) -> list[str]:
+    """A seeded sample of the cases, in order; all of them where that is asked for."""
+    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
+    count = int(os.environ.get("MARIN_RL_FAULTS_PLAYED") or count)
+    numbers = sorted(random.Random(seed).sample(range(len(every)), min(count, len(every))))
+    print(f"{len(numbers)} of {len(every)} cases, MARIN_RL_SEED={seed}")
+    return [every[number] for number in numbers]
+
+
+# --- crash states -------------------------------------------------------------------------------
+
+
+def check_states(undisturbed: Undisturbed, root: Path, count: int) -> None:
+    states = undisturbed.states
+    print(f"N = {undisturbed.operations} operations, {len(states.numbers)} different states")
+
+    def go_on(index: str) -> Config:
+        config = debug(root / index)
+        shutil.copytree(states.copy(int(index)), Path(config.root, config.run_id))
+        start(config)
+        return config
+
+    play(chosen([str(i) for i in range(len(states.numbers))], count), go_on, undisturbed.expected)
+
+
+def test_some_crash_states(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    check_states(undisturbed, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(ALL_S_MAX)
+def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    check_states(undisturbed, tmp_path, 10**6)
+
+
+# --- real kills ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Forks runs that report to the API of this folder's tests."""
+    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=api) as nursery:
+        yield nursery
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(ALL_S_MAX)
+def test_kills_at_operations(undisturbed: Undisturbed, nursery: Nursery, tmp_path: Path) -> None:
+    """One run that is killed amid everything it creates or writes, one start after the other."""
+
+    def killed(group: Sequence[Case]) -> tuple[Config, list[str]]:
+        folder = tmp_path / str(uuid.uuid4())
+        config, met = debug(folder), folder.with_suffix(".met")
+        left, code = {name: kind for kind, name in group}, -9
+        while code == -9:
+            met.write_text("")
+            (code,) = nursery.run(config, faults=left, met=met)
+            came = met.read_text().splitlines()
+            assert (code, bool(came)) in ((-9, True), (0, False)), nursery.said()
+            for name in came:
+                del left[name]
+        return config, list(left)
+
+    names = [name for name in undisturbed.names if not READS.match(name)]
+    kinds = KILLS if ONE_BY_ONE else KILLS[:1]
+    play_groups(in_groups(names, kinds, 1), killed, undisturbed.expected)
+
+
+# --- object stores ------------------------------------------------------------------------------
+
+
+@dataclass
+class Bucket:
+    """A bucket to play in, and the faults of its server."""
+
+    new: Callable[[], Config]
+    faults: Faults
+
+    @cached_property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Operations of the store there, and requests that they make, of an undisturbed run."""
+        self.faults.clear()
+        config = self.new()
+        operations = NamedOperations(config.root)
+        with suffering(operations):
+            start(config)
+        return operations.names.seen, [*self.faults.names.seen]  # which others go on with
+
+    def disturbed(self, fault: str) -> Config:
+        """A run that suffers a fault by its number and, where that ends it, is started again."""
+        config = self.new()
+        with suffering(Operations(parse(fault))):
+            self.play(config, 2)
+        return config
+
+    def silent(self, group: Sequence[Case]) -> tuple[Config, list[str]]:
+        """A run whose operations suffer; the names of those that did not come."""
+        config = self.new()
+        operations = NamedOperations(config.root, {name: kind for kind, name in group})
+        with suffering(operations):
+            self.play(config, 1 + len(group))
+        return config, list(operations.names.waiting)
+
+    def refused(self, group: Sequence[Case]) -> tuple[Config, list[str]]:
+        """A run whose requests meet faults in the server; the names of those that did not come."""
+        config = self.new()
+        self.faults.clear({name: REQUESTS[kind]() for kind, name in group})
+        self.play(config, 1 + len(group))
+        missed = list(self.faults.names.waiting)
+        self.faults.clear()
+        return config, missed
+
+    def play(self, config: Config, starts_max: int) -> None:
+        """Play a run to its end, started again wherever a fault that may pass ended it."""
+        for _ in range(starts_max):
+            error = ended_by(config)
+            if error is None:
+                return
+            assert error.transient, f"{type(error).__name__}: {error}"
+        raise AssertionError(f"it was started {starts_max} times, and did not end well")
+
+
+def ended_by(config: Config) -> MarinRLError | None:
+    """Play a run; the error that ended it, or None."""
+    try:
+        start(config)
+    except MarinRLError as error:
+        return error
+    return None
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def bucket(request: pytest.FixtureRequest, api: str) -> Iterator[Bucket]:
+    """The fake GCS and moto's S3."""
+    with {"gs": fake_gcs, "s3": fake_s3}[request.param]() as server:
+        server.create_bucket("bucket")
+
+        def new() -> Config:
+            root = {"root": f"{request.param}://bucket/{uuid.uuid4()}"}
+            more = {"storage_options": server.options}
+            config = debug(Path("unused"), "flow.retry_delay_s=0.02")  # free, as `root` is
+            return config.model_copy(update=root | more)
+
+        yield Bucket(new, server.faults)
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_silence(bucket: Bucket, undisturbed: Undisturbed) -> None:
+    """One among as many operations as a folder takes; a bucket takes more, but they cost a run."""
+    numbers = range(1, undisturbed.operations + 1)
+    every = [f"{kind}:{at}" for at in numbers for kind in SILENCES]
+    play(chosen(every, 1), bucket.disturbed, undisturbed.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(ALL_S_MAX)
+def test_silences_at_operations(bucket: Bucket, undisturbed: Undisturbed) -> None:
+    operations, _ = bucket.names
+    every = in_groups(operations, SILENCES, APART)
+    play_groups(every, bucket.silent, undisturbed.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(ALL_S_MAX)
+def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -> None:
+    _, requests = bucket.names
+    every = in_groups(requests, tuple(REQUESTS), APART)
+    play_groups(every, bucket.refused, undisturbed.expected)
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_on_an_object_store(
+    bucket: Bucket, nursery: Nursery, undisturbed: Undisturbed
+) -> None:
+    """Nothing locks a bucket: each adopts what the other was first to commit."""
+    config = bucket.new()
+    assert nursery.run(config, copies=2) == [0, 0], nursery.said()
+    assert undisturbed.expected.same_as(outcome(config)) == []

@@ -1,0 +1,178 @@
+"""`kill -9` at random instants of a run, and of the server it reports to: nothing lost or doubled.
+
+    MARIN_RL_KILLS=200 MARIN_RL_SEED=3 pytest -m slow -s tests/flows/test_many_kills.py
+
+One long run is killed again and again, gone on with each time. What it had committed must never
+change, and in the end it must be, bit by bit, the run that nobody disturbed.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from debug_run import REPOSITORY, debug
+from nursery import Nursery
+from run_outcomes import Digests, committed_digests, outcome
+
+from flows.server import free_port, healthy
+from marin_rl.config import Config
+from marin_rl.storage.runs import Run, latest_checkpoint, round_of
+
+KILLS = 5
+ROUNDS_MAX = 100_000
+VICTIMS = ("flow", "flow", "flow", "flow", "server")
+# Rounds of a second, so that kills hit what they do and not only how they begin.
+LARGER = ("rollouts.groups_per_round=24", "sampling.max_tokens=24")
+LIFE_S_MIN = 0.2  # of processor time, here and below
+LIVES_MAX = 1.5  # times what a start and one round take, undisturbed
+LIFE_S_MAX = 8.0  # a start takes 5; or the undisturbed run has hundreds of rounds to play after it
+AFTER_THE_SERVER_S = 1.0
+START_S_MAX = 900.0  # of a server, where all of this has what others leave of a machine
+RUN_S_MAX = 7200.0  # of any start; the last plays the rounds of all lives without a pause
+
+
+class Server:
+    """A Prefect server that can be killed, and started again with what it knew."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._port = home, free_port()
+        self.url = f"http://127.0.0.1:{self._port}/api"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
+            env={
+                **os.environ,
+                "PREFECT_HOME": str(self._home),
+                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home}/p.db",
+                "PREFECT_UI_ENABLED": "false",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + START_S_MAX
+        while not healthy(self.url):
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.1)
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is not dead already."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server of this module."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def nursery(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Forks runs that report to that server."""
+    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=server.url) as made:
+        yield made
+
+
+def first_round_s(nursery: Nursery, config: Config) -> float:
+    """Play the first round, undisturbed; the seconds of processor time that this took."""
+    once = config.model_copy(update={"rounds": 1})
+    assert nursery.run(once, limit_s=RUN_S_MAX) == [0], nursery.said()
+    return nursery.cpu_s[0]
+
+
+def reached(config: Config) -> int:
+    """Rounds that are trained."""
+    if not Path(config.root, config.run_id, "run.json").exists():
+        return 0
+    found = latest_checkpoint(Run.open(config.root, config.run_id))
+    return 0 if found is None else round_of(found.slot.rpartition("/")[2]) or 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_a_run_survives_many_kills(server: Server, nursery: Nursery, tmp_path: Path) -> None:
+    count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
+    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"{count} kills, MARIN_RL_SEED={seed}")
+    choices = random.Random(seed)
+    config = debug(tmp_path / "killed", f"rounds={ROUNDS_MAX}", *LARGER)
+    life_s_max = min(LIVES_MAX * first_round_s(nursery, config), LIFE_S_MAX)
+    known, digests = committed_digests(config), Digests()
+    killed, refused = {"flow": 0, "server": 0}, 0
+    for _ in range(count):
+        victim, life_s = choices.choice(VICTIMS), choices.uniform(LIFE_S_MIN, life_s_max)
+        killed[victim] += 1
+        if victim == "flow":
+            ended = nursery.run(config, life_s=life_s, limit_s=RUN_S_MAX)
+        else:
+            longer_s, beside = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
+            ended = nursery.run(config, life_s=longer_s, beside=beside, limit_s=RUN_S_MAX)
+            server.kill()
+            server.start()
+            refused += ended == [1]  # nobody answered when it was about to begin
+        assert ended == [-signal.SIGKILL] or (victim, ended) == ("server", [1]), nursery.said()
+        now = committed_digests(config, digests)
+        assert known.items() <= now.items(), "something committed was lost or changed"
+        known = now
+        print(f"{sum(killed.values())}: {victim} after {life_s:.1f} s, {len(known)} commits")
+    assert committed_digests(config) == known
+    rounds = reached(config) + 1
+    print(f"killed {killed}, of the latter {refused} before the flow had begun")
+    print(f"{rounds - 1} rounds, {len(known)} commits before the last start")
+    last = config.model_copy(update={"rounds": rounds})
+    alone = debug(tmp_path / "alone", f"rounds={rounds}", *LARGER)
+    first_round_s(nursery, alone)  # which evaluates what it ends with, as above
+    for played in (last, alone):
+        assert nursery.run(played, limit_s=RUN_S_MAX) == [0], nursery.said()
+    assert outcome(last).same_as(outcome(alone)) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_costs_no_work(
+    server: Server, nursery: Nursery, tmp_path: Path
+) -> None:
+    config = debug(tmp_path / "left", f"rounds={ROUNDS_MAX}")
+    first_s = first_round_s(nursery, config)
+    ended = nursery.run(config, life_s=first_s + 4.0, beside={server.pid: first_s})
+    assert ended == [-signal.SIGKILL], f"it ended by itself: {nursery.said()}"
+    server.kill()
+    server.start()
+    (gone,) = nursery.others_killed
+    closed = [path.stat().st_mtime for path in Path(config.root).glob("*/metrics/*.parquet")]
+    alone = sum(moment > gone for moment in closed)
+    print(f"{alone} of {len(closed)} rounds were closed without the server")
+    assert alone > 2
+    last = config.model_copy(update={"rounds": reached(config) + 1})
+    assert nursery.run(last) == [0], nursery.said()
+    outcome(last)
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_machine_share_a_run_one_after_the_other(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    config = debug(tmp_path / "shared")
+    assert sorted(nursery.run(config, copies=2)) == [0, 1]
+    assert "RunLocked" in nursery.said()
+    assert nursery.run(config) == [0]
+    outcome(config)

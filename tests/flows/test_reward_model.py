@@ -1,0 +1,126 @@
+"""The flow reward-model: killed and resumed to the same bits, and a judge that teaches a policy."""
+
+import random
+from pathlib import Path
+
+import pytest
+from debug_run import debug
+from killing import finish, kill_when, spawn_program
+from word_forms import write_prompts
+
+import flows.reward_model
+import flows.rl_loop
+from marin_rl.analysis.status import metric_rows
+from marin_rl.config import Config, parse_config
+from marin_rl.rollouts.pairs import pairs_of_run
+from marin_rl.storage.audit import audit_run
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.pairs import write_pairs
+from marin_rl.storage.runs import Run, committed, reward_model_slot
+from marin_rl.types import Message, PreferencePair
+
+PROGRAM = """
+import json, sys
+from flows.reward_model import start
+from marin_rl.config import parse_config
+start(parse_config(json.loads(sys.argv[1])))
+"""
+
+STEPS = ("reward_model.steps=30", "reward_model.steps_per_checkpoint=10")
+
+
+def said(root: Path) -> Path:
+    """Pairs in which `ok` is better than `no`."""
+    pairs = [
+        PreferencePair(
+            id=f"{number}",
+            messages=(Message(role="user", content=f"say {number}"),),
+            chosen="ok",
+            rejected="no",
+        )
+        for number in range(40)
+    ]
+    write_pairs(root / "pairs.jsonl", pairs)
+    return root / "pairs.jsonl"
+
+
+def judged(config: Config) -> list[tuple[str, object]]:
+    """The parameters and the numbers of every segment."""
+    run = Run.create_or_open(config)
+    refs = [committed(run, reward_model_slot(step)) for step in (10, 20, 30)]
+    assert all(refs)
+    return [(manifest_of(run.store, ref).extra["parameters_digest"], ref.summary) for ref in refs]
+
+
+@pytest.mark.slow
+def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"delay from seed {seed}")
+    pairs = f"reward_model.pairs={said(tmp_path)}"
+    whole = debug(tmp_path / "whole", "policy.init=random", pairs, *STEPS)
+    killed = debug(tmp_path / "killed", "policy.init=random", pairs, *STEPS)
+    flows.reward_model.start(whole)
+    folder = tmp_path / "killed" / killed.run_id
+    process = spawn_program(PROGRAM, killed, api)
+    first = folder / reward_model_slot(10) / "manifest.json"
+    kill_when(process, first.exists, random.Random(seed).uniform(0, 0.2))
+    finish(spawn_program(PROGRAM, killed, api))
+    assert judged(killed) == judged(whole)
+
+
+TASK = {
+    "policy": {
+        "init": "sft",
+        "context_length": 32,
+        "model": {"hidden_size": 64, "layers": 2, "kv_heads": 4, "intermediate_size": 128},
+    },
+    "sampling": {"max_tokens": 8},
+    "rollouts": {"groups_per_round": 64, "group_size": 8},
+    "inference": {"engine": {"slots": 256, "chunk_steps": 8, "prefill_rows": 32}},
+    "batching": {"length_buckets": [32]},
+    "objective": {"surrogate": "reinforce"},
+    "training": {"learning_rate": 1e-3, "warmup_steps": 0, "microbatch_sequences": 128},
+    "sft": {"steps": 80, "learning_rate": 4e-3, "warmup_steps": 10, "steps_per_checkpoint": 80},
+    "evaluation": {"every_rounds": 100, "examples": 64},
+}
+
+
+def task(root: Path, name: str, **sections: object) -> Config:
+    options = {"path": str(root / "prompts.jsonl"), "reward": "word_forms:bare"}
+    environment = {"name": "chat", "options": options}
+    tree = {**TASK, "environment": environment, **sections}
+    return parse_config({**tree, "root": str(root), "run_id": name})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("api")
+def test_a_judge_of_a_runs_rollouts_teaches_a_policy_what_the_run_was_paid_for(
+    tmp_path: Path,
+) -> None:
+    write_prompts(tmp_path / "prompts.jsonl")
+    flows.rl_loop.start(task(tmp_path, "teacher", rounds=2))
+    pairs = pairs_of_run(Run.open(str(tmp_path), "teacher"), component="reward")
+    write_pairs(tmp_path / "pairs.parquet", pairs)
+    learning = {
+        "pairs": str(tmp_path / "pairs.parquet"), "held_out_fraction": 0.25, "steps": 40,
+        "steps_per_checkpoint": 40, "learning_rate": 1e-3,
+    }  # fmt: skip
+    begun = TASK["policy"] | {
+        "init": "checkpoint",
+        "checkpoint": str(tmp_path / "teacher/checkpoints/round-00000"),
+    }
+    judge = flows.reward_model.start(task(tmp_path, "judge", policy=begun, reward_model=learning))
+    print(len(pairs), judge.summary)
+    assert judge.summary["reward_model/held_out_accuracy"] > 0.9
+    alone = {"checkpoint": str(tmp_path / "judge" / judge.slot), "environment_weight": 0.0}
+    environment = task(tmp_path, "any").environment.model_dump() | {"reward_model": alone}
+    flows.rl_loop.start(task(tmp_path, "student", rounds=6, policy=begun, environment=environment))
+    run = Run.open(str(tmp_path), "student")
+    rows = [row for row in metric_rows(run) if row.get("reward") is not None]
+    truth = [row["rewards/reward/mean"] for row in rows]
+    felt = [row["rewards/reward_model/mean"] for row in rows]
+    print(truth, felt, [row["reward"] for row in rows])
+    assert felt == pytest.approx([row["reward"] for row in rows])
+    assert felt[-1] > felt[0] + 0.2
+    assert truth[-1] > truth[0] + 0.1
+    assert all(audit.balanced for audit in audit_run(run))

@@ -1,0 +1,158 @@
+"""Rescoring: a table per version of a function, beside shards that stay as they are."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import CHECKPOINT, FINGERPRINT, configuration, group, policy
+from typer.testing import CliRunner
+
+from marin_rl.batching.build import build_round, preview_round
+from marin_rl.cli import app
+from marin_rl.config import load_config
+from marin_rl.errors import ConfigError, InputError, ObjectMissing
+from marin_rl.rollouts.rescore import rescore_round
+from marin_rl.storage import rewards
+from marin_rl.storage.fsck import check_run
+from marin_rl.storage.rewards import read_rewards
+from marin_rl.storage.rollouts import commit_shard, seal_round
+from marin_rl.storage.runs import Run
+from marin_rl.training.reprocess import reprocess_round
+
+DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
+REWARDS = """
+def length(example, completion):
+    return len(completion) + (1 if example.answer == "42" else 0)
+
+def strict(example, completion):
+    if len(completion) > 2:
+        raise ValueError("too long")
+    return {"short": 1.0, "other": 0.5}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Three rollouts that answered with 2, 3 and 3 letters, and one that failed."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    run = Run.create_or_open(configuration(str(tmp_path / "runs"), groups=2))
+    groups = [
+        group("a", [0.0, 1.0], completion=[1, 2]),
+        group("b", [0.0, 1.0], completion=[1, 2, 3]),
+        group("c", [None], status="error"),
+    ]
+    shard = commit_shard(run, 0, 0, groups, FINGERPRINT, policy(0))
+    build_round(run, 0, seal_round(run, 0, [shard], [CHECKPOINT]))
+    return run
+
+
+def test_scores_go_beside_the_shards(run: Run) -> None:
+    before = {key: run.store.read(key) for key in run.store.list()}
+    found = rescore_round(run, 0, "my_rewards:length", "length")
+    assert (found.rollouts, found.changed, found.failed) == (5, 4, 0)
+    assert (found.mean_before, found.mean_after) == (0.5, 3.5)
+    assert read_rewards(run, 0, "length") == {
+        "a/0": 3.0, "a/1": 3.0, "b/0": 4.0, "b/1": 4.0, "c/0": None,
+    }  # fmt: skip
+    assert {key: run.store.read(key) for key in before} == before
+    assert set(run.store.list()) == {*before, "rewards/round-00000/length-v0001.parquet"}
+    kinds = {fault.kind for fault in check_run(run.config.root, "run").faults}
+    assert kinds == {"missing"}  # the checkpoint that these rollouts pretend to come from
+
+
+def test_versions_count_up_where_the_function_is_another(run: Run, tmp_path: Path) -> None:
+    first = rescore_round(run, 0, "my_rewards:length", "mine").table
+    assert (first.version, first.reused) == (1, False)
+    again = rescore_round(run, 0, "my_rewards:length", "mine").table
+    assert (again.version, again.reused, again.sha256) == (1, True, first.sha256)
+    other = rescore_round(run, 0, "my_rewards:strict", "mine").table
+    assert other.version == 2
+    assert read_rewards(run, 0, "mine")["a/0"] == 1.5  # the newest
+    assert read_rewards(run, 0, "mine-v0001")["a/0"] == 3.0
+
+
+def test_a_table_that_is_there_is_told_and_nothing_is_scored_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the function would say something else now: what it imports is in no digest."""
+    (tmp_path / "my_factor.py").write_text("FACTOR = 1.0")
+    (tmp_path / "my_called.py").write_text(
+        "from pathlib import Path\nfrom my_factor import FACTOR\n"
+        f"def reward(example, completion):\n    Path({str(tmp_path / 'asked')!r}).touch()\n"
+        "    return FACTOR * len(completion)\n"
+    )
+    first = rescore_round(run, 0, "my_called:reward", "mine")
+    (tmp_path / "asked").unlink()
+    (tmp_path / "my_factor.py").write_text("FACTOR = 1000.0")
+    again = rescore_round(run, 0, "my_called:reward", "mine")
+    assert not (tmp_path / "asked").exists()
+    assert again.table == replace(first.table, reused=True)
+    assert replace(again, table=first.table) == first
+    assert again.mean_after == first.mean_after
+
+
+def test_the_last_version_that_the_message_names_can_be_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "VERSIONS_MAX", 1)
+    assert rescore_round(run, 0, "my_rewards:length", "mine").table.version == 1
+    with pytest.raises(ConfigError, match="all 1 versions of 'mine' are taken"):
+        rescore_round(run, 0, "my_rewards:strict", "mine")
+
+
+def test_what_the_function_cannot_score_is_told(run: Run) -> None:
+    found = rescore_round(run, 0, "my_rewards:strict", "strict")
+    assert found.failed == 2
+    assert read_rewards(run, 0, "strict")["b/0"] is None
+
+
+def test_what_is_not_there_is_refused(run: Run) -> None:
+    with pytest.raises(InputError, match="cannot import 'my_rewards:absent'"):
+        rescore_round(run, 0, "my_rewards:absent", "x")
+    with pytest.raises(ObjectMissing, match="not sealed"):
+        rescore_round(run, 3, "my_rewards:length", "x")
+    with pytest.raises(ConfigError, match="expected a name like"):
+        rescore_round(run, 0, "my_rewards:length", "../x")
+    with pytest.raises(ObjectMissing, match="no reward table 'x'; found none"):
+        read_rewards(run, 0, "x")
+
+
+def test_a_round_is_previewed_under_other_rewards_and_settings(run: Run) -> None:
+    rescore_round(run, 0, "my_rewards:strict", "strict")
+    plain = preview_round(run, 0, run.config)
+    assert plain.plan.advantage_N.tolist() == [-1.0, 1.0, -1.0, 1.0, 0.0]
+    scored = preview_round(run, 0, run.config, read_rewards(run, 0, "strict"))
+    assert scored.plan.reason_N.tolist() == [
+        "zero_signal", "zero_signal", "no_reward", "no_reward", "error",
+    ]  # fmt: skip
+    (batch,) = plain.batches()
+    assert batch.rollout_ids == (("a/0",), ("a/1",), ("b/0",), ("b/1",))
+    assert list(scored.batches()) == []
+    with pytest.raises(InputError, match="no row for a/0 and 4 more"):
+        preview_round(run, 0, run.config, {})
+
+
+def test_advantages_that_a_critic_gives_are_not_compared_before_it_does(tmp_path: Path) -> None:
+    settings = ("recipe=recipes/ppo.yaml", "run_id=run", "rollouts.shards_per_round=1")
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *settings]))
+    groups = [group(name, [0.0, 1.0]) for name in "ab"]
+    shard = commit_shard(run, 0, 0, groups, FINGERPRINT, policy(0))
+    build_round(run, 0, seal_round(run, 0, [shard], [CHECKPOINT]))
+    assert reprocess_round(run, 0, [], gradient=False).advantages is None
+    arguments = ["reprocess", "run", "--round", "0", "--root", str(tmp_path), "--no-gradient"]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert "none: a critic gives them" in shown.output, shown.exception
+
+
+def test_the_command(run: Run) -> None:
+    arguments = ["rescore", "run", "--round", "0", "--reward", "my_rewards:length"]
+    arguments += ["--name", "length", "--root", run.config.root]
+    runner = CliRunner(env={"COLUMNS": "200"})
+    assert "wrote rewards/round-00000/length-v0001.parquet" in runner.invoke(app, arguments).output
+    told = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert told["table"]["reused"] is True

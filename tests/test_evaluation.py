@@ -1,0 +1,187 @@
+"""`marin-rl eval` on each kind of target; what goes together and what does not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+import pytest
+from fakes import FakePolicyServer
+from typer.testing import CliRunner, Result
+
+from marin_rl.cli import app
+from marin_rl.config import load_config
+from marin_rl.environments.answers import exact_match, last_number, number_match
+from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.evaluation import Asked, Evaluated, Target, evaluate_target, settled
+from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.loop import init_policy
+from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.sft import WarmStart
+from marin_rl.types import Example, Message
+
+DEBUG = Path(__file__).parents[1] / "configs/debug.yaml"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", *arguments])
+
+
+@pytest.fixture
+def endpoint() -> Iterator[FakePolicyServer]:
+    with FakePolicyServer("gpt-x") as fake:
+        yield fake
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three prompts that the fake server repeats, and one it cannot know the answer of."""
+    rows = [{"prompt": f"repeat {word}", "answer": word} for word in ("dog", "cat", "bird")]
+    path = tmp_path / "set.jsonl"
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "a", "answer": "b"}])
+    )
+    return path
+
+
+def test_an_endpoint_that_gives_text_alone(
+    endpoint: FakePolicyServer, prompts: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.parquet"
+    shown = invoke(
+        "--endpoint", endpoint.url, "--model", "gpt-x", "--env", str(prompts), "--k", "1,3",
+        "--json", "-o", str(rows),
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(shown.stdout)
+    # every third seed of the fake gets it wrong, and of any three seeds one is that
+    assert told["eval/examples"] == 4
+    assert told["eval/accuracy"] == pytest.approx(6 / 12)
+    assert told["eval/pass@3"] == told["eval/majority@3"] == 0.75
+    assert told["eval/chat/pass@3/high"] > 0.75 > told["eval/chat/pass@3/low"]
+    assert "eval/mean_length" not in told
+    asked = endpoint.requests[0]
+    assert {"return_token_ids", "compact_logprobs", "logprobs", "top_k"} & set(asked) == set()
+    assert (asked["n"], asked["temperature"]) == (3, 1.0)
+    frame = pl.read_parquet(rows)
+    assert frame.height == 12
+    assert set(frame["turns"].list.last().struct.field("content")) >= {"dog", "cat", "bird"}
+    assert frame["n_completion_tokens"].to_list() == [0] * 12
+
+
+def test_an_endpoint_that_ignores_n_is_asked_again(
+    endpoint: FakePolicyServer, prompts: Path
+) -> None:
+    endpoint.fault = lambda body: "fewer" if body["n"] > 1 else None
+    found = evaluate_target(
+        Target(endpoint=endpoint.url, model="gpt-x"), Asked(environment=str(prompts), k=(2,))
+    )
+    assert [len(group.rollouts) for group in found.groups] == [2] * 4
+    seeds = sorted(body["seed"] for body in endpoint.requests)
+    assert len(set(seeds)) == 8  # the second choice is another sample, not the first again
+
+
+def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Path) -> None:
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    init_policy(run, character_tokenizer())
+    before = run.store.list()
+    found = evaluate_target(Target(name=str(tmp_path / "debug")), Asked())
+    assert found.metrics["eval/examples"] == 4
+    assert 0 < found.metrics["eval/mean_length"] <= 8
+    other = evaluate_target(
+        Target(name="debug", root=str(tmp_path)),
+        Asked(environment=str(prompts), k=(1, 2), temperature=0.5, max_tokens=4),
+    )
+    assert other.metrics["eval/examples"] == 4
+    assert {r.sampling.temperature for g in other.groups for r in g.rollouts} == {0.5}
+    assert max(r.n_completion_tokens for g in other.groups for r in g.rollouts) <= 4
+    assert run.store.list() == before
+    with pytest.raises(ObjectMissing, match="no committed checkpoint 7"):
+        evaluate_target(Target(name="debug", root=str(tmp_path), round=7), Asked())
+
+
+def said_by(found: Evaluated) -> list[list[int]]:
+    """The tokens of every sample."""
+    return [r.token_ids.tolist() for group in found.groups for r in group.rollouts]
+
+
+@pytest.mark.slow
+def test_one_checkpoint_by_its_own_name(tmp_path: Path) -> None:
+    averaged = ["objective.kl_coefficient=0.1", "objective.reference=average"]
+    sft = ["policy.init=sft", "sft.steps=2", *averaged]
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *sft]))
+    warm = WarmStart(run, character_tokenizer()).run_segment(0)
+    first = init_policy(run, character_tokenizer())
+    asked = Asked(k=(1,), samples=3, temperature=1.0, max_tokens=4)
+    ours, warms = (
+        evaluate_target(Target(name=f"{tmp_path}/debug/{slot}"), asked)
+        for slot in (first.slot, f"{warm.slot}/manifest.json")
+    )  # the warm start is what checkpoint 0 is
+    assert ours.metrics == warms.metrics
+    assert said_by(ours) == said_by(warms)
+    assert len(said_by(ours)) == 4 * 3
+
+
+def test_a_checkpoints_own_name_is_one_checkpoint(tmp_path: Path) -> None:
+    Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    with pytest.raises(ConfigError, match=r"--round 0: .*round-00007 names a checkpoint already"):
+        evaluate_target(Target(name=f"{tmp_path}/debug/checkpoints/round-00007", round=0), Asked())
+    with pytest.raises(ConfigError, match="round-00007 is not committed"):
+        evaluate_target(Target(name=f"{tmp_path}/debug/checkpoints/round-00007/"), Asked())
+
+
+def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 layers of keys and values of one head of 16, 64 positions: room for two slots, not for three
+    monkeypatch.setattr("marin_rl.planning.CACHE_BYTES_MAX", 3 * (2 * 2 * 16 * 64 * 4) - 1)
+    tokenizer, folder = character_tokenizer(), tmp_path / "model"
+    save_hf(build_model(load_config(DEBUG).policy, len(tokenizer), 5), tokenizer, folder)
+    found = evaluate_target(
+        Target(name=str(folder)),
+        Asked(environment="echo", options=["letters_max=2"], k=(1,), examples=3, max_tokens=4),
+    )
+    assert found.metrics["eval/examples"] == 3
+    assert found.config.inference.engine.slots == found.config.inference.engine.prefill_rows == 2
+    assert all(len(group.example.answer or "") <= 2 for group in found.groups)
+
+
+def test_what_is_asked_for_is_settled_once(prompts: Path) -> None:
+    config = load_config(DEBUG)
+    chosen, _ = settled(config, Asked())
+    assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (1, 0.0)
+    chosen, _ = settled(config, Asked(k=(1, 8)))
+    assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (8, 1.0)
+    chosen, _ = settled(config, Asked(k=(1, 8), samples=16, temperature=0.0, examples=5))
+    assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (16, 0.0)
+    assert chosen.evaluation.examples == 5
+    fixed, _ = settled(config, Asked(environment=str(prompts)))
+    assert fixed.evaluation.examples == 4
+
+
+def test_what_does_not_go_together_is_refused(prompts: Path) -> None:
+    config = load_config(DEBUG)
+    with pytest.raises(ConfigError, match="--examples 9: the environment holds out 4"):
+        settled(config, Asked(environment=str(prompts), examples=9))
+    with pytest.raises(ConfigError, match="k reaches 8, but samples is 2"):
+        settled(config, Asked(k=(8,), samples=2))
+    with pytest.raises(ConfigError, match="did you mean echo"):
+        settled(config, Asked(environment="ecko"))
+    with pytest.raises(ConfigError, match="--endpoint URL --model NAME"):
+        evaluate_target(Target(endpoint="http://127.0.0.1:9/v1"), Asked(environment="echo"))
+    with pytest.raises(ConfigError, match="say what is to be answered"):
+        evaluate_target(Target(endpoint="http://127.0.0.1:9/v1", model="m"), Asked())
+    assert isinstance(invoke().exception, ConfigError)
+    assert "expected numbers like 1,8" in str(invoke("debug", "--k", "1;8").exception)
+
+
+def test_ready_made_rewards() -> None:
+    example = Example(
+        environment="chat", environment_version="1", example_id="x", split="eval", seed=0,
+        messages=(Message(role="user", content="?"),), answer="so 1,200",
+    )  # fmt: skip
+    assert exact_match(example, " so 1,200\n") == 1.0
+    assert exact_match(example, "1,200") == 0.0
+    assert number_match(example, "3 times 400 is 1200.0") == 1.0
+    assert number_match(example, "none") == 0.0
+    assert last_number("-2.50 or -3") == "-3"
+    assert last_number("nothing") is None

@@ -1,0 +1,126 @@
+"""What a model wrote is shown as text wherever a run is read: no sign of it is obeyed or lost."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import commit_round, configuration, group_of, rollout
+from byte_tokenizers import byte_level_tokenizer
+from shown_runs import HOSTILE, add_checkpoint
+from typer.testing import CliRunner
+
+from marin_rl.analysis import scan_rollouts, sql
+from marin_rl.batching.build import build_round
+from marin_rl.cli import app
+from marin_rl.pages.document import RunPage
+from marin_rl.pages.html import report_html
+from marin_rl.storage.runs import Run
+
+LONG = "long line " * 100_000
+TEXTS = (
+    *HOSTILE,
+    "before\0after",
+    "\x1b[2J\x1b]0;title\x07\r\b\x9b31m",
+    "\u202eleft\u202c \u05d0\u05d1\u05d2 \u0645\u0631\u062d\u0628\u0627 \u2067isolated",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 \u200b\ufeff \ufdfd e\u0301",
+    LONG,
+)
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One trained round with a rollout for each text, whose tokens are single bytes."""
+    folder = tmp_path_factory.mktemp("hostile")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    settings = {"tokenizer": str(folder / "tokenizer")}
+    run = Run.create_or_open(configuration(str(folder / "runs"), groups=1, policy=settings))
+    whole = tokenizer("é😀", add_special_tokens=False)["input_ids"]
+    torn = [*whole[:-1], *whole[1:2]]  # ends within a character, and goes on with another's middle
+    rollouts = []
+    for index, text in enumerate(TEXTS):
+        made = rollout(f"g/{index}", index=index, reward=float(index), completion=torn)
+        turns = (made.turns[0], replace(made.turns[1], content=text))
+        rollouts.append(replace(made, turns=turns))
+    add_checkpoint(run, 0)
+    build_round(run, 0, commit_round(run, 0, [[group_of("g", rollouts)]]))
+    add_checkpoint(run, 1)
+    return run
+
+
+COMMANDS = {
+    "status": ("status", "run"),
+    "status of all": ("status",),
+    "watch": ("watch", "run", "--once"),
+    "watch all": ("watch", "--once"),
+    "rollouts": ("rollouts", "run"),
+    "sql": ("sql", "run", "select turns[-1].content as said, turns from rollouts"),
+    "lineage": ("lineage", "run", "--round", "0"),
+    "lineage on": ("lineage", "run", "--reverse", "--rollout", "g/3"),
+    "audit": ("audit", "run"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_terminal_obeys_nothing(run: Run, name: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "100"})
+    shown = runner.invoke(app, [*COMMANDS[name], "--root", run.config.root])
+    assert shown.exit_code == 0, (shown.output[-2000:], shown.exception)
+    assert OBEYED.findall(shown.output.replace("\n", "")) == []
+    assert len(shown.output) < 100_000
+    if name in ("rollouts", "sql", "lineage"):
+        assert "characters more: --json" in " ".join(shown.output.replace("│", " ").split())
+
+
+def test_nor_the_name_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b[2J\u202eb"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    for command in ("status", "watch"):
+        shown = CliRunner().invoke(app, [command, "--root", str(tmp_path)])
+        assert shown.exit_code == 1
+        assert "a\ufffd[2J\ufffdb" in shown.output
+        assert OBEYED.findall(shown.output.replace("\n", "")) == []
+
+
+@pytest.mark.parametrize("name", ["watch", "rollouts", "sql", "lineage"])
+def test_json_keeps_every_sign(run: Run, name: str) -> None:
+    shown = CliRunner().invoke(app, [*COMMANDS[name], "--json", "--root", run.config.root])
+    assert shown.exit_code == 0, shown.exception
+    told = [json.loads(line) for line in shown.stdout.splitlines()]
+    if name == "sql":
+        assert {row["said"] for row in told} == set(TEXTS)
+    if name == "rollouts":
+        assert {row["completion"] for row in told} == set(TEXTS)
+
+
+def test_tables_keep_every_sign(run: Run) -> None:
+    said = scan_rollouts(run.config.root, "run").collect()["turns"]
+    assert [turns[-1]["content"] for turns in said.to_list()] == list(TEXTS)
+    query = "select turns[-1].content, length(turns[-1].content) from rollouts order by reward"
+    found = sql(run.config.root, "run", query).rows()
+    assert [text for text, _ in found] == list(TEXTS)
+    assert found[-1][1] == len(LONG)
+
+
+def test_a_page_keeps_them_as_data(run: Run) -> None:
+    page = RunPage(run).page()
+    (group,) = page.groups
+    cards = {card.index: card for card in group.cards}
+    for index, card in cards.items():
+        said = card.turns[-1]
+        assert TEXTS[index].startswith(said.content)
+        assert said.left_out == len(TEXTS[index]) - len(said.content)
+        assert (said.left_out > 0) == (TEXTS[index] == LONG)
+        assert card.tokens.texts[-5:] == ["é", "", "", "", "\ufffd"]
+    html = report_html(page)
+    start = html.index('id="data">') + len('id="data">')
+    data = html[start : html.index("</script>", start)]
+    assert not set("<>&\0\x1b\u2028\u2029") & set(data)
+    shown = json.loads(data)["groups"][0]["cards"]
+    assert {card["turns"][-1]["content"] for card in shown} == {
+        cards[index].turns[-1].content for index in cards
+    }
