@@ -1,131 +1,195 @@
-"""Tokens per second and CPU-seconds of the embedded engine on the standard work.
+"""Tokens per second of the embedded engine on the standard work, beside its rivals.
 
-    python bench/engine.py [--rounds 5] [--cores 1]
+    python bench/engine.py [--peers] [--install-peers] [--cores 1,2] [--rounds 5]
+    python bench/engine.py --shared-prompt | --mixed | --memory | --swap
+    python bench/engine.py --model 0.5b --dtype bfloat16 --batch 1,32,256 --bandwidth-gb-s 4800
 
-The standard work: a 3.2M-parameter Llama (hidden 256, 4 layers, 4 heads, 2 key/value heads,
-intermediate 704, vocabulary 512), float32; 16 requests of 8 samples of 64 new tokens, prompts of
-64. Prints one line per round (the first one apart: it compiles) and a JSON summary. `--cores 1`
-pins the process to one core, for numbers per core.
+The standard work: a Llama of 3.2M parameters (see standard_work.py), float32; 16 prompts of 32
+tokens (`--prompt-tokens`), 8 samples of 64 new tokens each. Every side is a program of its own
+(engine_sides.py) over the same model folder, pinned to as many cores as are asked for; rounds take
+turns, the first one of each side does not count, and the table shows medians. tunix runs the
+prompts of all 128 samples, as many tokens as it samples; the others run each prompt once. What only
+our engine has is measured by engine_own.py.
 """
 
 import argparse
 import json
 import os
-import resource
-import time
-from typing import Any
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from standard_work import Work, write_work
+
+HERE = Path(__file__).parent
+# The rivals' environments: tunix wants another transformers than Hugging Face's side.
+PEERS = HERE / ".venv-hf"
+PINS = ("torch==2.13.0", "transformers==4.57.6", "ctranslate2==4.8.5")
+TUNIX = HERE / ".venv-tunix"
+TUNIX_PINS = ("google-tunix==0.1.7",)
+# Threads of torch and CTranslate2 that wait would otherwise spin, and eat the CPU-seconds of all.
+PASSIVE = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
+# What marin_rl.compilation.keep_freed_memory sets in a run: without it each side hands large blocks
+# back to the kernel and pays for their pages anew at each step.
+MALLOC = {
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.mmap_threshold=1073741824",
+            "glibc.malloc.trim_threshold=2147483647",
+            "glibc.malloc.top_pad=67108864",
+            "glibc.malloc.arena_max=1",
+        )
+    )
+}
+MODES = ("shared_prompt", "mixed", "memory", "swap")
 
 
 def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cores", type=int, default=0, help="0: all")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--chunk-steps", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--cores", default="1", help="numbers of cores, one table each: 1,2")
+    parser.add_argument("--peers", action="store_true", help="measure the rivals too")
+    parser.add_argument("--install-peers", action="store_true")
+    parser.add_argument("--only", default="", help="names of the sides to run, by comma")
+    parser.add_argument("--model", choices=("0.5b", "tiny"), default="")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", default="1,32,256")
+    parser.add_argument("--bandwidth-gb-s", type=float, default=0.0)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    for mode in MODES:
+        parser.add_argument(f"--{mode.replace('_', '-')}", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Run what is asked for."""
     options = parse()
-    if options.cores:
-        # before JAX starts its threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    engine = build(options)
-    started = time.monotonic()
-    engine.warm_up()
-    print(f"warm-up {time.monotonic() - started:.2f} s")
-    rounds = [measure(engine, options, number) for number in range(options.rounds + 1)]
-    engine.close()
-    report(engine, options, rounds[1:])
+    if options.install_peers:
+        install_peers()
+    modes = [mode for mode in MODES if getattr(options, mode)]
+    if modes or options.model:
+        sys.path.insert(0, str(HERE.parent))  # this checkout, whatever is installed
+        import engine_own
+
+        engine_own.run(modes, options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_work(Path(folder), Work(prompt_tokens=options.prompt_tokens), 1)
+        for cores in map(int, options.cores.split(",")):
+            compare(sides_of(options), Path(folder), cores, options.rounds)
 
 
-def build(options: argparse.Namespace) -> Any:
-    """The engine over a random model of the standard size."""
-    import haliax as hax
-    import jax
-    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+def install_peers() -> None:
+    """Make the rivals' environments, with plain pip."""
+    uv = Path(sys.executable).with_name("uv")
+    for folder, pins in ((PEERS, PINS), (TUNIX, TUNIX_PINS)):
+        subprocess.run([uv, "venv", "--seed", "--clear", "--python", "3.11", folder], check=True)
+        subprocess.run([folder / "bin/pip", "install", *pins], check=True)
 
-    from marin_rl.compilation import keep_freed_memory
-    from marin_rl.config import EngineConfig
-    from marin_rl.inference.engine import Engine
 
-    keep_freed_memory()  # as a run does
-    context = options.prompt + options.new_tokens
-    config = LlamaConfig(
-        max_seq_len=context,
-        hidden_dim=256,
-        intermediate_dim=704,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        gradient_checkpointing=False,
+def sides_of(options: argparse.Namespace) -> dict[str, str]:
+    """Name and interpreter of every side that can run here; says which cannot."""
+    sides = {"ours": sys.executable}
+    if options.peers:
+        sides["levanter"] = sys.executable
+        if PEERS.exists():
+            sides |= dict.fromkeys(("hf", "ctranslate2"), str(PEERS / "bin/python"))
+        else:
+            say("skipped hf and ctranslate2: not installed; --install-peers does it")
+        if TUNIX.exists():
+            sides["tunix"] = str(TUNIX / "bin/python")
+        else:
+            say("skipped tunix: not installed; --install-peers does it")
+    chosen = [name for name in options.only.split(",") if name] or list(sides)
+    return {name: python for name, python in sides.items() if name in chosen}
+
+
+def compare(sides: dict[str, str], folder: Path, cores: int, rounds: int) -> None:
+    """Let the sides take turns; a table, and the same as JSON."""
+    processes = {name: start(name, python, folder, cores) for name, python in sides.items()}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, process in list(processes.items()):
+            answer = ask(process)
+            if answer is None:
+                say(f"{name} ended early and is left out")
+                processes.pop(name)
+            else:
+                results[name].append(answer)
+    for process in processes.values():
+        process.communicate()
+    report({name: results[name][1:] for name in processes}, cores)
+
+
+def start(name: str, python: str, folder: Path, cores: int) -> "subprocess.Popen[str]":
+    """A side as a program that plays a round for every line it is given."""
+    command = [python, HERE / "engine_sides.py", name, "--work", folder, "--cores", str(cores)]
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env={
+            **os.environ,
+            **PASSIVE,
+            **MALLOC,
+            "OMP_NUM_THREADS": str(cores),
+            # the checkout that this file stands in, whatever is installed
+            "PYTHONPATH": str(HERE.parent),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    model = LlamaLMHeadModel.init(hax.Axis("vocab", 512), config, key=jax.random.key(0))
-    settings = EngineConfig(slots=options.slots, chunk_steps=options.chunk_steps)
-    return Engine(model, settings, context_length=context)
 
 
-def tokens_of(options: argparse.Namespace) -> int:
-    """Tokens sampled in one round."""
-    return options.requests * options.samples * options.new_tokens
+def ask(process: "subprocess.Popen[str]") -> dict[str, float] | None:
+    """One round; None if the side is gone. Whatever else it prints is passed over."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    return None
 
 
-def measure(engine: Any, options: argparse.Namespace, number: int) -> tuple[float, float]:
-    """Wall and CPU seconds of one round of requests."""
-    import numpy as np
-
-    from marin_rl.inference.engine import GenerationRequest
-    from marin_rl.types import Sampling
-
-    shape = options.requests, options.prompt
-    prompts = np.random.default_rng(number).integers(0, 512, shape).astype(np.int32)
-    tokens = tokens_of(options)
-    wall, cpu = time.perf_counter(), time.process_time()
-    futures = [
-        engine.submit(
-            GenerationRequest(
-                prompt_ids=prompt,
-                n=options.samples,
-                sampling=Sampling(max_tokens=options.new_tokens, seed=number * 1000 + index),
-            )
+def report(results: dict[str, list[dict[str, float]]], cores: int) -> None:
+    """Medians of all rounds: tokens/s, tokens per CPU-second, both against ours, peak memory."""
+    rows = {name: summary(rounds) for name, rounds in results.items() if rounds}
+    own = rows.get("ours")
+    say(f"\n{cores} core(s), load average {os.getloadavg()[0]:.1f}")
+    say(f"{'':12} {'tokens/s':>9} {'ratio':>6} {'per CPU-s':>10} {'ratio':>6} {'peak MB':>8}")
+    for name, row in rows.items():
+        wall, cpu = row["tokens_per_second"], row["tokens_per_cpu_second"]
+        base = own or row
+        say(
+            f"{name:12} {wall:9,.0f} {wall / base['tokens_per_second']:6.2f} {cpu:10,.0f} "
+            f"{cpu / base['tokens_per_cpu_second']:6.2f} {row['peak_rss_mb']:8,.0f}"
         )
-        for index, prompt in enumerate(prompts)
-    ]
-    sampled = sum(len(s.token_ids) for f in futures for s in f.result().samples)
-    assert sampled == tokens, (sampled, tokens)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print(
-        f"round {number}: {wall:.3f} s wall, {cpu:.3f} CPU-s, {tokens / wall:,.0f} tokens/s, "
-        f"{tokens / cpu:,.0f} tokens per CPU-second"
-    )
-    return wall, cpu
+    say(json.dumps({"cores": cores, "load_average": os.getloadavg()[0], "sides": rows}))
 
 
-def report(engine: Any, options: argparse.Namespace, rounds: list[tuple[float, float]]) -> None:
-    """Print the best round as JSON."""
-    tokens = tokens_of(options)
-    wall, cpu = min(r[0] for r in rounds), min(r[1] for r in rounds)
-    print(
-        json.dumps(
-            {
-                "tokens_per_second": round(tokens / wall),
-                "tokens_per_cpu_second": round(tokens / cpu),
-                "wall_s": round(wall, 3),
-                "cpu_s": round(cpu, 3),
-                "cores": len(os.sched_getaffinity(0)),
-                "load_average": os.getloadavg()[0],
-                "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-                "stats": {
-                    "prefill_s": round(engine.stats.prefill_s, 3),
-                    "decode_s": round(engine.stats.decode_s, 3),
-                },
-            }
-        )
-    )
+def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of one side."""
+    tokens = rounds[0]["tokens"]
+    return {
+        "tokens_per_second": tokens / statistics.median(r["wall_s"] for r in rounds),
+        "tokens_per_second_best": tokens / min(r["wall_s"] for r in rounds),
+        "tokens_per_cpu_second": tokens / statistics.median(r["cpu_s"] for r in rounds),
+        "tokens_per_cpu_second_best": tokens / min(r["cpu_s"] for r in rounds),
+        "peak_rss_mb": max(r["peak_rss_bytes"] for r in rounds) / 2**20,
+    }
+
+
+def say(text: str) -> None:
+    """A line on standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Seconds per round of the standard work: ours against TRL's RLOOTrainer, in one invocation.
+"""Seconds per round of the standard works: ours, TRL's RLOOTrainer and tunix's GRPOLearner.
 
-Runs the sides one after the other, over and over (A B A B), each as a program of its own: TRL by
-peers/trl_round.py in its own environment, ours as `marin-rl run` with every file committed and
-Prefect in between. Prints a table and keeps every number in bench/results/. How to read it and what
-was measured stands in bench/README.md.
+Runs the sides one after the other, over and over (A B A B), each as a program of its own: peers by
+peers/*_round.py in environments of their own, ours as `marin-rl run` with every file committed and
+Prefect in between. That twice: with completions of 64 tokens, and of about 3. Prints tables, and
+how the numbers stand to their bars, and keeps every number in bench/results/. How to read it and
+what was measured stands in bench/README.md.
 """
 
 import argparse
@@ -21,16 +22,23 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from round_report import OURS, RATIO_MAX, Measured, Round, print_summary, summarise, write_results
-from standard_work import Work, write_work
+from round_report import (
+    OURS,
+    Measured,
+    Round,
+    missed,
+    print_bars,
+    print_summary,
+    summarise,
+    write_results,
+)
+from standard_work import Work, short_work, write_work
 from watch import Watch
 
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, metrics_key
 
 BENCH = Path(__file__).resolve().parent
-PEERS_VENV = BENCH / ".venv-trl"
-REQUIREMENTS = BENCH / "peers" / "requirements-trl.txt"
 RESULTS = BENCH / "results"
 
 # OpenMP threads of torch spin while they wait, which on a shared machine eats the cores they need.
@@ -44,30 +52,42 @@ class Ended:
     at: float
     phases_s: Mapping[str, float]
     reward: float
+    tokens_mean: float
 
 
 def main() -> None:
-    """Measure, print, write; exit code 1 if our ratio to TRL is above the bar."""
+    """Measure, print, write; exit code 1 if a ratio to a peer, or memory, misses its bar."""
     options = parse_arguments()
-    if options.install_peers:
-        install_peers()
+    for peer in PEERS:
+        if peer.key in options.install_peers:
+            install(peer)
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: options.cores]))
-    work = Work(prompt_tokens=options.prompt_tokens)
-    measured = Measured()
+    works = {
+        "standard": Work(prompt_tokens=options.prompt_tokens),
+        "short": short_work(prompt_tokens=options.prompt_tokens),
+    }
+    summaries = {name: measure(works[name], options) for name in options.works}
+    print_bars(summaries)
+    sys.exit(bool(missed(summaries)))
+
+
+def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
+    """All sides on one work, over and over; prints and keeps the numbers, returns the summary."""
+    measured, peers = Measured(), peers_of(options)
     with tempfile.TemporaryDirectory(dir=work_root(options)) as scratch:
         folder = Path(scratch)
         write_work(folder, work, options.rounds)
         for repeat in range(options.repeat):
-            for microbatches in options.trl_microbatches:
-                if options.only != "ours":
-                    run_trl(measured, folder, work, repeat, microbatches, options)
-                if options.only != "trl":
+            for microbatches in options.microbatches:
+                for peer in peers:
+                    run_peer(measured, folder, work, repeat, peer, microbatches, options)
+                if options.only in (None, "ours"):
                     run_ours(measured, folder, work, repeat, options)
     summary = summarise(measured, options.skip)
     path = write_results(RESULTS, measured, summary, work, vars(options))
     Console().print(f"wrote {path}")
     print_summary(summary, work)
-    sys.exit(summary.get("ratio_wall", 0.0) > RATIO_MAX)
+    return summary
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,9 +98,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=2, help="times that all sides are run")
     parser.add_argument("--cores", type=int, default=2, help="cores that both sides may use")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--only", choices=("trl", "ours"), help="one side alone")
     parser.add_argument(
-        "--trl-microbatches", type=int, nargs="+", default=[1, 4], help="of which the best counts"
+        "--works",
+        nargs="+",
+        choices=("standard", "short"),
+        default=["standard", "short"],
+        help="completions of 64 tokens, of about 3, or both",
+    )
+    parser.add_argument("--only", choices=("trl", "tunix", "ours"), help="one side alone")
+    parser.add_argument(
+        "--peer-microbatches",
+        dest="microbatches",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        help="of which the best counts",
     )
     parser.add_argument(
         "--set",
@@ -92,9 +124,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scratch", type=Path, help="folder for runs; default: bench/results")
     parser.add_argument(
-        "--install-peers", action="store_true", help="first install TRL in bench/.venv-trl"
+        "--install-peers",
+        nargs="*",
+        choices=[peer.key for peer in PEERS],
+        default=[],
+        help="first install these in bench/.venv-*; without a name, TRL",
     )
     options = parser.parse_args()
+    if "--install-peers" in sys.argv and not options.install_peers:
+        options.install_peers = [TRL.key]
     if options.skip >= options.rounds:
         parser.error(f"--rounds must exceed --skip: found {options.rounds} and {options.skip}")
     return options
@@ -110,54 +148,97 @@ def work_root(options: argparse.Namespace) -> Path:
 # ---------------------------------------------------------------- peers
 
 
-def install_peers() -> None:
-    """Create bench/.venv-trl from the pins, torch first; nothing to do where that is done."""
-    stamp = PEERS_VENV / ".installed"
-    pins = REQUIREMENTS.read_text()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another trainer: `name` on the tables, `key` in the names of its files."""
+
+    name: str
+    key: str
+
+    @property
+    def venv(self) -> Path:
+        """Its environment."""
+        return BENCH / f".venv-{self.key}"
+
+    @property
+    def requirements(self) -> Path:
+        """The pins of its environment."""
+        return BENCH / "peers" / f"requirements-{self.key}.txt"
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter, where it is installed."""
+        return self.venv / "bin/python"
+
+
+TRL, TUNIX = PEERS = Peer(name="TRL", key="trl"), Peer(name="tunix", key="tunix")
+
+
+def install(peer: Peer) -> None:
+    """Create a peer's environment from its pins, torch first; nothing to do where that is done."""
+    stamp, pins = peer.venv / ".installed", peer.requirements.read_text()
     if stamp.is_file() and stamp.read_text() == pins:
         return
-    shutil.rmtree(PEERS_VENV, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", PEERS_VENV], check=True)
-    pip = [PEERS_VENV / "bin/python", "-m", "pip", "install", "--disable-pip-version-check", "-qq"]
-    torch = next(pin for pin in pins.splitlines() if pin.startswith("torch=="))
-    subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
+    shutil.rmtree(peer.venv, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", peer.venv], check=True)
+    pip = [peer.python, "-m", "pip", "install", "--disable-pip-version-check", "-qq"]
+    for torch in (pin for pin in pins.splitlines() if pin.startswith("torch==")):
+        subprocess.run([*pip, torch], check=True)
+    subprocess.run([*pip, "-r", peer.requirements], check=True)
     stamp.write_text(pins)
 
 
-def run_trl(
+def peers_of(options: argparse.Namespace) -> list[Peer]:
+    """The peers to run. Raises SystemExit where TRL is to be and is not installed."""
+    asked = [peer for peer in PEERS if options.only in (None, peer.key)]
+    missing = [peer for peer in asked if not peer.python.is_file()]
+    for peer in missing:
+        if peer is TRL or options.only:
+            raise SystemExit(
+                f"no {peer.python}: run bench/round.py with --install-peers {peer.key}"
+            )
+        Console().print(f"skipped {peer.name}: not installed; --install-peers {peer.key} does it")
+    return [peer for peer in asked if peer not in missing]
+
+
+def run_peer(
     measured: Measured,
     folder: Path,
     work: Work,
     repeat: int,
+    peer: Peer,
     microbatches: int,
     options: argparse.Namespace,
 ) -> None:
-    """One run of TRL's trainer; its rounds are appended to `measured`."""
-    python = PEERS_VENV / "bin/python"
-    if not python.is_file():
-        raise SystemExit(f"no {python}: run bench/round.py with --install-peers")
+    """One run of a peer's trainer; its rounds are appended to `measured`."""
     command = [
-        str(python), str(BENCH / "peers/trl_round.py"), "--work", str(folder),
+        str(peer.python), str(BENCH / f"peers/{peer.key}_round.py"), "--work", str(folder),
         "--rounds", str(options.rounds), "--microbatches", str(microbatches),
         "--threads", str(options.cores),
     ]  # fmt: skip
     threads = {"OMP_NUM_THREADS": str(options.cores), **PEER_THREADS}
-    started, watch, output = run_program(command, threads, folder / "trl.log")
+    started, watch, output = run_program(command, threads, folder / f"{peer.key}.log")
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"event"')]
-    ended = [trl_round(line, work) for line in lines if line["event"] == "round"]
-    side = f"TRL {microbatches}x{work.rows // microbatches}"
+    ended = [peer_round(peer, line, work) for line in lines if line["event"] == "round"]
+    side = f"{peer.name} {microbatches}x{work.rows // microbatches}"
     record(measured, side, repeat, started, watch, ended)
 
 
-def trl_round(line: Mapping[str, Any], work: Work) -> Ended:
-    """A line of peers/trl_round.py, checked to be the standard work."""
-    check_tokens("TRL", line["tokens_min"], line["tokens_max"], work)
-    return Ended(at=line["ended_at"], phases_s=line["phases_s"], reward=line["reward"])
+def peer_round(peer: Peer, line: Mapping[str, Any], work: Work) -> Ended:
+    """A line of a peer's program, checked to be the standard work."""
+    check_tokens(peer.name, line["tokens_min"], line["tokens_max"], work)
+    return Ended(
+        at=line["ended_at"],
+        phases_s=line["phases_s"],
+        reward=line["reward"],
+        tokens_mean=line["tokens_mean"],
+    )
 
 
 def check_tokens(side: str, shortest: float, longest: float, work: Work) -> None:
     """A side that samples fewer tokens than the work asks for is not measured."""
+    if work.ends_early:
+        return
     if not shortest == longest == work.new_tokens:
         raise SystemExit(
             f"{side}: expected completions of {work.new_tokens} tokens, "
@@ -187,6 +268,7 @@ def run_ours(
 def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
     """The standard work as a configuration of the main job; nothing is filtered or evaluated."""
     length = work.prompt_tokens + work.new_tokens
+    group = work.prompt_tokens + work.completions * work.new_tokens
     return {
         "root": str(folder / "runs"),
         "rounds": rounds,
@@ -206,7 +288,7 @@ def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
             }
         },
         "filters": {"zero_signal": False},
-        "batching": {"length_buckets": [length]},
+        "batching": {"packing": "shared_prompt", "row_tokens": group},
         "objective": {
             "advantage": "rloo",
             "surrogate": "ppo_clip",
@@ -216,7 +298,7 @@ def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
         "training": {
             "learning_rate": work.learning_rate,
             "warmup_steps": 0,
-            "microbatch_sequences": 8,
+            "microbatch_sequences": 1,
         },
         "evaluation": {"every_rounds": 1_000_000, "examples": 1},
     }
@@ -241,7 +323,14 @@ def our_rounds(run: Run, work: Work, rounds: int) -> list[Ended]:
         }
         path = run.store.local_path(metrics_key(row["round"]))
         assert path is not None, "runs of the benchmark lie on a local disk"
-        ended.append(Ended(at=path.stat().st_mtime, phases_s=phases, reward=row["reward"]))
+        ended.append(
+            Ended(
+                at=path.stat().st_mtime,
+                phases_s=phases,
+                reward=row["reward"],
+                tokens_mean=row["completions/mean_length"],
+            )
+        )
     return ended
 
 
@@ -286,6 +375,7 @@ def record(
                 other_cores=watch.other_cores(begin, end.at),
                 phases_s=end.phases_s,
                 reward=end.reward,
+                tokens_mean=end.tokens_mean,
             )
         )
         begin = end.at

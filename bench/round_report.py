@@ -1,4 +1,4 @@
-"""The numbers of the round benchmark: medians by side, our ratios to TRL, a table and a JSON file.
+"""The numbers of the round benchmark: medians by side, ratios to the peers, a table, a JSON file.
 
 A side is one program in one setting. Only rounds after the first few of each program count; what
 others used of the machine meanwhile is reported beside every wall time.
@@ -19,7 +19,17 @@ from rich.table import Table
 from standard_work import Work
 
 OURS = "marin-rl"
-RATIO_MAX = 0.75
+PEERS = ("TRL", "tunix")
+
+# The bars: seconds and bytes of the standard work on two quiet cores, and ratios to the best TRL.
+ROUND_S_MAX = 2.6
+PEAK_BYTES_MAX = 1.2e9
+RATIO_MAX = 0.6
+TRAINING_RATIO_MAX = 1 / 1.5
+SHORT_RATIO_MAX = 1.0
+
+# What of a round is not training, by either side's own names.
+SAMPLING = ("generate",)
 QUIET_CORES = 0.1  # what others may use for wall times to count as those of a quiet machine
 
 
@@ -35,6 +45,14 @@ class Round:
     other_cores: float
     phases_s: Mapping[str, float]
     reward: float
+    tokens_mean: float
+
+    @property
+    def training_s(self) -> float:
+        """From the batch to the new parameters: ours with its commit, peers' all but sampling."""
+        if self.side == OURS:
+            return self.phases_s["train"]
+        return sum(s for name, s in self.phases_s.items() if name not in SAMPLING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,15 +70,19 @@ class Measured:
 
 
 def summarise(measured: Measured, skip: int) -> dict[str, Any]:
-    """By side, over all rounds but the first `skip` of each program; and ours to the best TRL."""
+    """By side, over all rounds but the first `skip` of each program; and ours to each peer's best.
+
+    Ratios to tunix end in its name; the others are to TRL.
+    """
     names = dict.fromkeys(row.side for row in measured.rounds)
     sides = {side: side_summary(measured, side, skip) for side in names}
     summary: dict[str, Any] = {"sides": sides}
-    peers = [values for side, values in sides.items() if side != OURS]
-    if peers and OURS in sides:
-        for name in ("wall", "cpu"):
-            best = min(peer[f"{name}_s"] for peer in peers)
-            summary[f"ratio_{name}"] = sides[OURS][f"{name}_s"] / best
+    for peer in PEERS if OURS in sides else ():
+        settings = [values for side, values in sides.items() if side.startswith(peer)]
+        for name in ("wall", "cpu", "training") if settings else ():
+            best = min(values[f"{name}_s"] for values in settings)
+            ending = "" if peer == PEERS[0] else f"_{peer}"
+            summary[f"ratio_{name}{ending}"] = sides[OURS][f"{name}_s"] / best
     return summary
 
 
@@ -74,6 +96,8 @@ def side_summary(measured: Measured, side: str, skip: int) -> dict[str, Any]:
         "wall_s": median(row.wall_s for row in steady),
         "wall_s_min": min(row.wall_s for row in steady),
         "cpu_s": median(row.cpu_s for row in steady),
+        "training_s": median(row.training_s for row in steady),
+        "tokens_mean": mean(row.tokens_mean for row in steady),
         "other_cores": mean(row.other_cores for row in steady),
         "first_round_s": median(row.wall_s for row in rows if row.round == 0),
         "peak_bytes": measured.peak_bytes[side],
@@ -104,6 +128,7 @@ def write_results(
         "summary": summary,
         "rounds": [asdict(row) for row in measured.rounds],
     }
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"round-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(document, indent=1))
     return path
@@ -111,33 +136,91 @@ def write_results(
 
 def print_summary(summary: Mapping[str, Any], work: Work) -> None:
     """The table, where the time went, and the ratio."""
-    console = Console()
+    console = Console(width=120)
     console.print(_table(summary, work))
     for side, row in summary["sides"].items():
         phases = "  ".join(f"{name} {value:.2f}" for name, value in row["phases_s"].items())
         console.print(f"{side}: {phases}", highlight=False)
-    if "ratio_wall" in summary:
-        console.print(
-            f"ours / best TRL: [bold]{summary['ratio_wall']:.2f}[/bold] by wall time "
-            f"(at most {RATIO_MAX}), {summary['ratio_cpu']:.2f} by CPU seconds"
-        )
+    for peer, ending in zip(PEERS, ("", f"_{PEERS[1]}"), strict=True):
+        if f"ratio_wall{ending}" in summary:
+            names = (f"ratio_{name}{ending}" for name in ("wall", "cpu", "training"))
+            wall, cpu, training = (summary[name] for name in names)
+            console.print(
+                f"ours / best {peer}: [bold]{wall:.2f}[/bold] by wall time, {cpu:.2f} by CPU "
+                f"seconds, {training:.2f} of the training part by wall time"
+            )
     if max(row["other_cores"] for row in summary["sides"].values()) > QUIET_CORES:
         console.print("[yellow]other programs were busy: wall times are not of a quiet machine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A number that was asked for, and what was found.
+
+    Ratios and memory hold on a busy machine too; seconds need a quiet one.
+    """
+
+    name: str
+    found: float
+    at_most: float
+    on_busy_too: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether it is kept."""
+        return self.found <= self.at_most
+
+
+def bars(summaries: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
+    """Every bar that the measured works and sides say something about."""
+    found = []
+
+    def add(name: str, value: float | None, at_most: float, *, on_busy_too: bool = True) -> None:
+        if value is not None:
+            bar = Bar(name=name, found=value, at_most=at_most, on_busy_too=on_busy_too)
+            found.append(bar)
+
+    standard, short = summaries.get("standard", {}), summaries.get("short", {})
+    ours = standard.get("sides", {}).get(OURS, {})
+    add("round, wall s", ours.get("wall_s"), ROUND_S_MAX, on_busy_too=False)
+    add("peak of the main process, bytes", ours.get("peak_bytes"), PEAK_BYTES_MAX)
+    add("round, ours / TRL", standard.get("ratio_wall"), RATIO_MAX)
+    training = standard.get("ratio_training")
+    add("training part, ours / TRL", training, TRAINING_RATIO_MAX)
+    training = standard.get("ratio_training_tunix")
+    add("training part, ours / tunix", training, TRAINING_RATIO_MAX)
+    add("short round, ours / TRL", short.get("ratio_wall"), SHORT_RATIO_MAX)
+    return found
+
+
+def missed(summaries: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
+    """What is above its bar on whatever machine: ratios and memory."""
+    return [bar for bar in bars(summaries) if bar.on_busy_too and not bar.met]
+
+
+def print_bars(summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """What was asked for beside what was found."""
+    console = Console()
+    for bar in bars(summaries):
+        word = "[green]met[/green]" if bar.met else "[red]missed[/red]"
+        console.print(f"{word} {bar.name}: {bar.found:.4g}, at most {bar.at_most:.4g}")
 
 
 def _table(summary: Mapping[str, Any], work: Work) -> Table:
     table = Table(
         title=f"Rounds of {work.prompts} prompts of {work.prompt_tokens} tokens "
-        f"x {work.completions} completions of {work.new_tokens}",
+        f"x {work.completions} completions of "
+        + ("about 3" if work.ends_early else str(work.new_tokens)),
         caption="GB: peak resident memory of the main process, and of all together",
     )
     table.add_column("side", no_wrap=True)
-    for name in ("n", "s/round", "min", "CPU-s", "GB", "all", "first s", "others"):
+    names = ("n", "s/round", "min", "CPU-s", "train s", "GB", "all", "tokens", "first s", "others")
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for side, row in summary["sides"].items():
-        numbers = [row["wall_s"], row["wall_s_min"], row["cpu_s"]]
+        numbers = [row["wall_s"], row["wall_s_min"], row["cpu_s"], row["training_s"]]
         memory = [row["peak_bytes"] / 1e9, row["peak_tree_bytes"] / 1e9]
-        rest = [row["first_round_s"], row["other_cores"]]
+        rest = [row["tokens_mean"], row["first_round_s"], row["other_cores"]]
         cells = (f"{value:.2f}" for value in [*numbers, *memory, *rest])
         table.add_row(side, str(row["rounds"]), *cells)
     return table

@@ -1,7 +1,8 @@
 """The standard work of the round benchmark, once for all sides: model, tokenizer, prompts, reward.
 
 A Llama of 3.2M parameters, 16 prompts of 32 tokens with 8 completions of 64 tokens each, fp32, one
-optimizer step a round. `write_work` lays it down as files that every side reads, so all start from
+optimizer step a round; or, as `short_work`, completions that end after about 3 tokens of the 64
+that they may have. `write_work` lays it down as files that every side reads, so all start from
 equal weights and see equal prompts. Runs in ours and in the peers' environments alike; who is timed
 and how is left to round.py.
 """
@@ -21,9 +22,12 @@ CHAT_TEMPLATE = (
 )
 
 # One coordinate of the residual stream is the same for every token and reaches only the rows of the
-# special tokens in the output head: a bias of about -50 nats, so a completion never ends early.
+# special tokens in the output head: a bias of about -70 nats, so a completion never ends early.
 CONSTANT = 0.1
 SPECIAL_ROW = -100.0
+
+# The end token's row where completions are short: about 5.6 nats, one token in three.
+ENDING_ROW = 8.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,19 @@ class Work:
     intermediate: int = 704
     learning_rate: float = 1e-4
     seed: int = 0
+    ends_early: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The model's, by the names of our `policy.model`."""
+        return {
+            "hidden_size": self.hidden,
+            "layers": self.layers,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+        }
 
     @property
     def rows(self) -> int:
@@ -52,6 +69,15 @@ class Work:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads
+
+
+def short_work(**sizes: int) -> Work:
+    """The standard work with completions of about 3 tokens.
+
+    Longer completions are paid better, and a policy finds that out within a round: so it learns
+    next to nothing here, at the same cost.
+    """
+    return Work(ends_early=True, learning_rate=1e-9, **sizes)
 
 
 def reward(_example: object, completion: str) -> float:
@@ -146,6 +172,8 @@ def parameters(work: Work) -> dict[str, np.ndarray]:
     head = normal(work.vocabulary, work.hidden)
     head[:, 0] = 0.0
     head[: len(SPECIAL), 0] = SPECIAL_ROW
+    if work.ends_early:
+        head[SPECIAL.index(END), 0] = ENDING_ROW
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": np.ones(work.hidden, np.float32),

@@ -91,6 +91,7 @@ class RoundReport(TrainerCallback):
             reward=logs["reward"],
             tokens_min=logs["completions/min_length"],
             tokens_max=logs["completions/max_length"],
+            tokens_mean=logs["completions/mean_length"],
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             phases_s=split_training_step(self.watch.take()),
         )

@@ -1,0 +1,221 @@
+"""What engine.py measures of our engine alone: shared prompts, load, memory, swaps, big models.
+
+Each measurement prints one line of JSON with the number that was asked for beside its limit. Ratios
+are of CPU-seconds as well as of wall time, since a shared machine makes the latter worthless.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+
+from marin_rl.compilation import keep_freed_memory
+from marin_rl.config import EngineConfig
+from marin_rl.inference.decoder import block_size
+from marin_rl.inference.engine import Engine, GenerationRequest
+from marin_rl.types import Sampling
+
+VOCABULARY = 512
+STANDARD = LlamaConfig(
+    max_seq_len=1024,
+    hidden_dim=256,
+    intermediate_dim=704,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    gradient_checkpointing=False,
+)
+MODELS = {
+    "0.5b": (
+        LlamaConfig(
+            max_seq_len=4096,
+            hidden_dim=896,
+            intermediate_dim=4864,
+            num_layers=24,
+            num_heads=14,
+            num_kv_heads=2,
+            tie_word_embeddings=True,
+            gradient_checkpointing=False,
+        ),
+        151_936,
+    ),
+    "tiny": (STANDARD, VOCABULARY),
+}
+
+
+def run(modes: list[str], options: argparse.Namespace) -> None:
+    """Everything that is asked for, one after the other."""
+    keep_freed_memory()
+    for mode in modes:
+        report(mode, MEASURES[mode](options.rounds))
+    if options.model:
+        for batch in map(int, options.batch.split(",")):
+            report("bandwidth", bandwidth(options, batch))
+
+
+def report(mode: str, found: dict[str, Any]) -> None:
+    """One line."""
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
+    place = {"cores": len(os.sched_getaffinity(0)), "load_average": round(os.getloadavg()[0], 1)}
+    sys.stdout.write(json.dumps({"measure": mode, **place, **rounded}) + "\n")
+    sys.stdout.flush()
+
+
+def model_of(config: LlamaConfig, vocabulary: int = VOCABULARY, seed: int = 0) -> LlamaLMHeadModel:
+    """Random weights."""
+    return LlamaLMHeadModel.init(hax.Axis("vocab", vocabulary), config, key=jax.random.key(seed))
+
+
+def engine_of(context: int, slots: int = 128) -> Engine:
+    """A warm engine over the standard model."""
+    engine = Engine(model_of(STANDARD), EngineConfig(slots=slots), context_length=context)
+    engine.warm_up()
+    return engine
+
+
+def request(length: int, seed: int, n: int = 1, new_tokens: int = 64) -> GenerationRequest:
+    """Random prompt of `length`."""
+    prompt = np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)
+    return GenerationRequest(
+        prompt_ids=prompt, n=n, sampling=Sampling(max_tokens=new_tokens, seed=seed)
+    )
+
+
+def played(engine: Engine, requests: list[GenerationRequest]) -> tuple[float, float]:
+    """Wall and CPU seconds until all of them are answered."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    futures = [engine.submit(one) for one in requests]
+    for future in futures:
+        future.result()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def shared_prompt(rounds: int) -> dict[str, Any]:
+    """16 groups of 8 on prompts of 512 against 128 requests of their own, 64 new tokens each."""
+    engine = engine_of(512 + 64)
+    shared, apart = [], []
+    for number in range(rounds + 1):
+        groups = [request(512, 1000 * number + index, n=8) for index in range(16)]
+        singles = [request(512, 1000 * number + index) for index in range(128)]
+        shared.append(played(engine, groups))
+        apart.append(played(engine, singles))
+    engine.close()
+    wall, cpu = (
+        statistics.median(one[clock] / many[clock] for one, many in zip(apart, shared, strict=True))
+        for clock in (0, 1)
+    )
+    return {
+        "asked": 3.0,
+        "ratio_wall": wall,
+        "ratio_cpu": cpu,
+        "shared_cpu_s": statistics.median(cpu for _, cpu in shared),
+        "apart_cpu_s": statistics.median(cpu for _, cpu in apart),
+    }
+
+
+def mixed(rounds: int) -> dict[str, Any]:
+    """Prompts and completions of 8 to 512 tokens that arrive over time: busy share of the slots.
+
+    Counted from when the slots are first full until the last request has come.
+    """
+    engine = engine_of(1024, slots=32)
+    random = np.random.default_rng(0)
+    futures = []
+    before = (0, 0)
+    for index in range(64 * rounds):
+        prompt, new = random.integers(8, 513, 2).tolist()
+        futures.append(engine.submit(request(prompt, index, new_tokens=new)))
+        while engine.queued > 16:
+            time.sleep(0.001)
+        if index == 48:
+            before = engine.stats.tokens, engine.stats.slot_steps
+    after = engine.stats.tokens, engine.stats.slot_steps
+    wait(futures)
+    engine.close()
+    return {"asked": 0.8, "busy_share": (after[0] - before[0]) / (after[1] - before[1])}
+
+
+def memory(rounds: int) -> dict[str, Any]:
+    """Peak memory beyond what the process had before the model, its weights and its cache."""
+    jnp.zeros(8).block_until_ready()
+    start = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    engine = engine_of(128)
+    for number in range(rounds):
+        played(engine, [request(64, 100 * number + index, n=8) for index in range(16)])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = bytes_of(engine.policy.weights) + bytes_of(engine._runner._caches)
+    engine.close()
+    return {"asked_mb": 300, "beyond_mb": (peak - start - held) / 2**20, "held_mb": held / 2**20}
+
+
+def bytes_of(arrays: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def swap(rounds: int) -> dict[str, Any]:
+    """Milliseconds of putting other weights in the place of those that are sampled with."""
+    engine = engine_of(128)
+    models = [model_of(STANDARD, seed=seed) for seed in (1, 2)]
+    futures = [engine.submit(request(64, index)) for index in range(128)]
+    times = []
+    for number in range(10 * rounds):
+        started = time.perf_counter()
+        engine.swap(models[number % 2], number, str(number))
+        times.append(1000 * (time.perf_counter() - started))
+    wait(futures)
+    engine.close()
+    return {"asked_ms": 10, "median_ms": statistics.median(times), "longest_ms": max(times)}
+
+
+def bandwidth(options: argparse.Namespace, batch: int) -> dict[str, Any]:
+    """Decode tokens/s of a random model against the bound that memory sets.
+
+    The bound: bytes of the weights and of the cache blocks that a step reads, over the bandwidth.
+    """
+    config, vocabulary = MODELS[options.model]
+    prompt, new = 128, 128
+    dtype = jnp.dtype(options.dtype)
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype), model_of(config, vocabulary))
+    settings = EngineConfig(slots=batch, chunk_steps=16)
+    engine = Engine(model, settings, context_length=prompt + new, dtype=dtype)
+    engine.warm_up()
+    steps = []
+    for number in range(options.rounds + 1):
+        before = engine.stats.decode_s
+        played(engine, [request(prompt, number, n=batch, new_tokens=new)])
+        steps.append((engine.stats.decode_s - before) / new)
+    step_s = statistics.median(steps[1:])
+    size = block_size(prompt + new)
+    seen = statistics.mean(-(-position // size) * size for position in range(prompt, prompt + new))
+    cache = bytes_of(engine._runner._caches) * seen / (prompt + new)
+    read = bytes_of(engine.policy.weights) + cache
+    if config.tie_word_embeddings:
+        read -= engine.policy.weights.embedding.nbytes  # listed twice, read once
+    engine.close()
+    found = {
+        "device": jax.devices()[0].device_kind,
+        "batch": batch,
+        "tokens_per_second": batch / step_s,
+        "step_ms": 1000 * step_s,
+        "read_mb_per_step": read / 2**20,
+    }
+    if options.bandwidth_gb_s:
+        bound = read / (options.bandwidth_gb_s * 1e9)
+        found |= {"bound_tokens_per_second": batch / bound, "share_of_bound": bound / step_s}
+    return found
+
+
+MEASURES = {"shared_prompt": shared_prompt, "mixed": mixed, "memory": memory, "swap": swap}
