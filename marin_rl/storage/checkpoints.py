@@ -34,7 +34,7 @@ from marin_rl.storage.commits import (
     parent_of,
     ref_of,
 )
-from marin_rl.storage.local import explained, make_folder, sync_folders
+from marin_rl.storage.local import explained, make_folder, need_room, sync_folders
 from marin_rl.storage.pruning import array_parts, pruned_parts
 from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
@@ -146,6 +146,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 
 
 def _save(folder: Path, arrays: Tree) -> None:
+    need_room(folder, _bytes_of(arrays))
     handler = _handler()
     with _os_errors():
         handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))

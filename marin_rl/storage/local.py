@@ -188,6 +188,16 @@ _ADVICE = {
 }
 
 
+def need_room(folder: Path, n_bytes: int) -> None:
+    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
+
+    A file system that does not tell its size passes.
+    """
+    disk = os.statvfs(folder)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
 @contextmanager
 def explained(path: Path, n_bytes: int | None = None) -> Iterator[None]:
     """Turn OSErrors about a local file into our errors.

@@ -149,7 +149,7 @@ def test_a_file_system_that_syncs_no_folders_is_good_enough(local_run, monkeypat
 
 
 def test_a_full_disk_is_told_plainly_and_the_next_attempt_succeeds(local_run, caplog):
-    # A limit on the size of files stands for a disk that is full: the write fails half-way.
+    # A limit on the size of files stands for a disk that fills up: the write fails half-way.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = {"weight": np.random.default_rng(0).standard_normal((300, 300))}
     arguments = {"content": {}, "parents": [], "totals": {}, "extra": {}}
@@ -162,3 +162,19 @@ def test_a_full_disk_is_told_plainly_and_the_next_attempt_succeeds(local_run, ca
     assert not caplog.records
     ref = commit_checkpoint(local_run, checkpoint_slot(0), large, **arguments)
     assert_equal(restore_checkpoint(local_run, ref, large), large)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(local_run, monkeypatch):
+    real = os.statvfs
+
+    def statvfs(path):
+        disk = list(real(path))
+        disk[4] = 1  # blocks that are free for us
+        return os.statvfs_result(disk)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    large = {"weight": np.zeros((300, 300))}
+    slot = checkpoint_slot(0)
+    with pytest.raises(StorageError, match=r"write 720000 bytes .*the disk is full; free space"):
+        commit_checkpoint(local_run, slot, large, content={}, parents=[], totals={}, extra={})
+    assert local_run.store.list(slot) == []
