@@ -26,7 +26,7 @@ from marin_rl.storage.gc import Collection, collect
 from marin_rl.storage.injection import Operations, Plan, suffering
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, metrics_key
 
-SCHEDULES, SCHEDULES_SLOW = 20, 2_000
+SCHEDULES, SCHEDULES_SLOW = 20, 500
 ROUNDS, FORKED_FROM = 3, 1
 STAYS, DIES = 0.8, 0.01
 WAIT_S = 20.0
