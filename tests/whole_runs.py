@@ -4,7 +4,7 @@ Rounds of rollouts by hand, real batches, real metrics; checkpoints have files a
 Orbax would put them, but nobody can restore them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from marin_rl.storage.commits import (
     part_of,
     ref_of,
 )
-from marin_rl.storage.rollouts import commit_shard, seal_round
-from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.rollouts import commit_shard, encode_shard, seal_round
+from marin_rl.storage.runs import Run, checkpoint_slot, evals_slot
 from marin_rl.storage.scores import ScoredStep, ScoresWriter
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Part
@@ -63,26 +63,47 @@ def checkpoint(
     return ref_of(winner, reused=winner.attempt != attempt)
 
 
-def play(run: Run, round: int, start: SlotRef, shards: int = 2) -> SlotRef:
-    """One round from a checkpoint to the next, all of it committed."""
+def sample(run: Run, round: int, shard: int, start: SlotRef) -> SlotRef:
+    """One shard of a round, of one group."""
+    name = f"{run.run_id}/round-{round:05d}/group-{shard}"
+    groups = [group(name, [0.0, 1.0, 1.0, 0.5], version=round)]
     served = replace(policy(round), checkpoint=start)
-    refs = [
-        commit_shard(
-            run,
-            round,
-            shard,
-            [
-                group(
-                    f"{run.run_id}/round-{round:05d}/group-{shard}",
-                    [0.0, 1.0, 1.0, 0.5],
-                    version=round,
-                )
-            ],
-            FINGERPRINT,
-            served,
-        )
-        for shard in range(shards)
-    ]
+    return commit_shard(run, round, shard, groups, FINGERPRINT, served)
+
+
+def evaluate(run: Run, round: int, start: SlotRef) -> None:
+    """Commit the evaluation of a checkpoint."""
+    attempt, slot = new_attempt(), evals_slot(round)
+    data = encode_shard(
+        [group(f"eval/{round}", [0.0, 1.0], version=round)],
+        run_id=run.run_id,
+        round=round,
+        shard=0,
+        attempt=attempt,
+        replica="host:1",
+        fingerprint=FINGERPRINT,
+        policy=replace(policy(round), checkpoint=start),
+    )
+    name = f"evals-{attempt}.parquet"
+    run.store.put_part(f"{slot}/{name}", data)
+    manifest = new_manifest(
+        slot,
+        attempt=attempt,
+        fingerprint=FINGERPRINT,
+        parents=[parent_of(start)],
+        parts=[part_of(name, data)],
+        totals={"eval/accuracy": 0.5},
+    )
+    commit_manifest(run.store, manifest)
+
+
+def play(
+    run: Run, round: int, start: SlotRef, shards: int = 2, *, evaluated: bool = False
+) -> SlotRef:
+    """One round from a checkpoint to the next, all of it committed."""
+    if evaluated:
+        evaluate(run, round, start)
+    refs = [sample(run, round, shard, start) for shard in range(shards)]
     batches = build_round(run, round, seal_round(run, round, refs, [start]))
 
     def scores(attempt: str) -> tuple[Part, ...]:
@@ -109,10 +130,12 @@ def scored(batch: TrainingBatch) -> ScoredStep:
     )
 
 
-def whole_run(root: str, rounds: int = 3, shards: int = 2, **sections: Any) -> Run:
-    """A run of so many closed rounds."""
+def whole_run(
+    root: str, rounds: int = 3, shards: int = 2, *, evaluated: Collection[int] = (), **sections: Any
+) -> Run:
+    """A run of so many closed rounds, some of which began with an evaluation."""
     run = Run.create_or_open(configuration(root, shards=shards, groups=shards, **sections))
     start = checkpoint(run, 0)
     for round in range(rounds):
-        start = play(run, round, start, shards)
+        start = play(run, round, start, shards, evaluated=round in evaluated)
     return run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from marin_rl.analysis.follow import Followed
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.rounds import evaluations
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.rollouts import iter_shards
@@ -108,7 +108,9 @@ def each_run(
     for run_id in runs_under(root, options):
         try:
             seen.append(look(run_id))
-        except (CorruptObject, NewerSchema, ObjectMissing, ConfigError) as error:
+        except (StorageError, ConfigError) as error:
+            if error.transient:
+                raise
             seen.append(Unreadable(run_id=run_id, error=f"{type(error).__name__}: {error}"))
     return seen
 
@@ -194,11 +196,8 @@ def _reward_model(run: Run) -> str | None:
 
 
 def _open_round(run: Run, found: Mapping[int, Any]) -> str:
-    unfinished = [
-        number
-        for number, item in found.items()
-        if item.shards and number + 1 not in {n for n, i in found.items() if i.checkpoint}
-    ]
+    trained = {number - 1 for number, item in found.items() if item.checkpoint}
+    unfinished = [n for n, item in found.items() if item.shards and n not in trained]
     if not unfinished:
         return "nothing"
     number = unfinished[-1]

@@ -17,7 +17,7 @@ from marin_rl.config.orchestration import (
     TrackersConfig,
 )
 from marin_rl.config.policy import MeshConfig, ModelConfig, ModelFamily, PolicyConfig
-from marin_rl.config.run import Config
+from marin_rl.config.run import RUN_ID_PATTERN, Config
 from marin_rl.config.sampling import (
     EnvironmentConfig,
     LearnedRewardConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "ABSENT",
     "FREE",
     "RECIPE",
+    "RUN_ID_PATTERN",
     "BatchingConfig",
     "Config",
     "Count",

@@ -24,13 +24,13 @@ from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfi
 # Baselines that no group has: of nothing, of the round, of a critic.
 GROUPS_OF_ONE = ("gae", "reinforce", "reinforce_batch")
 
+RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
 
 class Config(Section):
     """A whole run."""
 
-    run_id: str = Field(
-        default="debug", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of the run"
-    )
+    run_id: str = Field(default="debug", pattern=RUN_ID_PATTERN, description="name of the run")
     root: str = Field(
         default="runs", description="folder or fsspec URL that holds runs", json_schema_extra=FREE
     )

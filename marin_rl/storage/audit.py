@@ -65,14 +65,14 @@ class RoundAudit:
 def audit_run(run: Run) -> Iterator[RoundAudit]:
     """Audit every round that was processed, and no rollout twice across them.
 
-    A round that was sampled and has no batches is audited once later rounds or its checkpoint say
-    that it had: its rollouts went somewhere.
+    A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
+    or its metrics say that it had: its rollouts went somewhere.
     """
     seen: dict[str, int] = {}
     sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
     followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
-    latest = max(followed, default=-1)
-    for round in sorted(sampled | batched):
+    latest = max(followed | _rounds(run, "metrics"), default=-1)
+    for round in sorted({*range(latest + 1), *sampled, *batched}):
         if round <= latest or _has_batches(run, round):
             yield _audited(run, round, seen)
 
@@ -105,13 +105,13 @@ def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
 
 
 def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
-    rollouts = rollouts_manifest(run, round)
     batches = read_manifest(run.store, batches_slot(round))
     if batches is None:
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))} is not committed, though later slots are: "
             "nothing says where its rollouts went; run fsck"
         )
+    rollouts = rollouts_manifest(run, round)
     generated = pa.concat_tables(iter_row_groups(run, rollouts, COLUMNS))
     dispositions = dispositions_of(run, batches[0])
     counts = Counter(dispositions["disposition"].to_pylist())

@@ -10,14 +10,21 @@ from typing import Literal
 
 from marin_rl.storage.commits import attempt_in
 from marin_rl.storage.filesystem import ObjectStore
-from marin_rl.storage.inventory import MANIFEST, Inventory, Slot, is_shard
+from marin_rl.storage.inventory import (
+    MANIFEST,
+    Inventory,
+    Slot,
+    is_shard,
+    made_by,
+    scored_slot,
+)
 from marin_rl.storage.shared import Ancestor
 from marin_rl.storage.slots import (
     batches_slot,
     checkpoint_slot,
+    evals_slot,
     metrics_key,
     rollouts_slot,
-    round_of,
 )
 
 Kind = Literal[
@@ -87,21 +94,33 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
 
 
 def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
-    """Commits that later ones prove there have been."""
-    checkpoints = {s.number for s in inventory.of_kind("checkpoints") if s.manifest or s.fault}
-    closed = {
-        round
-        for key in inventory.keys
-        if key.startswith("metrics/") and (round := round_of(key.rpartition("/")[2])) is not None
+    """Commits that later ones prove there have been, but for parents: see `link_faults`."""
+    named = {
+        parent.slot for slot in inventory.slots if slot.manifest for parent in slot.manifest.parents
     }
-    for round in sorted(closed):
-        if round + 1 not in checkpoints:
-            where = store.url_of(f"{checkpoint_slot(round + 1)}/{MANIFEST}")
-            yield Fault("missing", where, f"{metrics_key(round)} says that the round was trained")
+    lost = inventory.lost - named
+    for slot, told in _told_by_tables(inventory).items():
+        if slot in lost:
+            yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), told)
+    checkpoints = {s.number for s in inventory.of_kind("checkpoints") if s.manifest or s.fault}
     for number in sorted(checkpoints):
-        if number >= 1 and number + 1 in checkpoints and number - 1 not in closed:
+        if number >= 1 and number + 1 in checkpoints and number - 1 not in inventory.closed:
             detail = f"{checkpoint_slot(number + 1)} was trained after that round was closed"
             yield Fault("missing", store.url_of(metrics_key(number - 1)), detail)
+
+
+def _told_by_tables(inventory: Inventory) -> dict[str, str]:
+    """What tables that no manifest names prove to have been committed, and how."""
+    told: dict[str, str] = {}
+    for round in sorted(inventory.closed):
+        why = f"{metrics_key(round)} says that the round was trained"
+        told |= dict.fromkeys(made_by(round), why)
+    for round in sorted(inventory.evaluated):
+        told[evals_slot(round)] = f"{metrics_key(round)} has what the evaluation measured"
+    for key in inventory.keys:
+        if (slot := scored_slot(key)) is not None:
+            told.setdefault(slot, f"{key} was made from it")
+    return told
 
 
 def fork_faults(

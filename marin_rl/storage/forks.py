@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marin_rl.config import Config, ObjectiveConfig, differences, override, parse_config
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.filesystem import ObjectStore, open_store
 from marin_rl.storage.pruning import pruned_parts
@@ -20,8 +20,10 @@ from marin_rl.storage.runs import (
     ancestors_in,
     checkpoint_slot,
     create_record,
+    is_run_name,
     latest_checkpoint,
     metrics_key,
+    place_named,
     read_record,
     refuse_other_content,
 )
@@ -164,20 +166,34 @@ class Borrowed:
         number = int(name.rpartition("-")[2]) if kind == "checkpoints" else 0
         return any(slot == r.start or number <= r.through_round for r in self.reaches.values())
 
+    def proves(self, slot: str) -> bool:
+        """Whether some run could only be made while this slot was committed."""
+        if slot.startswith("checkpoints/"):
+            return self.has(slot)
+        return any(slot == reach.start for reach in self.reaches.values())
+
 
 def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowed:
     """What the runs beside `run` read of it: forks, and runs that start from a checkpoint of it.
 
     Neighbours in `known` are not read again, for a run.json never changes. One may have been
     deleted and made again under its name, though, so nothing is to be deleted on that ground.
-    Raises CorruptObject or NewerSchema for a neighbour that cannot be read, since it may be one.
+    Raises CorruptObject, NewerSchema or StorageError for a neighbour that cannot be read, since it
+    may be one; a folder that may not be looked into is passed over if no run can have its name.
     """
     top = open_store(run.config.root, run.config.storage_options)
     found: dict[str, Reach] = {}
     for name in top.children():
         if name == run.run_id:
             continue
-        reach = (known or {}).get(name) or _reach(top.at(name), run.run_id)
+        try:
+            reach = (known or {}).get(name) or _reach(top.at(name), run.run_id)
+        except (CorruptObject, NewerSchema):
+            raise
+        except StorageError as error:
+            if error.transient or is_run_name(name):
+                raise
+            continue  # a folder of others, such as lost+found
         if reach is not None:
             found[name] = reach
     return Borrowed(found)
@@ -195,5 +211,5 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
 def _start_in(record: Mapping[str, Any], run_id: str) -> str | None:
     """The slot of `run_id` that a run was told to start from, wherever its root is said to be."""
     named = str(record["config"]["policy"].get("checkpoint") or "")
-    *_, owner, kind, slot = ["", "", "", *named.removesuffix("/manifest.json").split("/")]
+    _, owner, kind, slot = place_named(named)
     return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None

@@ -2,14 +2,15 @@
 
 Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
 threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
-round, metrics) are read whole and written again in memory, which must give the same bytes. Nothing
-is changed, and nothing but storage itself can end the search: whatever is wrong becomes a Fault.
+round, metrics) are read whole and written again in memory, which must give the same bytes, and must
+say of themselves what their names say. Nothing is changed, and nothing but storage itself can end
+the search: whatever is wrong becomes a Fault.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,15 @@ from marin_rl.storage.faults import (
     unnamed_faults,
 )
 from marin_rl.storage.filesystem import ObjectStore, open_store
-from marin_rl.storage.inventory import MANIFEST, PAIRS, Inventory, Slot, is_shard, take_inventory
+from marin_rl.storage.inventory import (
+    MANIFEST,
+    PAIRS,
+    Inventory,
+    Slot,
+    is_shard,
+    scored_slot,
+    take_inventory,
+)
 from marin_rl.storage.objects import is_private
 from marin_rl.storage.pruning import pruned_parts
 from marin_rl.storage.runs import (
@@ -93,12 +102,15 @@ def check_run(
     own = top.at(run_id)
     if not own.children():
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
-    ancestors, faults = _identity(top, own)
+    name, ancestors, faults = _identity(top, own)
     store = own
     if ancestors:
         store = ForkedStore(own, [(a.through_round, top.at(a.run_id)) for a in ancestors])
     inventory = take_inventory(store)
-    jobs = [*_part_jobs(store, inventory), *_loose_jobs(store, inventory)]
+    jobs = [
+        *_part_jobs(store, inventory),
+        *_loose_jobs(store, inventory, partial(_player, name, ancestors)),
+    ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
         found = list(pool.map(lambda job: job(), jobs))
@@ -120,15 +132,17 @@ def check_run(
     )
 
 
-def _identity(top: ObjectStore, own: ObjectStore) -> tuple[tuple[Ancestor, ...], list[Fault]]:
-    """The ancestors that run.json names, and what is wrong with it or with them."""
+def _identity(
+    top: ObjectStore, own: ObjectStore
+) -> tuple[str | None, tuple[Ancestor, ...], list[Fault]]:
+    """What run.json calls the run, its ancestors, and what is wrong with it or with them."""
     place = own.url_of(RUN_KEY)
     try:
         record = read_record(own)
     except (CorruptObject, NewerSchema) as error:
-        return (), [_of_record(own, RUN_KEY, error)]
+        return None, (), [_of_record(own, RUN_KEY, error)]
     if record is None:
-        return (), [Fault("missing", place, "the record that makes this folder a run")]
+        return None, (), [Fault("missing", place, "the record that makes this folder a run")]
     ancestors, faults = ancestors_in(record), list[Fault]()
     try:
         parse_config(record["config"], place)
@@ -144,7 +158,12 @@ def _identity(top: ObjectStore, own: ObjectStore) -> tuple[tuple[Ancestor, ...],
         if found != ancestor.sha256:
             detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
             faults.append(Fault("wrong parent", place, detail))
-    return ancestors, faults
+    return record["run_id"], ancestors, faults
+
+
+def _player(name: str | None, ancestors: Sequence[Ancestor], round: int) -> str | None:
+    """The run that played a round; None where run.json does not say."""
+    return next((a.run_id for a in ancestors if round < a.through_round), name)
 
 
 Job = Callable[[], tuple[int, Fault | None]]
@@ -206,51 +225,85 @@ def _shape_of(manifest: Manifest, part: Part) -> tuple[Ladder, pa.Schema] | None
     return None
 
 
-def _loose_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
+Player = Callable[[int], str | None]
+Look = Callable[[TableReader], Fault | None]
+
+
+def _loose_jobs(store: ObjectStore, inventory: Inventory, player: Player) -> Iterator[Job]:
     """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
     for slot in inventory.of_kind("rollouts"):
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
         for name in slot.names:
             if is_shard(name) and name not in named:
-                yield partial(_check_loose, store, slot.key(name), ROLLOUTS, ROLLOUTS_SCHEMA)
+                told = {"run_id": player(slot.number), "round": slot.number, "shard": _shard(name)}
+                look = partial(_misplaced, told=told)
+                yield partial(_check_loose, store, slot.key(name), ROLLOUTS, ROLLOUTS_SCHEMA, look)
+    sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
-        if key.startswith("metrics/") and key == _metrics_key(key):
-            yield partial(_check_loose, store, key, METRICS, METRICS_IDENTITY)
+        round = round_of(key.rpartition("/")[2])
+        if round is not None and key == metrics_key(round):
+            look = partial(_misplaced, told={"run_id": player(round), "round": round})
+            yield partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
         if key.startswith("rewards/") and not is_private(key):
-            yield partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA)
+            look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
+            yield partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
 
 
-def _metrics_key(key: str) -> str | None:
-    round = round_of(key.rpartition("/")[2])
-    return None if round is None else metrics_key(round)
+def _shard(name: str) -> int:
+    return int(name.removeprefix("shard-").removesuffix(".parquet"))
 
 
 def _check_loose(
-    store: ObjectStore, key: str, ladder: Ladder, schema: pa.Schema
+    store: ObjectStore, key: str, ladder: Ladder, schema: pa.Schema, look: Look
 ) -> tuple[int, Fault | None]:
+    """Bytes read, and what is wrong with them, or else what `look` finds."""
     place = store.url_of(key)
     data = load(store, key)
     if bytes(memoryview(data)[-4:]) != b"PAR1":
         return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
 
-    def read() -> None:
+    def read() -> Fault | None:
         reader = TableReader(data, place, ladder)
         reader.check(schema)
         again = reader.rewritten()
         if again is not None and again != data.to_pybytes():
             raise CorruptObject(f"{place}: its rows, written again, give other bytes")
+        return look(reader)
 
     return data.size, _explained(place, read, "altered")
 
 
-def _explained(place: str, look: Callable[[], None], otherwise: Kind = "malformed") -> Fault | None:
+def _misplaced(reader: TableReader, told: Mapping[str, str | int | None]) -> Fault | None:
+    """A whole file whose rows are not of the run, round or shard that its name says."""
+    names = [name for name, value in told.items() if value is not None]
+    table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
+    for name in names:
+        found = sorted(set(table[name].to_pylist()) - {told[name]}, key=str)
+        if found:
+            detail = f"expected rows of {name} {told[name]!r}, found {found[0]!r}: it is another's"
+            return Fault("altered", reader.source, detail)
+    return None
+
+
+def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | None:
+    """A reward table about other rollouts than those that lie there."""
+    scored = reader.stamp.get("rollouts_sha256")
+    if rollouts is None or rollouts.sha256 in (None, scored):
+        return None
+    detail = f"is about rollouts with SHA-256 {scored}, {rollouts.slot} has {rollouts.sha256}"
+    return Fault("wrong parent", reader.source, detail)
+
+
+def _explained(
+    place: str, look: Callable[[], Fault | None], otherwise: Kind = "malformed"
+) -> Fault | None:
+    """What `look` finds, or why it could not."""
     try:
-        look()
+        return look()
     except NewerSchema as error:
         return Fault("newer version", place, str(error))
     except CorruptObject as error:
         return Fault(otherwise, place, str(error))
-    return None
 
 
 def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:

@@ -6,8 +6,9 @@ Four reasons, each safe for its own:
   attempt that is late finds the slot committed and adopts it.
 - `uncommitted`: an attempt's files in a slot without a manifest. Safe once that attempt can commit
   no more: its process is gone, which the run's lock proves on one machine, or it is older than
-  ATTEMPT_LIFETIME_S, after which `commit_manifest` refuses it. A slot that others were made from
-  was committed, and lost its manifest: what is left of it stays, for the manifest may be found.
+  ATTEMPT_LIFETIME_S, after which `commit_manifest` refuses it. A slot that others were made from,
+  that a round's metrics tell of, or that another run reads, was committed, and lost its manifest:
+  what is left of it stays, for the manifest may be found.
 - `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
 - `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
   of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
@@ -29,6 +30,7 @@ from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_
 from marin_rl.storage.filesystem import ObjectStore
 from marin_rl.storage.forks import Reach, borrowed_from, held_to
 from marin_rl.storage.inventory import Inventory, Slot, read_slot, take_inventory
+from marin_rl.storage.locks import is_free
 from marin_rl.storage.pruning import commit_tombstone, prunable_parts
 from marin_rl.storage.runs import (
     LOCK_KEY,
@@ -61,8 +63,8 @@ class Collection:
     """What gc found, and whether it was deleted.
 
     `live` says that another process works on the run, whose files were therefore let alone;
-    `skipped` are slots whose manifests cannot be read, or are gone although other slots were made
-    from them; in those nothing is ever deleted.
+    `skipped` are slots whose manifests cannot be read, or are gone although something proves that
+    they were committed; in those nothing is ever deleted.
     """
 
     garbage: tuple[Garbage, ...]
@@ -91,11 +93,13 @@ def collect(
     neighbouring run cannot be read, for it may be a fork of this one.
     """
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
-    with _alone(run) as alone:
+    with _alone(run, dry_run=dry_run) as alone:
         inventory = take_inventory(run.folder)
+        open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
+        read_by_others = _borrowed_among(run, {_slot_name(key) for key, _ in open_items})
         items = [
             *_unreferenced(inventory),
-            *_uncommitted(run, inventory, rule, moment, alone=alone),
+            *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
             *(_temporary(run, inventory, rule, moment) if alone else ()),
         ]
         found = [*_measured(run.folder, items), *_retired(run, inventory, rule)]
@@ -104,7 +108,7 @@ def collect(
     return Collection(
         garbage=tuple(sorted(found, key=lambda item: item.key)),
         live=not alone,
-        skipped=tuple(sorted(_damaged(inventory))),
+        skipped=tuple(sorted(_damaged(inventory) | read_by_others)),
         deleted=not dry_run,
     )
 
@@ -162,8 +166,12 @@ def _recorded_rule(run: Run) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _alone(run: Run) -> Iterator[bool]:
-    """Hold the run; False where another process of this machine does."""
+def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
+    """Hold the run; False where another process of this machine does. A dry run only looks."""
+    if dry_run:
+        path = run.folder.local_path(LOCK_KEY)
+        yield path is None or is_free(path)
+        return
     with ExitStack() as stack:
         try:
             stack.enter_context(run.lock())
@@ -198,11 +206,17 @@ def _uncommitted(
 
 
 def _damaged(inventory: Inventory) -> set[str]:
-    """Slots whose manifests cannot be read, or are gone although others were made from them."""
-    manifests = [slot.manifest for slot in inventory.slots if slot.manifest is not None]
-    named = {parent.slot for manifest in manifests for parent in manifest.parents}
-    named -= {manifest.slot for manifest in manifests}
-    return {s.slot for s in inventory.slots if s.fault is not None or s.slot in named}
+    """Slots whose manifests cannot be read, or are gone although the run's files prove them."""
+    return {s.slot for s in inventory.slots if s.fault is not None or s.slot in inventory.lost}
+
+
+def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
+    """Those of some uncommitted slots that another run could only be made from once committed."""
+    asked = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
+    if not asked:
+        return asked
+    borrowed = borrowed_from(run)
+    return {slot for slot in asked if borrowed.proves(slot)}
 
 
 def _temporary(

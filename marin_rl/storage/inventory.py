@@ -9,13 +9,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import pyarrow as pa
+
 from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.filesystem import ObjectStore
 from marin_rl.storage.objects import is_private
 from marin_rl.storage.pruning import PRUNED, pruned_parts
-from marin_rl.storage.slots import checkpoint_slot, metrics_key, round_of
+from marin_rl.storage.slots import (
+    batches_slot,
+    checkpoint_slot,
+    evals_slot,
+    metrics_key,
+    rollouts_slot,
+    round_of,
+)
+from marin_rl.storage.tables import TableReader, load_all
 from schemas.manifests import Manifest
+from schemas.migrations import METRICS
 
 MANIFEST = "manifest.json"
 KINDS: Mapping[str, str] = {
@@ -86,10 +97,26 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All keys of a run, fresh when it was taken; `slots` by name, ascending."""
+    """All keys of a run, fresh when it was taken; `slots` by name, ascending.
+
+    `evaluated` are rounds whose metrics tell of an evaluation that is not committed.
+    """
 
     keys: tuple[str, ...]
     slots: Sequence[Slot]
+    evaluated: frozenset[int] = frozenset()
+
+    @cached_property
+    def closed(self) -> frozenset[int]:
+        """Rounds that have metrics."""
+        return _closed_rounds(self.keys)
+
+    @cached_property
+    def lost(self) -> frozenset[str]:
+        """Slots that are not committed, though others prove that they were."""
+        slots = {slot.slot: slot for slot in self.slots}
+        evals = {evals_slot(round) for round in self.evaluated}
+        return frozenset(_proven(slots, self.keys) | evals)
 
     @cached_property
     def temporary(self) -> list[str]:
@@ -128,33 +155,96 @@ def take_inventory(store: ObjectStore) -> Inventory:
     looked: set[str] = set()
     while late := _proven(slots, keys) - looked:
         looked |= late
-        for slot in late:
-            there = store.list(slot)
-            keys.update(there)
-            if there:
-                names = [key.removeprefix(f"{slot}/") for key in there]
-                slots[slot] = read_slot(store, slot, names)
-    if closed := _closed(slots) - keys:
+        _look_again(store, late, keys, slots)
+    if closed := _metrics_due(slots) - keys:
         keys |= closed & set(store.list("metrics"))
-    ordered = [slots[slot] for slot in sorted(slots, key=_order)]
-    return Inventory(keys=tuple(sorted(keys)), slots=ordered)
+    evaluated = _evaluated(store, keys, slots)
+    _look_again(store, map(evals_slot, evaluated), keys, slots)
+    return Inventory(
+        keys=tuple(sorted(keys)),
+        slots=[slots[slot] for slot in sorted(slots, key=_order)],
+        evaluated=frozenset(r for r in evaluated if not _is_seen(slots, evals_slot(r))),
+    )
+
+
+def _look_again(
+    store: ObjectStore, late: Iterable[str], keys: set[str], slots: dict[str, Slot]
+) -> None:
+    """Add what lies in slots by now."""
+    for slot in late:
+        there = store.list(slot)
+        keys.update(there)
+        if there:
+            names = [key.removeprefix(f"{slot}/") for key in there]
+            slots[slot] = read_slot(store, slot, names)
 
 
 def _proven(slots: Mapping[str, Slot], keys: Iterable[str]) -> set[str]:
-    """Slots that must be committed and were not seen so: parents, and what a closed round made."""
-    seen = {name for name, slot in slots.items() if slot.manifest or slot.fault}
+    """Slots that must be committed and were not seen so.
+
+    Parents, what a closed round made, and rollouts that were scored again; for evaluations, see
+    `_evaluated`.
+    """
+    listed = list(keys)
     named = {
         parent.slot
         for slot in slots.values()
         if slot.manifest is not None
         for parent in slot.manifest.parents
     }
+    made = {slot for round in _closed_rounds(listed) for slot in made_by(round)}
+    scored = {slot for key in listed if (slot := scored_slot(key)) is not None}
+    return {slot for slot in named | made | scored if not _is_seen(slots, slot)}
+
+
+def made_by(round: int) -> tuple[str, ...]:
+    """The slots that every round that is closed has committed."""
+    return rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1)
+
+
+def scored_slot(key: str) -> str | None:
+    """The slot of the rollouts that a reward table is about; None for other keys."""
+    top, _, rest = key.partition("/")
+    round = round_of(rest.partition("/")[0])
+    if top != "rewards" or round is None or is_private(key) or not key.endswith(".parquet"):
+        return None
+    return rollouts_slot(round)
+
+
+def _evaluated(
+    store: ObjectStore, keys: Iterable[str], slots: Mapping[str, Slot]
+) -> frozenset[int]:
+    """Rounds whose metrics tell of an evaluation that was not seen committed."""
+    rounds = [r for r in sorted(_closed_rounds(keys)) if not _is_seen(slots, evals_slot(r))]
+    found = load_all(store, [metrics_key(round) for round in rounds])
+    return frozenset(
+        round
+        for round, data in zip(rounds, found, strict=True)
+        if _tells_evaluation(data, store.url_of(metrics_key(round)))
+    )
+
+
+def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
+    """Whether a round's metrics have those of an evaluation; what cannot be read tells nothing."""
+    try:
+        names = TableReader(metrics, source, METRICS).schema.names
+    except (CorruptObject, NewerSchema):
+        return False
+    return any(name.startswith("eval/") for name in names)
+
+
+def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
+    """Whether a slot is committed, be it by a manifest that cannot be read."""
+    found = slots.get(slot)
+    return found is not None and (found.manifest is not None or found.fault is not None)
+
+
+def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
     rounds = (round_of(key.rpartition("/")[2]) for key in keys if _is_metrics(key))
-    trained = {checkpoint_slot(round + 1) for round in rounds if round is not None}
-    return (named | trained) - seen
+    return frozenset(round for round in rounds if round is not None)
 
 
-def _closed(slots: Mapping[str, Slot]) -> set[str]:
+def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
     """Metrics of the rounds after which another one was trained."""
     rounds = {slot.number for slot in slots.values() if slot.kind == "checkpoints" and slot.sha256}
     return {metrics_key(round - 1) for round in rounds if round and round + 1 in rounds}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from marin_rl.errors import RunLocked
+from marin_rl.errors import ObjectMissing, RunLocked
 from marin_rl.storage.local import explained
 
 
@@ -53,6 +53,16 @@ def holder_in(path: Path) -> Holder | None:
             case [pid, *host] if pid.isdigit():
                 return Holder(int(pid), " ".join(host) or None)
     return None
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock file at this moment. Writes nothing, and lets go at once."""
+    with suppress(ObjectMissing), explained(path), path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @contextmanager

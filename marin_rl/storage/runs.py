@@ -7,14 +7,23 @@ before the fork from its parents' folders; its `store` resolves that, and nobody
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from marin_rl.config import Config, content, differences, free_keys, override, parse_config
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.config import (
+    RUN_ID_PATTERN,
+    Config,
+    content,
+    differences,
+    free_keys,
+    override,
+    parse_config,
+)
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import (
     commit_object,
     fingerprint,
@@ -48,9 +57,10 @@ __all__ = [
     "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RUN_KEY", "RoundProgress", "Run", "RunRef",
     "ancestors_in", "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
     "checkpoint_slot", "committed", "committed_checkpoint", "create_record", "evals_slot",
-    "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key", "pairs_slot",
-    "progress", "read_record", "refuse_other_content", "reward_model_slot", "rollouts_slot",
-    "round_name", "round_of", "rounds_planned", "runs_under", "seed_from", "sft_slot", "shard_key",
+    "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
+    "pairs_slot", "place_named", "progress", "read_record", "refuse_other_content",
+    "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
+    "runs_under", "seed_from", "sft_slot", "shard_key",
 ]  # fmt: skip
 
 FORMAT = "marin-rl/run"
@@ -305,10 +315,7 @@ def checkpoint_named(
     `kinds` has an example NAME per KIND allowed; `key` is the configuration key that holds `text`.
     Raises ConfigError for another form or a slot that is not committed, ObjectMissing without run.
     """
-    text = text.rstrip("/")
-    head, _, name = text.removesuffix("/manifest.json").rpartition("/")
-    head, _, kind = head.rpartition("/")
-    root, _, run_id = head.rpartition("/")
+    root, run_id, kind, name = place_named(text)
     if not (root and run_id and kind in kinds and name):
         forms = " or ".join(f"ROOT/RUN_ID/{kind}/{name}" for kind, name in kinds.items())
         raise ConfigError(f"{key} is {text!r}: expected {forms}")
@@ -320,6 +327,14 @@ def checkpoint_named(
             f"{run_id}` lists what is"
         )
     return run, ref
+
+
+def place_named(text: str) -> tuple[str, str, str, str]:
+    """ROOT, RUN_ID, KIND and NAME of such a path; empty where it is too short to have them."""
+    head, _, name = text.rstrip("/").removesuffix("/manifest.json").rpartition("/")
+    head, _, kind = head.rpartition("/")
+    root, _, run_id = head.rpartition("/")
+    return root, run_id, kind, name
 
 
 def refuse_other_content(config: Config) -> None:
@@ -343,9 +358,23 @@ def check_run_id(run_id: str) -> None:
 
 
 def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Names of the runs below `root`, sorted."""
+    """Names of the runs below `root`, sorted; also of what cannot be looked into and may be one."""
     top = open_store(root, storage_options)
-    return [name for name in top.children() if RUN_KEY in top.children(name)]
+    return [name for name in top.children() if _may_be_run(top, name)]
+
+
+def _may_be_run(top: ObjectStore, name: str) -> bool:
+    try:
+        return RUN_KEY in top.children(name)
+    except StorageError as error:
+        if error.transient:
+            raise
+        return is_run_name(name)
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a run may be given this name: `lost+found`, for one, is none."""
+    return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
 def seed_from(config: Config, *parts: str | int) -> int:

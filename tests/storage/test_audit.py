@@ -1,6 +1,7 @@
 """The audit: silent on good runs, and names what does not add up on bad ones."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow.compute as pc
 import pytest
 from builders import commit_round, configuration, group
 from typer.testing import CliRunner
+from whole_runs import whole_run
 
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
@@ -128,6 +130,19 @@ def test_totals_are_compared(tmp_path: Path) -> None:
         "manifest totals: batches/round-00000 rollouts/stale: says 0.0, counted 1, "
         "batches/round-00000 rollouts/failed: says 1.0, counted 0",
     )
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_round_that_lost_rollouts_and_batches_is_named(tmp_path: Path, rounds: int) -> None:
+    """Later rounds tell of it, or its metrics where it is the last and lost its checkpoint too."""
+    run = whole_run(str(tmp_path), rounds)
+    last = ["checkpoints/round-00002"] if rounds == 2 else []
+    for slot in ["rollouts/round-00001", "batches/round-00001", *last]:
+        shutil.rmtree(tmp_path / "run" / slot)
+    audits = list(audit_run(run))
+    assert [audit.round for audit in audits] == list(range(rounds))
+    assert [audit.round for audit in audits if not audit.balanced] == [1]
+    assert "batches/round-00001 is not committed" in audits[1].problems[0]
 
 
 def test_a_rollout_that_two_rounds_consume_is_named(tmp_path: Path) -> None:

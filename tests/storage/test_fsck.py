@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from whole_runs import whole_run
+from whole_runs import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.archive import verify_archive, write_archive
@@ -30,20 +30,22 @@ from marin_rl.storage.gc import collect, rule_of
 from marin_rl.storage.injection import Operations, Plan, suffering
 from marin_rl.storage.inventory import MANIFEST, take_inventory
 from marin_rl.storage.local import LocalStore
+from marin_rl.storage.metrics import write_round_metrics
 from marin_rl.storage.objects import Keys
 from marin_rl.storage.pairs import commit_pairs
-from marin_rl.storage.runs import Run
+from marin_rl.storage.rewards import RewardSource, commit_rewards
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.types import Message, PreferencePair
 from schemas.manifests import sealed_json, sha256_of
+from schemas.rewards import REWARDS
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a run of three rounds, of which a fourth has its first shard."""
     root = tmp_path_factory.mktemp("runs")
-    run = whole_run(str(root), 3)
-    source = root / "run/rollouts/round-00002/shard-0000.parquet"
-    run.store.put_if_absent("rollouts/round-00003/shard-0000.parquet", source.read_bytes())
+    run = whole_run(str(root), 3, evaluated=(1, 2))
+    sample(run, 3, 0, latest_checkpoint(run) or pytest.fail("no checkpoint"))
     return root
 
 
@@ -75,6 +77,8 @@ COMMITTED = [
     "checkpoints/round-00002/scores-*.parquet",
     "checkpoints/round-00002/*/manifest.ocdbt",
     "checkpoints/round-00002/*/d/*",
+    "evals/round-00001/manifest.json",
+    "evals/round-00001/evals-*.parquet",
     "metrics/round-00001.parquet",
 ]
 
@@ -246,6 +250,65 @@ def test_a_round_that_was_closed_without_its_checkpoint_is_found(folder: Path) -
     assert faults(folder) == [("missing", "checkpoints/round-00003/manifest.json")]
 
 
+@pytest.mark.parametrize(
+    ("source", "place", "told"),
+    [
+        ("metrics/round-00002.parquet", "metrics/round-00001.parquet", "round 1, found 2"),
+        (
+            "rollouts/round-00002/shard-0000.parquet",
+            "rollouts/round-00003/shard-0000.parquet",
+            "round 3, found 2",
+        ),
+        (
+            "rollouts/round-00003/shard-0000.parquet",
+            "rollouts/round-00003/shard-0001.parquet",
+            "shard 1, found 0",
+        ),
+    ],
+)
+def test_a_whole_file_in_the_place_of_another_is_found(
+    folder: Path, source: str, place: str, told: str
+) -> None:
+    shutil.copy(folder / source, folder / place)
+    (fault,) = check_run(str(folder.parent), "run").faults
+    assert (fault.kind, fault.place) == ("altered", str(folder / place))
+    assert f"expected rows of {told}" in fault.detail
+
+
+def test_metrics_of_another_run_are_found(folder: Path) -> None:
+    other = Run.open(str(folder.parent), "run").config.model_copy(update={"run_id": "other"})
+    write_round_metrics(Run.create_or_open(other), 1, {"reward": 0.5})
+    shutil.copy(folder.parent / "other/metrics/round-00001.parquet", folder / "metrics")
+    assert faults(folder) == [("altered", "metrics/round-00001.parquet")]
+
+
+def score_again(run: Run, round: int, rollouts_sha256: str) -> str:
+    """Commit a reward table of no rows that says which rollouts it is about."""
+    source = RewardSource(function="f", source_sha256="0" * 64, rollouts_sha256=rollouts_sha256)
+    return commit_rewards(run, round, "mine", source, REWARDS.empty_table()).key
+
+
+def test_a_reward_table_about_other_rollouts_is_found(folder: Path) -> None:
+    run = Run.open(str(folder.parent), "run")
+    manifest = folder / "rollouts/round-00001/manifest.json"
+    right = score_again(run, 1, sha256_of(manifest.read_bytes()))
+    assert faults(folder) == []
+    wrong = score_again(run, 2, sha256_of(manifest.read_bytes()))
+    assert faults(folder) == [("wrong parent", wrong)]
+    (folder / wrong).unlink()
+    for name in ("batches", "rollouts", "checkpoints", "metrics", "evals"):
+        shutil.rmtree(folder / name)
+    assert ("missing", "rollouts/round-00001/manifest.json") in faults(folder)
+    assert (folder / right).exists()
+
+
+def test_a_closed_round_proves_what_it_made(folder: Path) -> None:
+    for slot in ("batches/round-00002", "checkpoints/round-00003"):
+        (folder / slot / MANIFEST).unlink()
+    found = {place for kind, place in faults(folder) if kind == "missing"}
+    assert found == {f"batches/round-00002/{MANIFEST}", f"checkpoints/round-00003/{MANIFEST}"}
+
+
 def test_an_empty_file_is_found(folder: Path) -> None:
     path = folder / "rollouts/round-00001/shard-0001.parquet"
     path.write_bytes(b"")
@@ -276,7 +339,7 @@ def test_nothing_to_check_is_told(tmp_path: Path) -> None:
         check_run(str(tmp_path), "absent")
 
 
-LATE = ("rollouts", "batches", "checkpoints", "metrics")
+LATE = ("rollouts", "batches", "checkpoints", "metrics", "evals")
 
 
 class Meanwhile(LocalStore):
@@ -300,7 +363,7 @@ def test_rounds_that_are_committed_while_the_run_is_listed_are_no_faults(folder:
     (folder / "rollouts/round-00003/shard-0000.parquet").unlink()
     last = {kind: (f"{kind}/round-00001", f"{kind}/round-00002") for kind in LATE}
     last["checkpoints"] = ("checkpoints/round-00002", "checkpoints/round-00003")
-    for kinds in chain.from_iterable(combinations(LATE, n) for n in range(1, 5)):
+    for kinds in chain.from_iterable(combinations(LATE, n) for n in range(1, 6)):
         store = Meanwhile(folder, tuple(key for kind in kinds for key in last[kind]))
         inventory = take_inventory(store)
         assert [*link_faults(store, inventory), *gap_faults(store, inventory)] == [], kinds

@@ -13,7 +13,7 @@ from builders import configuration
 from whole_runs import FILES, checkpoint, play, whole_run
 
 from marin_rl.config import RetentionConfig
-from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing
+from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing, StorageError
 from marin_rl.storage.commits import (
     ATTEMPT_LIFETIME_S,
     commit_manifest,
@@ -36,7 +36,7 @@ SOON = datetime.now(UTC) + timedelta(hours=2)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    whole_run(str(root), ROUNDS)
+    whole_run(str(root), ROUNDS, evaluated=(2,))
     return root
 
 
@@ -211,13 +211,18 @@ def test_a_fork_keeps_what_it_reaches(run: Run) -> None:
     assert gone == {"round-00000", "round-00001", "round-00002"}
 
 
-def test_a_run_that_starts_from_a_checkpoint_keeps_it(run: Run) -> None:
-    start = f"{run.config.root}/run/checkpoints/round-00001"
-    policy = {"init": "checkpoint", "checkpoint": start}
+def started_from(run: Run, slot: str) -> None:
+    """A run beside `run` that was told to start from one of its slots."""
+    policy = {"init": "checkpoint", "checkpoint": f"{run.config.root}/run/{slot}"}
     other = run.config.model_copy(
         update={"run_id": "other", "policy": run.config.policy.model_copy(update=policy)}
     )
     Run.create_or_open(other)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/manifest.json", "/manifest.json/"])
+def test_a_run_that_starts_from_a_checkpoint_keeps_it(run: Run, end: str) -> None:
+    started_from(run, f"checkpoints/round-00001{end}")
     gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
     assert gone == {"round-00000", "round-00002", "round-00003"}
 
@@ -230,6 +235,25 @@ def test_a_neighbour_that_cannot_be_read_may_be_a_fork(run: Run) -> None:
     assert collect(run).garbage == ()  # nothing but retention needs to know
     with pytest.raises(CorruptObject, match="neighbour"):
         collect(run, KEEP)
+
+
+class Barred(Operations):
+    """Folders that may not be looked into."""
+
+    def next(self, name: str, url: str) -> str | None:
+        if "/barred" in url or "/lost+found" in url:
+            raise StorageError(f"cannot read {url}: permission denied")
+        return None
+
+
+def test_a_folder_that_may_not_be_looked_into_counts_if_it_may_be_a_fork(run: Run) -> None:
+    root = Path(run.config.root)
+    (root / "lost+found").mkdir()
+    with suffering(Barred(Plan())):
+        assert collect(Run.open(run.config.root, "run"), KEEP).garbage
+        (root / "barred").mkdir()
+        with pytest.raises(StorageError, match="barred"):
+            borrowed_from(Run.open(run.config.root, "run"))
 
 
 def test_a_neighbour_that_vanishes_while_it_is_read_is_absent(run: Run) -> None:
@@ -309,13 +333,57 @@ def test_where_the_rule_cannot_be_read_all_is_kept(run: Run) -> None:
         rule_of(run, last=5)
 
 
-def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run) -> None:
+@pytest.mark.parametrize(
+    "slot",
+    [
+        "checkpoints/round-00001",  # others were made from it
+        f"checkpoints/round-0000{ROUNDS}",  # the final policy: metrics say that it was trained
+        "evals/round-00002",  # metrics have what it measured
+    ],
+)
+def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run, slot: str) -> None:
     """What is left of it is worth a search for the manifest, in a backup or a lost+found."""
-    run.store.delete("checkpoints/round-00001/manifest.json")
+    run.store.delete(f"{slot}/manifest.json")
     before = everything(run)
     found = collect(run, now=SOON)
-    assert found.skipped == ("checkpoints/round-00001",)
+    assert found.skipped == (slot,)
     assert everything(run) == before
+
+
+def test_what_a_closed_round_made_is_let_alone_though_all_its_manifests_are_lost(run: Run) -> None:
+    lost = (f"batches/round-0000{ROUNDS - 1}", f"checkpoints/round-0000{ROUNDS}")
+    for slot in lost:
+        run.store.delete(f"{slot}/manifest.json")
+    before = everything(run)
+    assert collect(run, now=SOON).skipped == lost
+    assert everything(run) == before
+
+
+@pytest.mark.parametrize("how", ["fork", "start"])
+def test_a_checkpoint_that_another_run_alone_proves_is_let_alone(tmp_path: Path, how: str) -> None:
+    run = whole_run(str(tmp_path), 0)
+    fork_run(run, 0, "fork") if how == "fork" else started_from(run, checkpoint_slot(0))
+    run.store.delete("checkpoints/round-00000/manifest.json")
+    before = everything(run)
+    assert collect(run, now=SOON).skipped == ("checkpoints/round-00000",)
+    assert everything(run) == before
+    shutil.rmtree(tmp_path / ("fork" if how == "fork" else "other"))
+    assert collect(run, now=SOON).skipped == ()
+    assert everything(run) == ["run.json"]
+
+
+def test_a_dry_run_takes_no_lock(run: Run) -> None:
+    class Starting(Operations):
+        def next(self, name: str, url: str) -> str | None:
+            with run.lock():  # as a flow does that begins meanwhile
+                return None
+
+    assert not collect(run, dry_run=True).live
+    assert ".lock" not in run.folder.list()
+    with run.lock():
+        assert collect(run, dry_run=True).live
+    with suffering(Starting(Plan())):
+        assert not collect(Run.open(run.config.root, "run"), dry_run=True).live
 
 
 def test_the_rule_of_the_configuration_is_asked_after_every_round(tmp_path: Path) -> None:
