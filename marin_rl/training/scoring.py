@@ -3,7 +3,7 @@
 The activations are those of Levanter's own layers. What each token does by itself at the end, the
 last MLP, the final norm and the logits, is computed only where the mask is, a chunk of tokens at a
 time and again in the backward pass: prompts cost less, and an array of tokens by vocabulary never
-exists.
+exists. On a mesh each device does so for the rows that it has.
 
 Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embedding, V vocabulary.
 """
@@ -17,6 +17,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.partitioning import physical_axis_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.gemma import GemmaLMHeadModel
@@ -141,8 +143,15 @@ def _scored(
         sources_BT.reshape(-1),
         mask_BT.reshape(-1),
         temperature,
+        _row_axes(),
     )
     return tuple(scores.reshape(token_ids_BT.shape) for scores in flat)
+
+
+def _row_axes() -> tuple[str, ...]:
+    """The axes of the mesh that rows are spread over; none without a mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
 
 
 def final_states(
@@ -297,7 +306,7 @@ def _tail_scores(
     return logprobs_C, -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1), *numbers
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _scores_where(
     states_NE: Float[Array, "N E"],
     tail: _Tail,
@@ -305,32 +314,69 @@ def _scores_where(
     sources_N: Int[Array, " N"],
     mask_N: Bool[Array, " N"],
     temperature: float,
+    axes: tuple[str, ...],
 ) -> tuple[Float[Array, " N"], ...]:
     """Scores of the masked targets, each from the state that predicts it; 0 elsewhere.
 
     Masked tokens are brought to the front, and a loop of as many chunks as they fill runs over
-    them; the backward pass computes a chunk again instead of keeping it.
+    them; the backward pass computes a chunk again instead of keeping it. `axes` are those of the
+    mesh along which each device has rows of its own, and does this for these.
     """
-    order_N, chunks, chunk = _masked_first(mask_N)
 
-    def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
-        found = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
-        return tuple(kept.at[rows].set(f) for kept, f in zip(carry, found, strict=True))
+    def score(
+        tail: _Tail, states_NE: Array, targets_N: Array, sources_N: Array, mask_N: Array
+    ) -> tuple[Array, ...]:
+        order_N, chunks, chunk = _masked_first(mask_N, axes)
+        sources_N = _own(sources_N, axes)
 
-    zero = jnp.zeros(mask_N.shape, jnp.float32)
-    scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
-    return tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
+        def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
+            found = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
+            return tuple(kept.at[rows].set(f) for kept, f in zip(carry, found, strict=True))
+
+        zero = jnp.zeros(mask_N.shape, jnp.float32)
+        scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
+        return tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
+
+    run = _on_each_device(score, axes, PartitionSpec(axes))
+    return run(tail, states_NE, targets_N, sources_N, mask_N)
 
 
-def _masked_first(mask_N: Bool[Array, " N"]) -> tuple[Array, Array, int]:
-    """An order that puts masked entries first, the number of chunks they fill, and its size."""
+def _on_each_device(run: Callable[..., Any], axes: tuple[str, ...], results: Any) -> Any:
+    """`run` of the whole tail and, along the axes of the mesh, each device's part of the rest.
+
+    `results` says how what it gives is spread. XLA by itself would have every device compute the
+    chunks of all. It shares out a tensor axis, within `run`.
+    """
+    if not axes:
+        return run
+
+    def spread(tail: _Tail, *arrays: Any) -> Any:
+        parts = (PartitionSpec(axes),) * len(arrays)
+        specs: dict[str, Any] = {"in_specs": (PartitionSpec(), *parts), "out_specs": results}
+        return jax.shard_map(run, **specs, axis_names=set(axes), check_vma=False)(tail, *arrays)
+
+    return spread
+
+
+def _own(indexes_N: Int[Array, " N"], axes: tuple[str, ...]) -> Int[Array, " N"]:
+    """Indexes of all devices' tokens as those of this device's; none is another's."""
+    return indexes_N - jax.lax.axis_index(axes) * indexes_N.size if axes else indexes_N
+
+
+def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Array, Array, int]:
+    """An order that puts masked entries first, the number of chunks they fill, and its size.
+
+    The number is that of the device with the most: what a tensor axis exchanges within a chunk
+    needs all devices, and one that is done sooner would only wait.
+    """
     size = mask_N.shape[0]
     chunk = min(TOKENS_PER_CHUNK, size)
     order_N = jnp.argsort(~mask_N, stable=True).astype(jnp.int32)
     # The last chunk is filled up with an index past the end: reads give 0, writes are dropped.
     order_N = jnp.pad(order_N, (0, -size % chunk), constant_values=size)
-    return order_N, (jnp.sum(mask_N) + chunk - 1) // chunk, chunk
+    chunks = (jnp.sum(mask_N) + chunk - 1) // chunk
+    return order_N, jax.lax.pmax(chunks, axes) if axes else chunks, chunk
 
 
 def _scores_forward(
@@ -340,36 +386,54 @@ def _scores_forward(
     sources_N: Array,
     mask_N: Array,
     temperature: float,
+    axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
-    scores: Any = _scores_where(states_NE, tail, targets_N, sources_N, mask_N, temperature)
+    scores: Any = _scores_where(states_NE, tail, targets_N, sources_N, mask_N, temperature, axes)
     return scores, (states_NE, tail, targets_N, sources_N, mask_N)
 
 
-def _scores_backward(temperature: float, saved: Any, gradients: tuple[Array, ...]) -> Any:
+def _scores_backward(
+    temperature: float, axes: tuple[str, ...], saved: Any, gradients: tuple[Array, ...]
+) -> Any:
     states_NE, tail, targets_N, sources_N, mask_N = saved
-    order_N, chunks, chunk = _masked_first(mask_N)
-    by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
-    def body(index: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        by_states_NE, by_tail = carry
-        rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
-        by_scores_C = tuple(g.at[rows].get(mode="fill", fill_value=0) for g in by_scores_N)
+    def gradient(
+        tail: _Tail,
+        states_NE: Array,
+        targets_N: Array,
+        sources_N: Array,
+        mask_N: Array,
+        gradients: tuple[Array, ...],
+    ) -> tuple[Array, _Tail]:
+        order_N, chunks, chunk = _masked_first(mask_N, axes)
+        sources_N = _own(sources_N, axes)
+        by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
-        def scores(tail: _Tail, states_CE: Array) -> tuple[Array, ...]:
-            return _tail_scores(tail, states_CE, targets_N[rows], temperature)
+        def body(index: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+            by_states_NE, by_tail = carry
+            rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
+            by_scores_C = tuple(g.at[rows].get(mode="fill", fill_value=0) for g in by_scores_N)
 
-        sources = sources_N[rows]
-        _, pull = jax.vjp(scores, tail, states_NE[sources])
-        by_tail_C, by_states_CE = pull(by_scores_C)
-        by_tail = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), by_tail, by_tail_C)
-        # several completions may be predicted from the last state of one prompt
-        return by_states_NE.at[sources].add(by_states_CE), by_tail
+            def scores(tail: _Tail, states_CE: Array) -> tuple[Array, ...]:
+                return _tail_scores(tail, states_CE, targets_N[rows], temperature)
 
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tail)
-    start = (jnp.zeros_like(states_NE), nothing)
-    by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
-    by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, tail)
-    return by_states_NE, by_tail, None, None, None
+            sources = sources_N[rows]
+            _, pull = jax.vjp(scores, tail, states_NE[sources])
+            by_tail_C, by_states_CE = pull(by_scores_C)
+            by_tail = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), by_tail, by_tail_C)
+            # several completions may be predicted from the last state of one prompt
+            return by_states_NE.at[sources].add(by_states_CE), by_tail
+
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tail)
+        start = (jnp.zeros_like(states_NE), nothing)
+        by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
+        if axes:
+            by_tail = jax.lax.psum(by_tail, axes)  # before it is rounded
+        by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, tail)
+        return by_states_NE, by_tail
+
+    run = _on_each_device(gradient, axes, (PartitionSpec(axes), PartitionSpec()))
+    return *run(tail, states_NE, targets_N, sources_N, mask_N, gradients), None, None, None
 
 
 _scores_where.defvjp(_scores_forward, _scores_backward)

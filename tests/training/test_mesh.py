@@ -7,20 +7,24 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import LENGTH, compilations, random_batch
+from hand_made import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from slow import others_slow
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training import scoring
+from marin_rl.training.heads import ScalarHead
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
+from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.program import Program, fitted, take_step
 from marin_rl.training.rows import StepSettings
-from marin_rl.training.scoring import Packing
+from marin_rl.training.scoring import Packing, token_logprobs_and_values
 from marin_rl.training.state import first_parameters, fresh_state
 from marin_rl.training.step import Reference
 
@@ -103,6 +107,7 @@ def after_three_steps(config, mesh, *, packed=False):
 def drifts(root):
     """Of each mesh, the largest difference to one device: called where there are eight."""
     enable_compilation_cache()
+    scoring.TOKENS_PER_CHUNK = 7  # several chunks, not as many on every device
     config = load_config(DEBUG, [f"root={root}", *EIGHT])
     expected, metrics = after_three_steps(config, MeshConfig())
     start = first_parameters(config, character_tokenizer())
@@ -135,6 +140,55 @@ def test_parameters_after_three_steps_on_eight_devices_are_those_of_one(tmp_path
     assert told["moved"] > 1e-3
     assert len(told["drifts"]) == len(MESHES)
     assert max(told["drifts"]) < 1e-5, dict(zip(map(str, MESHES), told["drifts"], strict=True))
+
+
+def shared_rows(rows):
+    """Rows of a prompt of 5 tokens and completions of 3 and 8 that share it; the last rows empty.
+
+    Half of the rows have the first completion alone to train on.
+    """
+    rng = np.random.default_rng(3)
+    segments = np.repeat([1, 2, 3], [5, 3, 8]).astype(np.int32)
+    positions = np.concatenate([np.arange(5), np.arange(5, 8), np.arange(5, 13)]).astype(np.int32)
+    used = np.arange(rows)[:, None] < rows - 2
+    trained = (segments == 2) | ((segments == 3) & (np.arange(rows)[:, None] % 2 == 0))
+    ids = rng.integers(7, VOCAB, (rows, LENGTH)).astype(np.int32)
+    return ids * used, segments * used, positions * used, trained & used
+
+
+def graded(model, head, layout, rows):
+    """Scores, values, and gradients of a random combination of them; and the compiled program."""
+    weights = np.random.default_rng(5).standard_normal((3, *rows[0].shape)).astype(np.float32)
+
+    def loss(parameters, head, *rows):
+        policy = with_parameters(model, parameters)
+        scores, values = token_logprobs_and_values(
+            policy, head, *rows, packing=Packing(shared_prompts=True)
+        )
+        found = jnp.stack([*scores, values])
+        return jnp.sum(weights * found), found
+
+    placed = layout.place_parameters(named_parameters(model), model)
+    with layout.active():
+        spread = layout.place_rows(tuple(array[None] for array in rows))
+        arguments = placed, head, *(array[0] for array in spread)
+        grade = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True)).lower(*arguments).compile()
+        (by_parameters, by_head), found = grade(*arguments)
+    return [found, by_head.weight.array, *by_parameters.values()], grade.as_text()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.parametrize("axis", others_slow(["data", "fsdp"], "fsdp"))
+def test_each_device_scores_its_own_rows_and_no_others(axis):
+    model, rows = build_model(tiny_policy(layers=1), VOCAB, 0), shared_rows(8)
+    head = ScalarHead.init(model.Embed.size, jax.random.PRNGKey(2), std=1.0)
+    expected, program = graded(model, head, SINGLE_DEVICE, rows)
+    assert f"f32[{8 * LENGTH},{VOCAB}]" in program
+    found, program = graded(model, head, layout_of(MeshConfig(**{axis: 2})), rows)
+    assert f"f32[{4 * LENGTH},{VOCAB}]" in program
+    assert f"f32[{8 * LENGTH},{VOCAB}]" not in program
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
