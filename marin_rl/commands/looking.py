@@ -13,7 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from marin_rl.commands.options import AnyRunName, AsJson, AsJsonLines, Root, RunName, out, tell_json
+from marin_rl.commands.options import (
+    AnyRunName,
+    AsJson,
+    AsJsonLines,
+    Root,
+    RunName,
+    out,
+    tell,
+    tell_json,
+)
 
 Groups = Annotated[int, typer.Option("--groups", min=1, max=256, help="groups shown of a round")]
 Members = Annotated[int, typer.Option("--members", min=1, max=256, help="rollouts of a group")]
@@ -47,8 +56,7 @@ def report(
     if as_json:
         tell_json({"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended})
         return
-    told = f"wrote {target} ({size(len(data))})"
-    out.print(told, markup=False, soft_wrap=True, highlight=False)
+    tell(f"wrote {target} ({size(len(data))})")
 
 
 def view(
@@ -74,8 +82,7 @@ def view(
         if as_json:
             tell_json({"run_id": run_name, "address": address})
             return
-        text = f"{run_name} at {address} (Ctrl-C ends)"
-        out.print(text, markup=False, soft_wrap=True, highlight=False)
+        tell(f"{run_name} at {address} (Ctrl-C ends)")
 
     with suppress(KeyboardInterrupt):
         serve_view(page, run_name, host, port, told)

@@ -17,6 +17,7 @@ from marin_rl.commands.options import (
     RunName,
     complain,
     out,
+    tell,
     tell_json,
 )
 from marin_rl.errors import ConfigError
@@ -83,7 +84,7 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
         tell_json({"model": found.model, "rows": rows, **found.metrics})
         return
     out.print(estimates_table(f"Evaluation of {found.model}", found.metrics))
-    out.print(f"rows: {rows}", markup=False, highlight=False, soft_wrap=True)
+    tell(f"rows: {rows}")
 
 
 def verify_metrics(

@@ -69,10 +69,19 @@ def _as_text(value: Any) -> str:
     return value.isoformat() if isinstance(value, date) else str(value)
 
 
-def complain(lines: Iterable[str]) -> None:
-    """Each line in red on standard error."""
+def tell(text: str) -> None:
+    """Text on standard output: its brackets are no markup, and a terminal obeys no sign of it."""
+    from marin_rl.display import printable
+
+    out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def complain(lines: Iterable[str], style: str = "red") -> None:
+    """Each line in red on standard error, as `tell` does it."""
+    from marin_rl.display import printable
+
     for line in lines:
-        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def load(file: Path, overrides: list[str] | None, **given: Any) -> Config:
