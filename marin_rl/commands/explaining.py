@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Root, RunName, out, tell, tell_json
+from marin_rl.commands.options import AsJson, LatestRound, Root, RunName, out, tell, tell_json
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def diff(
 def lineage(  # noqa: PLR0913 - each is an option of the command
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     step: Annotated[int | None, typer.Option(min=0, help="one update of the round")] = None,
     row: Annotated[int | None, typer.Option(min=0, help="one row of its batch")] = None,
     rollout: Annotated[

@@ -31,7 +31,7 @@ def export(
         Path | None, typer.Option("--hf", help="instead: a checkpoint as a Hugging Face folder")
     ] = None,
     round_number: Annotated[
-        int | None, typer.Option("--round", help="with --hf; the latest")
+        int | None, typer.Option("--round", min=0, help="with --hf; the latest")
     ] = None,
     as_json: AsJson = False,
     root: Root = "runs",

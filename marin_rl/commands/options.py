@@ -33,6 +33,7 @@ AnyRunName = Annotated[
 Root = Annotated[
     str, typer.Option("--root", envvar="MARIN_RL_ROOT", help="folder or URL that holds runs")
 ]
+LatestRound = Annotated[int | None, typer.Option("--round", min=0, help="default: the latest")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="dotted override; repeatable")
 ]

@@ -13,7 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
-from marin_rl.commands.options import ConfigFile, Overrides, Root, RunName, err, load, out, tell
+from marin_rl.commands.options import (
+    ConfigFile,
+    LatestRound,
+    Overrides,
+    Root,
+    RunName,
+    err,
+    load,
+    out,
+    tell,
+)
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.memory import share_one_heap
@@ -71,7 +81,7 @@ def reward_model(
 def evaluate(
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     root: Root = "runs",
 ) -> None:
     """Evaluate a committed checkpoint as its run is configured, and commit the rows with it.
@@ -87,7 +97,7 @@ def evaluate(
 def serve(  # noqa: PLR0913 - each is an option that people type
     *,
     run_name: Annotated[str | None, typer.Option("--run", help="serve a run's checkpoint")] = None,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
     config_file: Annotated[
         Path | None,

@@ -10,6 +10,7 @@ from marin_rl.commands.options import (
     AnyRunName,
     AsJson,
     AsJsonLines,
+    LatestRound,
     Root,
     RunName,
     complain,
@@ -67,7 +68,7 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
 def rollouts(
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     limit: Annotated[int, typer.Option(min=1, help="how many rollouts")] = 8,
     worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
     as_json: AsJsonLines = False,
