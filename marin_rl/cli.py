@@ -19,7 +19,7 @@ from marin_rl.commands import (
     playing,
     reading,
 )
-from marin_rl.commands.options import err
+from marin_rl.commands.options import complain, err
 from marin_rl.errors import ConfigError, MarinRLError
 
 app = typer.Typer(
@@ -72,13 +72,16 @@ def main() -> None:
     try:
         app()
     except MarinRLError as error:
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _tell_error(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # a file that cannot be written, a disk that is full
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _tell_error(error)
         sys.exit(1)
+
+
+def _tell_error(error: Exception) -> None:
+    err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+    complain([str(error)], style="")
 
 
 def train() -> None:

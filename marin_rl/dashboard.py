@@ -19,7 +19,7 @@ from rich.text import Text
 
 from marin_rl.analysis.status import Unreadable
 from marin_rl.analysis.watch import Look
-from marin_rl.display import duration, printable, sparkline
+from marin_rl.display import duration, plain, sparkline
 from marin_rl.errors import MarinRLError
 from marin_rl.storage.locks import Holder
 
@@ -63,7 +63,7 @@ def watch(look: Callable[[], Seen], console: Console, every_s: float, *, once: b
             except MarinRLError as error:
                 if not error.transient:
                     raise
-                trouble = [Text(f"! not seen anew: {error}", style="yellow")]
+                trouble = [plain(f"! not seen anew: {error}", "yellow")]
             live.update(Group(drawn(seen), *trouble), refresh=True)
 
 
@@ -83,10 +83,10 @@ def run_panel(look: Look) -> Panel:
     parts: list[RenderableType] = [_progress(look), _stages(look), _curves(look.rows)]
     if look.samples:
         parts.append(_samples(look.samples))
-    parts += [Text(f"! {line}", style="yellow") for line in look.warnings]
+    parts += [plain(f"! {line}", "yellow") for line in look.warnings]
     if not look.warnings:
         parts.append(Text("no warnings", style="dim"))
-    return Panel(Group(*parts), title=f"[bold]{look.run_id}[/bold]", border_style="cyan")
+    return Panel(Group(*parts), title=plain(look.run_id, "bold"), border_style="cyan")
 
 
 def runs_table(looks: Sequence[Look | Unreadable]) -> RenderableType:
@@ -98,20 +98,20 @@ def runs_table(looks: Sequence[Look | Unreadable]) -> RenderableType:
         table.add_column(heading, overflow="fold")
     below: list[RenderableType] = []
     for look in looks:
-        name = printable(look.run_id)
+        name = plain(look.run_id)
         if isinstance(look, Unreadable):
-            table.add_row(Text(name), "", Text("cannot be read", style="red"), "", "", "")
-            below.append(Text(f"! {name}: {printable(look.error)}", style="red"))
+            table.add_row(name, "", Text("cannot be read", style="red"), "", "", "")
+            below.append(plain(f"! {look.run_id}: {look.error}", "red"))
             continue
         table.add_row(
-            Text(name),
+            name,
             f"{look.trained}/{look.rounds}",
             look.stage.told,
             "" if look.idle_s is None else f"{duration(look.idle_s)} ago",
             _short_curve(look.rows, "reward"),
             _short_curve(look.rows, "eval/accuracy"),
         )
-        below += [Text(f"! {name}: {line}", style="yellow") for line in look.warnings]
+        below += [plain(f"! {look.run_id}: {line}", "yellow") for line in look.warnings]
     return Group(table, *below)
 
 
@@ -119,7 +119,7 @@ def _progress(look: Look) -> Table:
     grid = Table.grid(padding=(0, 1))
     done = min(look.trained, look.rounds)
     ago = "" if look.idle_s is None else f"last commit {duration(look.idle_s)} ago"
-    held = "" if look.holder is None else str(Holder(look.holder, look.holder_host))
+    held = plain("" if look.holder is None else Holder(look.holder, look.holder_host))
     bar = ProgressBar(total=max(look.rounds, 1), completed=done, width=30)
     grid.add_row(f"round {done}/{look.rounds}", bar, f"[bold]{look.stage.told}[/bold]", ago, held)
     return grid

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COUNTED = ("generated", "consumed", "filtered", "stale", "failed")
 TEXT_MAX = 4000  # characters of a cell or a line that a terminal is given
+TITLE = "table.title"  # Rich's style of titles, which it gives to markup alone
 SPARKS = "▁▂▃▄▅▆▇█"
 STAGES = {
     "start": "starting",
@@ -87,7 +88,7 @@ class RunDisplay:
         """A panel: rounds, stage, the numbers that matter, two curves."""
         return Panel(
             Group(self._rounds_line(), self._stage_line(), self._numbers(), *self._curves()),
-            title=f"[bold]{self.run_id}[/bold]",
+            title=plain(self.run_id, "bold"),
             border_style="cyan",
         )
 
@@ -175,6 +176,11 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
 
 
+def plain(value: Any, style: str = "") -> Text:
+    """What a cell, a heading or a title shows of a value: no markup, nothing to be obeyed."""
+    return Text(printable(str(value)), style)
+
+
 def shortened(text: str) -> str:
     """The printable text, of which what is long is cut: a completion may be a megabyte."""
     left = len(text) - TEXT_MAX
@@ -185,11 +191,11 @@ def shortened(text: str) -> str:
 
 def key_values(title: str, rows: Mapping[str, Any]) -> Table:
     """A two-column table."""
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=plain(title, TITLE), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(plain(name), plain(value))
     return table
 
 
@@ -204,7 +210,7 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
         "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
         "timing_s/round": ("seconds", "{:.2f}"),
     }
-    table = Table(title=title, title_justify="left")
+    table = Table(title=plain(title, TITLE), title_justify="left")
     table.add_column("round", justify="right")
     for heading, _ in columns.values():
         table.add_column(heading, justify="right", overflow="fold")
@@ -234,7 +240,8 @@ def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     table = Table()
     for index, name in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows)
-        table.add_column(name, justify="right" if numeric else "left")
+        heading = Text(shortened(str(name)))
+        table.add_column(heading, justify="right" if numeric else "left")
     for row in rows:
         shown = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
         table.add_row(*(Text(cell) for cell in shown))
@@ -253,7 +260,7 @@ def audit_table(reports: "Sequence[RoundAudit]") -> Table:
         for item in report.balances:
             cells = [f"{item.rollouts[kind]} / {item.tokens[kind]}" for kind in COUNTED]
             bias = "" if item.length_bias is None else f"{item.length_bias:+.1f}"
-            name = Text(item.environment)
+            name = plain(item.environment)
             table.add_row(str(report.round), name, str(item.policy_version), *cells, bias, verdict)
     return table
 
@@ -278,9 +285,9 @@ def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
             for lost in item.dropped:
                 table.add_row(
                     str(report.round),
-                    Text(item.environment),
+                    plain(item.environment),
                     str(item.policy_version),
-                    Text(f"{lost.disposition}: {lost.reason}"),
+                    plain(f"{lost.disposition}: {lost.reason}"),
                     str(lost.rollouts),
                     str(lost.tokens),
                     f"{lost.mean_length:.1f}",
@@ -291,14 +298,14 @@ def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
 
 def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
     """Metrics of an evaluation with their 95 % intervals where they have one."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=plain(title, TITLE), title_justify="left")
     for heading in ("metric", "value", "95 % low", "high"):
         table.add_column(heading, justify="left" if heading == "metric" else "right")
     for name, value in metrics.items():
         if not name.endswith(("/low", "/high")):
             bounds = (metrics.get(f"{name}/{side}") for side in ("low", "high"))
             shown = ("" if bound is None else f"{bound:.4f}" for bound in bounds)
-            table.add_row(name, f"{value:.4f}", *shown)
+            table.add_row(plain(name), f"{value:.4f}", *shown)
     return table
 
 
@@ -316,7 +323,7 @@ def findings_table(findings: Sequence[Any]) -> Table:
         apart = [abs(f.found - f.expected) for f in own if None not in (f.found, f.expected)]
         largest = f"{max(apart):.1e}" if apart else ""
         wrong = sum(bool(found.problem) for found in own)
-        table.add_row(name, str(len(own)), largest, str(wrong) if wrong else "")
+        table.add_row(plain(name), str(len(own)), largest, str(wrong) if wrong else "")
     return table
 
 
@@ -359,7 +366,7 @@ def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) ->
     if event.run_id != display.run_id:
         return
     if event.message and event.stage in ("start", "done"):
-        console.print(event.message, highlight=False)
+        console.print(plain(event.message))
     elif event.stage == "round":
         parts = [f"round {event.round}"]
         if "reward" in event.metrics:

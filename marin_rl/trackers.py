@@ -2,7 +2,8 @@
 
 The truth is the committed metrics; trackers repeat it for people who have their own boards. Each
 works on a thread of its own. One that cannot be opened, fails later, or does not keep up is named
-once in the log and left out: it neither stops a run nor holds it up.
+once in the log and left out: it neither stops a run nor holds it up. Trackio alone is opened by who
+opens the boards, for only there can be kept back what it prints.
 """
 
 import io
@@ -195,7 +196,10 @@ class Trackers:
 
 
 def open_trackers(config: Config) -> Trackers:
-    """The trackers that the configuration asks for; they open while the run begins."""
+    """The trackers that the configuration asks for; they open while the run begins.
+
+    Trackio has been opened when this returns, which waits for it.
+    """
     settings = config.trackers
     openings: dict[str, Callable[[], Tracker]] = {}
     if (folder := settings.tensorboard) is not None:

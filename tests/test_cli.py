@@ -80,6 +80,17 @@ def test_what_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> N
     assert "--root says where runs are" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["rollouts run", "lineage run", "metrics verify run", "export run --hf hf", "evaluate run",
+     "eval run", "serve --run run"],
+)  # fmt: skip
+def test_a_round_below_zero_is_refused(command: str) -> None:
+    refused = invoke(*command.split(), "--round", "-1")
+    assert refused.exit_code == 2, refused.exception
+    assert "Invalid value for '--round'" in refused.output
+
+
 def test_a_run_goes_on_from_inside_its_folder(
     root: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from marin_rl.analysis import scan_rollouts, sql
 from marin_rl.batching.build import build_round
-from marin_rl.cli import app
+from marin_rl.cli import app, main
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html
 from marin_rl.storage.runs import Run
@@ -84,6 +85,55 @@ def test_nor_the_name_of_a_folder(tmp_path: Path) -> None:
         assert shown.exit_code == 1
         assert "a\ufffd[2J\ufffdb" in shown.output
         assert OBEYED.findall(shown.output.replace("\n", "")) == []
+
+
+ODD = "odd[red]\x1b[2Jy"  # a name that Rich would take for markup, a terminal for a command
+ODD_SHOWN = "odd[red]\ufffd[2Jy"
+
+
+@pytest.fixture(scope="module")
+def odd(run: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of such a name with the run, and with another one that has the name too."""
+    root = tmp_path_factory.mktemp("roots") / ODD / "[" / "x]"  # ends what was never begun: `[/x]`
+    for name in ("run", ODD):
+        shutil.copytree(Path(run.config.root, "run"), root / name)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status", "run"),
+        ("status", ODD),
+        ("status",),
+        ("watch", ODD, "--once"),
+        ("watch", "--once"),
+        ("fsck", "run"),
+        ("rollouts", "run", "--round", "7"),
+        ("lineage", "run", "--round", "0", "--row", "0", "--graph", "ROOT/graph.mmd"),
+        ("report", "run", "--output", "ROOT/page.html"),
+        ("export", "run", "--output", "ROOT/run.tar"),
+        ("fork", "run", "--from-round", "0", "--run-id", "fork"),
+        ("run", "ROOT/run", "--dry-run"),
+        ("sql", "run", f"pivot (select 1 as n, '{ODD}' as said) on said using sum(n)"),
+        ("sql", "run", f"select {ODD}"),
+    ],
+    ids=" ".join,
+)
+def test_names_of_folders_and_columns_are_shown_as_they_are(
+    odd: str,
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a shell runs them, so that it holds for errors too."""
+    monkeypatch.setenv("MARIN_RL_ROOT", odd)
+    monkeypatch.setattr("sys.argv", ["marin-rl", *(word.replace("ROOT", odd) for word in command)])
+    with pytest.raises(SystemExit):
+        main()
+    shown = "".join(capsys.readouterr())
+    assert ODD_SHOWN in "".join(shown.replace("│", "").split())
+    assert OBEYED.findall(shown.replace("\n", "")) == []
 
 
 @pytest.mark.parametrize("name", ["watch", "rollouts", "sql", "lineage"])

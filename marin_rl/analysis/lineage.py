@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from marin_rl.analysis.scan import scan_dispositions
+from marin_rl.batching.plan import advantage_choice
+from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.batches import dispositions_of
 from marin_rl.storage.commits import committed_manifest, read_manifest
@@ -41,6 +43,8 @@ ROLLOUT_COLUMNS = (
     "n_completion_tokens", "turns", "attempt", "worker",
 )  # fmt: skip
 ROLLOUTS_MAX = 64
+COMPARED = ("zero_signal", "overlong")  # reasons to drop what counts in baselines (batching.plan)
+BASELINE = "through the baseline"
 
 Facts = Mapping[str, Any]
 
@@ -92,7 +96,7 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     consumed = _consumed(run, batches, step, row)
     if not consumed.num_rows:
         raise ObjectMissing(_nothing_there(run, batches, step, row))
-    graph = Lineage(left_out=max(consumed.num_rows - ROLLOUTS_MAX, 0))
+    graph, player = Lineage(left_out=max(consumed.num_rows - ROLLOUTS_MAX, 0)), run.at_round(round)
     places = consumed.slice(0, ROLLOUTS_MAX).to_pylist()
     trained = read_manifest(run.store, checkpoint_slot(round + 1))
     if trained is not None:
@@ -100,13 +104,15 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     for place in places:
         name = f"round {round}, step {place['step']}"
         line = f"{name}, row {place['row']}"
-        graph.add("update", name, [line, checkpoint_slot(round)], round=round, step=place["step"])
+        above = [line, checkpoint_slot(round), player.run_id]
+        graph.add("update", name, above, round=round, step=place["step"])
         graph.add(
             "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
         )
     _add_slot(graph, run, batches, [rollouts_slot(round)])
     _add_rollouts(graph, run, round, [place["rollout_id"] for place in places])
     _add_policy(graph, run, checkpoint_slot(round))
+    _add_run(graph, player)
     return graph
 
 
@@ -121,10 +127,11 @@ def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | Non
 
 
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
-    """From a rollout to every update that it influenced.
+    """From a rollout to every update of this run that it influenced.
 
-    The update that trained on it did so directly; all later ones started from parameters that it
-    had moved. Raises ObjectMissing for a rollout that no processed round has.
+    The updates that trained on it, or on a row whose advantage was worked out against its reward,
+    did so directly; all later ones started from parameters that it had moved. Raises ObjectMissing
+    for a rollout that no processed round has.
     """
     place = _place_of(run, rollout_id)
     graph, round = Lineage(), int(place["round"])
@@ -132,13 +139,9 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
     fate = {name: place[name] for name in ("disposition", "reason", "advantage")}
     if place["disposition"] != "consumed":
         graph.add("disposition", f"{place['disposition']}: {place['reason']}", [rollout_id], **fate)
+    before = _add_updates(graph, run, place, fate)
+    if before is None:
         return graph
-    name = f"round {round}, step {place['step']}"
-    line = f"{name}, row {place['row']}"
-    graph.add("batch row", line, [rollout_id], **fate)
-    epochs = run.at_round(round).config.training.epochs
-    graph.add("update", name, [line], round=round, step=place["step"], passes=epochs)
-    before = name
     latest = latest_checkpoint(run)
     last = round_of(latest.slot.rpartition("/")[2]) if latest else None
     for number in range(round + 1, (last or 0) + 1):
@@ -147,6 +150,54 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
         _add_slot(graph, run, manifest, [before], influenced=directly)
         before = manifest.slot
     return graph
+
+
+def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts) -> str | None:
+    """The rows and updates of its round that a rollout influenced; the last update, if any.
+
+    Each update starts from the one before it. With several passes the steps before the first one
+    come after the last one, in the second pass.
+    """
+    round, rollout_id = int(place["round"]), place["rollout_id"]
+    player = run.at_round(round)
+    batches = committed_manifest(run.store, batches_slot(round))
+    consumed = _consumed(run, batches, None, None).to_pylist()
+    rows = [row for row in consumed if _depends(row, place, player.config.objective)]
+    if not rows:
+        return None
+    passes, steps = player.config.training.epochs, int(batches.totals["steps"])
+    first = min(row["step"] for row in rows)
+    rows.sort(key=lambda row: row["rollout_id"] != rollout_id)  # its own row is never left out
+    graph.left_out, rows = max(len(rows) - ROLLOUTS_MAX, 0), rows[:ROLLOUTS_MAX]
+    before: list[str] = []
+    for step in [*range(first, steps), *(range(first) if passes > 1 else ())]:
+        name = f"round {round}, step {step}"
+        lines = []
+        for row in (row for row in rows if row["step"] == step):
+            own = row["rollout_id"] == rollout_id
+            told = fate if own else {"of": row["rollout_id"], "influenced": BASELINE}
+            line = f"{name}, row {row['row']}"
+            lines.append(graph.add("batch row", line, [rollout_id], **told))
+        above = [*lines, *before, player.run_id]
+        before = [graph.add("update", name, above, round=round, step=step, passes=passes)]
+    _add_run(graph, player)
+    return before[0]
+
+
+def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
+    """Whether what a trained row is worth depends on a rollout: it is its own, or compared to it.
+
+    Of what was dropped, rewards of groups without signal and of completions that were too long are
+    compared all the same; those of failed and of stale ones, and of short groups, are not.
+    """
+    if row["rollout_id"] == place["rollout_id"]:
+        return True
+    choice, consumed = advantage_choice(objective), place["disposition"] == "consumed"
+    if consumed and objective.whitens_tokens:
+        return True
+    if choice.estimator == "gae" or not (consumed or place["reason"] in COMPARED):
+        return False
+    return choice.over_round or (choice.within_groups and row["group_id"] == place["group_id"])
 
 
 def as_text(graph: Lineage) -> Iterator[str]:
@@ -246,19 +297,22 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
 
 def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
     """A checkpoint and the run that it belongs to, with its configuration."""
-    round = round_of(slot.rpartition("/")[2])
-    assert round is not None, f"expected a checkpoint, found {slot}"
-    owner = run.at_round(max(round - 1, 0))
+    owner = run.owner_of(slot)
     found = read_manifest(run.store, slot)
-    record = read_record(owner.folder)
-    assert record is not None, "an opened run has its record"
     if found is not None:
-        _add_slot(graph, run, found[0], [owner.run_id])
+        _add_slot(graph, run, found[0], [owner])
+    own = owner == run.run_id
+    _add_run(graph, run if own else Run.open(run.config.root, owner, run.config.storage_options))
+
+
+def _add_run(graph: Lineage, run: Run) -> None:
+    record = read_record(run.folder)
+    assert record is not None, "an opened run has its record"
     graph.add(
         "run",
-        owner.run_id,
-        url=owner.folder.url_of(RUN_KEY),
-        sha256=sha256_of(owner.folder.read(RUN_KEY)),
+        run.run_id,
+        url=run.folder.url_of(RUN_KEY),
+        sha256=sha256_of(run.folder.read(RUN_KEY)),
         config_digest=record["content_digest"],
         seed=record["seeds"]["run"],
         code=" ".join(f"{name} {value}" for name, value in sorted(record["code"].items())),

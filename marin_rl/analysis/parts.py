@@ -132,7 +132,7 @@ def placed_frame(
             found = scan(part.open(), inside)
         else:
             plain = (pl.col(name).arr.to_list() for name in listed)
-            found = pl.scan_parquet(part.open(), hive_partitioning=False).with_columns(plain)
+            found = _scan(part.open()).with_columns(plain)
         round = pl.lit(part.round, pl.Int32).alias("round")
         return found.select(_literal(part.run_id), round, *inside)
 
@@ -161,7 +161,7 @@ def united_frame(parts: Sequence[Part], first: pa.Schema) -> pl.LazyFrame:
 
 def _footer(part: Part, source: Any) -> Columns:
     try:
-        return pl.read_parquet_schema(source)
+        return _scan(source).collect_schema()
     except (pl.exceptions.PolarsError, OSError) as error:
         url = part.store.url_of(part.key)
         raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
@@ -169,13 +169,12 @@ def _footer(part: Part, source: Any) -> Columns:
 
 def scan(source: Any, columns: Columns) -> pl.LazyFrame:
     """Polars' own reader, of one version's files or another's."""
-    return pl.scan_parquet(
-        source,
-        schema=dict(columns),
-        missing_columns="insert",
-        extra_columns="ignore",
-        hive_partitioning=False,
-    )
+    return _scan(source, schema=dict(columns), missing_columns="insert", extra_columns="ignore")
+
+
+def _scan(source: Any, **options: Any) -> pl.LazyFrame:
+    """Of these files alone: no name of a folder is a pattern, or says what a column holds."""
+    return pl.scan_parquet(source, glob=False, hive_partitioning=False, **options)
 
 
 def fetched(parts: Sequence[Part], columns: Columns, frame_of: FrameOf) -> pl.LazyFrame:

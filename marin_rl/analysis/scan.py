@@ -41,6 +41,7 @@ Options = Mapping[str, Any]
 Root = str | os.PathLike[str]
 Runs = str | Sequence[str] | None
 
+_PATTERN = re.compile(r"[*?[]")  # signs by which DuckDB takes a path for a pattern
 _INTERVAL = re.compile(r'(?<!")\bINTERVAL\b(?!")')  # the type, not a field of that name
 
 
@@ -136,7 +137,8 @@ def sql(
 ) -> pl.DataFrame:
     """DuckDB's answer to `query`, which may name the views of the runs (`VIEWS`).
 
-    Local rollouts are read by DuckDB itself, everything else through Polars. What a query creates
+    Local rollouts are read by DuckDB itself, unless `*`, `?` or `[` is in their path, everything
+    else through Polars. What a query creates
     is gone when it has answered. Intervals are durations, in which a month has 30 days. Raises
     InputError in DuckDB's own words when the query is wrong, or when Polars has no such type as it
     answers with, and as `scan_rollouts`.
@@ -231,7 +233,8 @@ def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Seque
     """A view by DuckDB's own reader for local rollouts, else over the frame."""
     if name == "rollouts":
         paths = [part.path for part in _shards(runs)]
-        if paths and None not in paths:
+        # DuckDB cannot be told that a path is none of its patterns: not where it has a backslash.
+        if paths and all(path and not _PATTERN.search(path) for path in paths):
             connection.sql(f"create temp view rollouts as {_reading(paths)}")
             return
     connection.register(name, VIEWS[name](runs))

@@ -171,6 +171,15 @@ class AdvantageChoice:
         return self.estimator not in ("reinforce", "reinforce_batch", "gae")
 
     @property
+    def over_round(self) -> bool:
+        """Whether an advantage depends on the rewards of other groups of the round too."""
+        return self.estimator == "reinforce_batch" or self.scale not in (
+            "default",
+            "none",
+            "group_std",
+        )
+
+    @property
     def members_min(self) -> int:
         """The fewest valid rewards of a group that is trained on."""
         if self.estimator == "pass_at_k":

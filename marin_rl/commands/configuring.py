@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from marin_rl.commands.options import ConfigFile, Overrides, load, out
+from marin_rl.commands.options import ConfigFile, Overrides, load, out, tell
 
 
 def doctor(
@@ -21,7 +21,7 @@ def doctor(
     for finding in examine(load(config_file, overrides)):
         mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
         out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
-        out.print(finding.detail, markup=False, highlight=False)
+        tell(finding.detail)
         failed = failed or not finding.passed
     if failed:
         raise typer.Exit(1)
@@ -30,13 +30,15 @@ def doctor(
 def config_show(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
     """Print the resolved configuration, defaults included."""
     tree = load(config_file, overrides).model_dump(mode="json")
-    out.print(yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="")
+    out.print(
+        yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="", soft_wrap=True
+    )
 
 
 def config_validate(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
     """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
     config = load(config_file, overrides)
-    out.print(f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds")
+    tell(f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds")
 
 
 def config_reference() -> None:

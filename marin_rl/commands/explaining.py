@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Root, RunName, out, tell_json
+from marin_rl.commands.options import AsJson, LatestRound, Root, RunName, out, tell, tell_json
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def replay_step(
             columns = ("array", "largest difference", "largest value recorded")
             out.print(frame_table(columns, rows))
         for name, (then, now) in {**found.metrics, **found.changed}.items():
-            out.print(f"{name}: {then} then, {now} now", markup=False, highlight=False)
+            tell(f"{name}: {then} then, {now} now")
         scope = f"{found.compared} arrays" if found.compared else "the parameters' digest alone"
-        out.print(f"parameters recorded {found.recorded_digest}", highlight=False)
-        out.print(f"parameters now      {found.digest}", highlight=False)
-        out.print(f"round {round_number}: {'EQUAL' if found.equal else 'APART'}, by {scope}")
+        tell(f"parameters recorded {found.recorded_digest}")
+        tell(f"parameters now      {found.digest}")
+        tell(f"round {round_number}: {'EQUAL' if found.equal else 'APART'}, by {scope}")
     if not found.equal:
         raise typer.Exit(1)
 
@@ -65,12 +65,12 @@ def diff(
         tell_json(asdict(found))
     else:
         for line in found.settings:
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            tell(line)
         if found.curves:
             rows = [(c.metric, c.round, c.first, c.second, c.largest) for c in found.curves]
             columns = ("metric", "last round", first, second, "largest difference")
             out.print(frame_table(columns, rows))
-        out.print(found.told, markup=False, highlight=False, soft_wrap=True)
+        tell(found.told)
     if found.parts_at is not None:
         raise typer.Exit(1)
 
@@ -78,7 +78,7 @@ def diff(
 def lineage(  # noqa: PLR0913 - each is an option of the command
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     step: Annotated[int | None, typer.Option(min=0, help="one update of the round")] = None,
     row: Annotated[int | None, typer.Option(min=0, help="one row of its batch")] = None,
     rollout: Annotated[
@@ -109,9 +109,9 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
         tell_json(as_tree(found))
         return
     for line in as_text(found):
-        out.print(shortened(line), markup=False, highlight=False, soft_wrap=True)
+        tell(shortened(line))
     if graph is not None:
-        out.print(f"wrote {graph}", soft_wrap=True)
+        tell(f"wrote {graph}")
 
 
 def _check_start(

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Overrides, Root, RunName, complain, out, tell_json
+from marin_rl.commands.options import (
+    AsJson,
+    Overrides,
+    Root,
+    RunName,
+    complain,
+    out,
+    tell,
+    tell_json,
+)
 from marin_rl.errors import ConfigError
 
 
@@ -22,7 +31,7 @@ def export(
         Path | None, typer.Option("--hf", help="instead: a checkpoint as a Hugging Face folder")
     ] = None,
     round_number: Annotated[
-        int | None, typer.Option("--round", help="with --hf; the latest")
+        int | None, typer.Option("--round", min=0, help="with --hf; the latest")
     ] = None,
     as_json: AsJson = False,
     root: Root = "runs",
@@ -44,7 +53,7 @@ def export(
         if as_json:
             tell_json(told)
             return
-        out.print(f"{hf}: checkpoint {exported.round}, parameters {exported.parameters_digest}")
+        tell(f"{hf}: checkpoint {exported.round}, parameters {exported.parameters_digest}")
         return
     if round_number is not None:
         raise ConfigError("--round chooses a checkpoint: expected --hf FOLDER with it")
@@ -54,8 +63,8 @@ def export(
     if as_json:
         tell_json(asdict(made) | {"path": str(made.path)})
         return
-    out.print(f"{made.path}: {made.objects} objects, {size(made.bytes)}", soft_wrap=True)
-    out.print(f"root hash {made.root_hash}", highlight=False)
+    tell(f"{made.path}: {made.objects} objects, {size(made.bytes)}")
+    tell(f"root hash {made.root_hash}")
 
 
 def verify(
@@ -74,11 +83,11 @@ def verify(
     else:
         complain(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in found.faults)
         verdict = "NOT WHOLE" if found.faults else "whole"
-        out.print(
+        tell(
             f"run {found.run_id}: {found.objects} objects, {size(found.bytes)}, {found.left_out} "
             f"parts left out: {verdict}"
         )
-        out.print(f"root hash {found.root_hash}", highlight=False)
+        tell(f"root hash {found.root_hash}")
     if found.faults:
         raise typer.Exit(1)
 
@@ -101,8 +110,8 @@ def rescore(
         tell_json(asdict(found))
         return
     verb = "found" if found.table.reused else "wrote"
-    out.print(f"{verb} {found.table.key}", soft_wrap=True)
-    out.print(
+    tell(f"{verb} {found.table.key}")
+    tell(
         f"{found.rollouts} rollouts, {found.changed} with another reward, {found.failed} failed; "
         f"mean {_number(found.mean_before)} -> {_number(found.mean_after)}"
     )
@@ -129,7 +138,7 @@ def reprocess(
         tell_json(asdict(found))
         return
     for line in found.settings:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        tell(line)
     before, after = found.before, found.after
     pairs = {"steps": (before.steps, after.steps), "rows": (before.rows, after.rows)}
     pairs |= {"padded length": (before.length, after.length)}

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Overrides, Root, RunName, complain, out, tell_json
+from marin_rl.commands.options import (
+    AsJson,
+    Overrides,
+    Root,
+    RunName,
+    complain,
+    out,
+    tell,
+    tell_json,
+)
 
 
 def fsck(
@@ -27,11 +36,10 @@ def fsck(
     else:
         complain(f"{f.kind}: {f.place}: {f.detail}" for f in checked.faults if not f.harmless)
         for fault in (fault for fault in checked.faults if fault.harmless):
-            told = f"{fault.kind}: {fault.place}: {fault.detail}"
-            out.print(told, markup=False, highlight=False, soft_wrap=True)
+            tell(f"{fault.kind}: {fault.place}: {fault.detail}")
         rate = checked.bytes / max(checked.seconds, 1e-9)
         gone = f", {checked.pruned} given up by retention" if checked.pruned else ""
-        out.print(
+        tell(
             f"{checked.objects} objects, {size(checked.bytes)} in {checked.seconds:.2f} s "
             f"({size(rate)}/s){gone}: {'whole' if checked.whole else 'NOT WHOLE'}"
         )
@@ -74,9 +82,9 @@ def gc(
         for slot in found.skipped
     )
     if found.live:
-        out.print("another process works on this run: what it may be writing was let alone")
+        tell("another process works on this run: what it may be writing was let alone")
     verb = "would be deleted" if dry_run else "deleted"
-    out.print(f"{len(found.garbage)} objects, {size(found.bytes)} {verb}")
+    tell(f"{len(found.garbage)} objects, {size(found.bytes)} {verb}")
 
 
 def fork(
@@ -99,6 +107,6 @@ def fork(
         ancestors = [asdict(ancestor) for ancestor in made.ancestors]
         tell_json({"run_id": run_id, "url": made.folder.url, "ancestors": ancestors})
         return
-    out.print(f"{made.folder.url} begins at round {from_round} of {run_name}", soft_wrap=True)
+    tell(f"{made.folder.url} begins at round {from_round} of {run_name}")
     if made.folder.local_path("run.json") is not None:
-        out.print(f"go on with: marin-rl run {made.folder.url}", soft_wrap=True)
+        tell(f"go on with: marin-rl run {made.folder.url}")

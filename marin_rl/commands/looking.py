@@ -13,7 +13,18 @@ from typing import Annotated, Any
 
 import typer
 
-from marin_rl.commands.options import AnyRunName, AsJson, AsJsonLines, Root, RunName, out, tell_json
+from marin_rl.commands.options import (
+    AnyRunName,
+    AsJson,
+    AsJsonLines,
+    Root,
+    RunName,
+    complain,
+    out,
+    tell,
+    tell_json,
+)
+from marin_rl.errors import MarinRLError
 
 Groups = Annotated[int, typer.Option("--groups", min=1, max=256, help="groups shown of a round")]
 Members = Annotated[int, typer.Option("--members", min=1, max=256, help="rollouts of a group")]
@@ -47,8 +58,7 @@ def report(
     if as_json:
         tell_json({"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended})
         return
-    told = f"wrote {target} ({size(len(data))})"
-    out.print(told, markup=False, soft_wrap=True, highlight=False)
+    tell(f"wrote {target} ({size(len(data))})")
 
 
 def view(
@@ -74,8 +84,7 @@ def view(
         if as_json:
             tell_json({"run_id": run_name, "address": address})
             return
-        text = f"{run_name} at {address} (Ctrl-C ends)"
-        out.print(text, markup=False, soft_wrap=True, highlight=False)
+        tell(f"{run_name} at {address} (Ctrl-C ends)")
 
     with suppress(KeyboardInterrupt):
         serve_view(page, run_name, host, port, told)
@@ -114,12 +123,16 @@ def watch(
 
 
 def _tell_looks(look: Callable[[], Any], every_s: float, *, once: bool) -> None:
-    """A line of JSON per run and look: what a look tells, with the latest row of the metrics."""
+    """A line of JSON per run and look: what a look tells, with the latest row of the metrics.
+
+    A look at a store that does not answer for a while is told on standard error and done again.
+    Raises what `look` raises else, and at first.
+    """
     from marin_rl.analysis.watch import Look
     from marin_rl.dashboard import complete
 
+    seen = look()
     while True:
-        seen = look()
         for item in [seen] if isinstance(seen, Look) else seen:
             told = asdict(item)
             if isinstance(item, Look):
@@ -128,4 +141,16 @@ def _tell_looks(look: Callable[[], Any], every_s: float, *, once: bool) -> None:
             tell_json(told)
         if once or complete(seen):
             return
+        seen = _next_look(look, every_s)
+
+
+def _next_look(look: Callable[[], Any], every_s: float) -> Any:
+    """What is seen after `every_s` seconds, or as soon after as the store answers again."""
+    while True:
         time.sleep(every_s)
+        try:
+            return look()
+        except MarinRLError as error:
+            if not error.transient:
+                raise
+            complain([f"not seen anew: {error}"])

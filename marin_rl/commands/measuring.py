@@ -13,10 +13,12 @@ import typer
 from marin_rl.commands.options import (
     AsJson,
     AsJsonLines,
+    LatestRound,
     Root,
     RunName,
     complain,
     out,
+    tell,
     tell_json,
 )
 from marin_rl.errors import ConfigError
@@ -38,7 +40,7 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="new tokens per completion")] = None,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     endpoint: Annotated[str | None, typer.Option(help="OpenAI base URL, ending in /v1")] = None,
     model: Annotated[str | None, typer.Option(help="model to ask the endpoint for")] = None,
     api_key_variable: Annotated[
@@ -83,13 +85,13 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
         tell_json({"model": found.model, "rows": rows, **found.metrics})
         return
     out.print(estimates_table(f"Evaluation of {found.model}", found.metrics))
-    out.print(f"rows: {rows}", markup=False, highlight=False, soft_wrap=True)
+    tell(f"rows: {rows}")
 
 
 def verify_metrics(
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: all")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", min=0, help="default: all")] = None,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:

@@ -33,6 +33,7 @@ AnyRunName = Annotated[
 Root = Annotated[
     str, typer.Option("--root", envvar="MARIN_RL_ROOT", help="folder or URL that holds runs")
 ]
+LatestRound = Annotated[int | None, typer.Option("--round", min=0, help="default: the latest")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="dotted override; repeatable")
 ]
@@ -69,10 +70,19 @@ def _as_text(value: Any) -> str:
     return value.isoformat() if isinstance(value, date) else str(value)
 
 
-def complain(lines: Iterable[str]) -> None:
-    """Each line in red on standard error."""
+def tell(text: str) -> None:
+    """Text on standard output: its brackets are no markup, and a terminal obeys no sign of it."""
+    from marin_rl.display import printable
+
+    out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def complain(lines: Iterable[str], style: str = "red") -> None:
+    """Each line in red on standard error, as `tell` does it."""
+    from marin_rl.display import printable
+
     for line in lines:
-        err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def load(file: Path, overrides: list[str] | None, **given: Any) -> Config:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import Root, RunName, out
+from marin_rl.commands.options import Root, RunName, tell
 from marin_rl.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -39,7 +39,7 @@ def pairs(
         Run.open(root, run_name), component=component, margin_min=margin, rounds=_numbers(rounds)
     )
     write_pairs(output, found)
-    out.print(f"wrote {len(found)} pairs to {output}", soft_wrap=True)
+    tell(f"wrote {len(found)} pairs to {output}")
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -13,7 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
-from marin_rl.commands.options import ConfigFile, Overrides, Root, RunName, err, load, out
+from marin_rl.commands.options import (
+    ConfigFile,
+    LatestRound,
+    Overrides,
+    Root,
+    RunName,
+    err,
+    load,
+    out,
+    tell,
+)
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.memory import share_one_heap
@@ -65,13 +75,13 @@ def reward_model(
     facts = {name: f"{value:.4g}" for name, value in trained.summary.items()}
     slot = f"{config.root.rstrip('/')}/{config.run_id}/{trained.slot}"
     out.print(key_values(f"Reward model {config.run_id}", facts))
-    out.print(f"use it: --set environment.reward_model.checkpoint={slot}", soft_wrap=True)
+    tell(f"use it: --set environment.reward_model.checkpoint={slot}")
 
 
 def evaluate(
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     root: Root = "runs",
 ) -> None:
     """Evaluate a committed checkpoint as its run is configured, and commit the rows with it.
@@ -87,7 +97,7 @@ def evaluate(
 def serve(  # noqa: PLR0913 - each is an option that people type
     *,
     run_name: Annotated[str | None, typer.Option("--run", help="serve a run's checkpoint")] = None,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
     config_file: Annotated[
         Path | None,
@@ -196,7 +206,7 @@ def _print_result(config: Config, file: Path) -> None:
     out.print(rounds_table(found.rounds, f"Run {config.run_id}"))
     if found.headline:
         out.print(f"[bold]{found.headline}[/bold]")
-    out.print(f"learning curve: {write_learning_curve(opened, found.rounds)}", soft_wrap=True)
+    tell(f"learning curve: {write_learning_curve(opened, found.rounds)}")
     root = "" if config.root == "runs" else f" --root {config.root}"
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     out.print("\n[bold]Try next[/bold]")
@@ -205,7 +215,7 @@ def _print_result(config: Config, file: Path) -> None:
         f"rollouts {config.run_id} --round {min(3, config.rounds - 1)}{root}",
         f"run {file} --run-id {config.run_id} --rounds {config.rounds + 20}{root}",
     ):
-        out.print(f"  {_program()} {command}", highlight=False, markup=False, soft_wrap=True)
+        tell(f"  {_program()} {command}")
 
 
 def _program() -> str:

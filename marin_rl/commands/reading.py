@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from marin_rl.commands.options import (
     AnyRunName,
     AsJson,
     AsJsonLines,
+    LatestRound,
     Root,
     RunName,
     complain,
     out,
+    tell,
     tell_json,
 )
 
@@ -47,7 +48,7 @@ def status(
 def _status_of_all(root: str, *, as_json: bool) -> None:
     """A line for each run; those that cannot be read are named on standard error, and exit 1."""
     from marin_rl.analysis.status import RunStatus, each_run, run_status
-    from marin_rl.display import printable
+    from marin_rl.display import plain
 
     seen = each_run(root, lambda name: run_status(root, name))
     broken = [item for item in seen if not isinstance(item, RunStatus)]
@@ -55,12 +56,11 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
         if as_json:
             tell_json(asdict(item))
         elif isinstance(item, RunStatus):
-            out.print(Text(item.run_id, "bold"), end=": ")
-            done = f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip()
-            out.print(done, markup=False, highlight=False, soft_wrap=True)
+            out.print(plain(item.run_id, "bold"), end=": ", soft_wrap=True)
+            tell(f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip())
     if not seen and not as_json:
-        out.print(f"no runs under {root}", markup=False, highlight=False, soft_wrap=True)
-    complain(printable(f"{item.run_id}: {item.error}") for item in broken)
+        tell(f"no runs under {root}")
+    complain(f"{item.run_id}: {item.error}" for item in broken)
     if broken:
         raise typer.Exit(1)
 
@@ -68,7 +68,7 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
 def rollouts(
     run_name: RunName,
     *,
-    round_number: Annotated[int | None, typer.Option("--round", help="default: the latest")] = None,
+    round_number: LatestRound = None,
     limit: Annotated[int, typer.Option(min=1, help="how many rollouts")] = 8,
     worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
     as_json: AsJsonLines = False,
@@ -146,4 +146,4 @@ def plot(
     if as_json:
         tell_json({"path": target})
         return
-    out.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    tell(f"wrote {target}")

@@ -17,7 +17,7 @@ from marin_rl.analysis.status import status_of
 from marin_rl.analysis.watch import stage_of
 from marin_rl.pages.charts import Spread, make_charts, spread_of
 from marin_rl.pages.picks import even_rounds
-from marin_rl.pages.records import Page, RoundSlots
+from marin_rl.pages.records import Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round
 from marin_rl.pages.slots import facts_of, round_slots
 from marin_rl.pages.tokens import TokenTexts
@@ -63,7 +63,7 @@ class RunPage:
         self._times_begun = self._followed.times_begun
         self._texts = TokenTexts(run.config.policy)
         self._parts: dict[int, tuple[Key, RoundPart]] = {}
-        self._slots: dict[int, RoundSlots] = {}
+        self._slots: dict[int, dict[str, Slot]] = {}
         self._held_out: dict[int, Spread] = {}
 
     def page(self) -> Page:
@@ -72,7 +72,8 @@ class RunPage:
         status = status_of(self._followed, found)
         self._forget_another()
         stage = stage_of(run, found)
-        parts = self._round_parts(found, status.planned)
+        shown = self._shown(found)
+        parts = self._round_parts(found, status.planned, shown)
         self._read_evaluations(found)
         charts, absent = make_charts(
             status.rounds,
@@ -81,12 +82,17 @@ class RunPage:
         )
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
+        slots = {number: self._slots_of(number, found) for number in shown}
         return Page(
             facts=facts_of(run, status.headline, lines),
             charts=charts,
             absent=absent,
             groups=[group for part in parts for group in part.groups],
-            rounds=[self._slots_of(number, found) for number in found if found[number].rollouts],
+            rounds=[
+                RoundSlots(round=number, slots=[(title, slot.name) for title, slot in own.items()])
+                for number, own in slots.items()
+            ],
+            slots={slot.name: slot for own in slots.values() for slot in own.values()},
             notes=self._notes(parts),
             tokenizer_digest=self._texts.digest,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,9 +107,15 @@ class RunPage:
             for kept in (self._parts, self._slots, self._held_out):
                 kept.clear()
 
-    def _round_parts(self, found: dict[int, RoundProgress], planned: int) -> list[RoundPart]:
+    def _shown(self, found: dict[int, RoundProgress]) -> list[int]:
+        """The sealed rounds of which there are rollouts and slots on the page."""
         sealed = [number for number in found if found[number].rollouts]
-        shown = set(even_rounds(sealed, self._choice.rounds_max()))
+        return even_rounds(sealed, self._choice.rounds_max())
+
+    def _round_parts(
+        self, found: dict[int, RoundProgress], planned: int, shown: Sequence[int]
+    ) -> list[RoundPart]:
+        sealed = [number for number in found if found[number].rollouts]
         amount = self._choice.amount(planned)
         for number in sealed:
             of_round = amount if number in shown else Amount(groups=0)
@@ -131,7 +143,7 @@ class RunPage:
             if spread is not None:
                 self._held_out[spread.round] = spread
 
-    def _slots_of(self, number: int, found: dict[int, RoundProgress]) -> RoundSlots:
+    def _slots_of(self, number: int, found: dict[int, RoundProgress]) -> dict[str, Slot]:
         if number not in self._slots:
             slots = round_slots(self._run, number)
             trained = number + 1 in found and found[number + 1].checkpoint

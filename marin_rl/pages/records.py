@@ -4,7 +4,7 @@ Nothing here reads files or makes HTML. Numbers that are not finite become null 
 text is raw, for escaping belongs to whoever shows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -127,10 +127,12 @@ class GroupCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A committed slot of the run: what was made, from what, and by whom."""
+    """A committed slot of the run: what was made, from what, and by whom.
+
+    `parts` are the first of `n_parts`, each with its digest.
+    """
 
     name: str
-    title: str
     sha256: str
     created_at: str
     attempt: str
@@ -138,20 +140,25 @@ class Slot:
     rows: int | None
     parents: Sequence[tuple[str, str]]
     parts: Sequence[tuple[str, str]] = ()
+    n_parts: int = 0
     digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSlots:
-    """The slots of one round in the order they were made."""
+    """The slots of one round in the order they were made: what each is to it, and its name."""
 
     round: int
-    slots: Sequence[Slot]
+    slots: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The head of the page and the account of where everything came from."""
+    """The head of the page and the account of where everything came from.
+
+    `shared` are the runs that played the rounds before each `through_round` in turn, by name and
+    with the digest of their configuration.
+    """
 
     run_id: str
     root: str
@@ -159,6 +166,7 @@ class Facts:
     lines: Sequence[tuple[str, str]]
     config: str
     content_digest: str
+    shared: Sequence[tuple[str, int, str]]
     environment: Sequence[tuple[str, str]]
     code: Sequence[tuple[str, str]]
     libraries: Sequence[tuple[str, str]]
@@ -166,13 +174,17 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything a page shows. `notes` tell what is left out; `absent` are charts without data."""
+    """Everything a page shows. `notes` tell what is left out; `absent` are charts without data.
+
+    `slots` are those that `rounds` name, by name.
+    """
 
     facts: Facts
     charts: Sequence[Chart]
     absent: Sequence[str]
     groups: Sequence[GroupCard]
     rounds: Sequence[RoundSlots]
+    slots: Mapping[str, Slot]
     notes: Sequence[str]
     tokenizer_digest: str = ""
     made_at: str = ""

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from marin_rl.pages.records import Facts, RoundSlots, Slot
+from marin_rl.pages.records import Facts, Slot
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.filesystem import open_store
 from marin_rl.storage.runs import (
     RUN_KEY,
     Run,
@@ -22,13 +23,16 @@ from marin_rl.storage.runs import (
 )
 from schemas.manifests import Manifest
 
-PARTS_SHOWN_MAX = 16
+ARRAYS_SHOWN_MAX = 16  # files of a checkpoint, which may have thousands; shards are all shown
 
 _SECRET = re.compile("secret|passw|token|key|credential|sign", re.IGNORECASE)
 
 
-def round_slots(run: Run, round: int) -> RoundSlots:
-    """The committed slots of a round: the policy, its rollouts, batches, the policy after it."""
+def round_slots(run: Run, round: int) -> dict[str, Slot]:
+    """The committed slots of a round: the policy, its rollouts, batches, the policy after it.
+
+    By what they are to the round.
+    """
     titles = {
         checkpoint_slot(round): "policy that sampled",
         evals_slot(round): "held-out evaluation of it",
@@ -37,22 +41,23 @@ def round_slots(run: Run, round: int) -> RoundSlots:
         checkpoint_slot(round + 1): "policy after training",
     }
     found = [(title, read_manifest(run.store, slot)) for slot, title in titles.items()]
-    return RoundSlots(round=round, slots=[slot_of(title, *item) for title, item in found if item])
+    return {title: slot_of(*item) for title, item in found if item}
 
 
-def slot_of(title: str, manifest: Manifest, sha256: str) -> Slot:
+def slot_of(manifest: Manifest, sha256: str) -> Slot:
     """A manifest as it is shown."""
     rows = manifest.totals.get("rows")
+    shown = ARRAYS_SHOWN_MAX if manifest.slot.startswith("checkpoints/") else None
     return Slot(
         name=manifest.slot,
-        title=title,
         sha256=sha256,
         created_at=manifest.created_at,
         attempt=manifest.attempt,
         bytes=sum(part.bytes for part in manifest.parts),
         rows=None if rows is None else int(rows),
         parents=[(parent.slot, parent.sha256) for parent in manifest.parents],
-        parts=[(part.name, part.sha256) for part in manifest.parts[:PARTS_SHOWN_MAX]],
+        parts=[(part.name, part.sha256) for part in manifest.parts[:shown]],
+        n_parts=len(manifest.parts),
         digest=str(manifest.extra.get("parameters_digest", "")),
     )
 
@@ -70,11 +75,18 @@ def facts_of(run: Run, headline: str, lines: dict[str, str]) -> Facts:
         lines=list(lines.items()),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         content_digest=record["content_digest"],
+        shared=[(a.run_id, a.through_round, _digest_of(run, a.run_id)) for a in run.ancestors],
         environment=[(name, _told(value)) for name, value in environment.items()],
         code=[(name, str(value)) for name, value in record["code"].items()]
         + [("created", record["created_at"]), ("seed", str(record["seeds"]["run"]))],
         libraries=[(name, str(value)) for name, value in record["libraries"].items()],
     )
+
+
+def _digest_of(run: Run, ancestor: str) -> str:
+    """The digest of the configuration of a run beside this one."""
+    folder = open_store(run.config.root, run.config.storage_options).at(ancestor)
+    return str(json.loads(folder.read(RUN_KEY))["content_digest"])
 
 
 def without_secrets(node: Any, name: str = "") -> Any:

@@ -6,12 +6,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from builders import commit_round, configuration, group_of, rollout
 from typer.testing import CliRunner
 from whole_runs import play, whole_run
 
 from marin_rl.analysis.diff import compare_runs
 from marin_rl.analysis.graph import mermaid, write_graph
 from marin_rl.analysis.lineage import Edge, Lineage, as_text, as_tree, trace, trace_forward
+from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.storage.commits import read_manifest
@@ -43,7 +45,7 @@ def test_an_update_leads_back_to_all_it_was_made_from(run: Run) -> None:
     graph = trace(run, 1, step=0, row=2)
     update, row, rollout = "round 1, step 0", "round 1, step 0, row 2", "run/round-00001/group-0/2"
     assert sources(graph, checkpoint_slot(2)) == {update}
-    assert sources(graph, update) == {row, checkpoint_slot(1)}
+    assert sources(graph, update) == {row, checkpoint_slot(1), "run"}
     assert sources(graph, row) == {rollout, "batches/round-00001"}
     assert sources(graph, rollout) == {
         "rollouts/round-00001/shard-0000.parquet", checkpoint_slot(1),
@@ -79,7 +81,12 @@ def test_a_rollout_leads_on_to_every_update_it_influenced(run: Run) -> None:
     assert told[checkpoint_slot(2)] == "directly"
     assert told[checkpoint_slot(3)] == "through the parameters"
     assert checkpoint_slot(4) not in told
-    assert sources(graph, "round 1, step 0") == {"round 1, step 0, row 7"}
+    rows = {f"round 1, step 0, row {row}": row for row in (4, 5, 6, 7)}  # its group
+    assert sources(graph, "round 1, step 0") == {*rows, "run"}
+    for name, row in rows.items():
+        facts = graph.nodes[name].facts
+        assert facts.get("of") == (None if row == 7 else f"run/round-00001/group-1/{row - 4}")
+        assert facts.get("influenced") == (None if row == 7 else "through the baseline")
     assert Edge(checkpoint_slot(3), checkpoint_slot(2)) in graph.edges
     with pytest.raises(ObjectMissing, match="no processed round of run 'run' has a rollout 'x'"):
         trace_forward(run, "x")
@@ -91,9 +98,74 @@ def test_a_forks_lineage_ends_in_the_run_that_sampled(root: Path) -> None:
     later = trace(fork, 1)
     assert sources(later, checkpoint_slot(1)) == {"run"}
     assert "fork/round-00001/group-0/0" in later.nodes
+    assert sources(later, "round 1, step 0") >= {"fork", checkpoint_slot(1)}
+    assert "fork" not in trace(fork, 0).nodes
+    record = json.loads((root / "fork" / "run.json").read_bytes())
+    assert later.nodes["fork"].facts["config_digest"] == record["content_digest"]
+    assert later.nodes["run"].facts["config_digest"] != record["content_digest"]
     again = trace_forward(fork, "run/round-00000/group-0/0")
     assert checkpoint_slot(2) in again.nodes
     assert checkpoint_slot(3) not in again.nodes  # the parent went on without it
+
+
+def test_a_fork_from_round_0_begins_with_its_parents_checkpoint(root: Path) -> None:
+    fork = fork_run(Run.open(str(root), "run"), 0, "fresh")
+    try:
+        start = latest_checkpoint(fork)
+        assert start is not None
+        play(fork, 0, start)
+        graph = trace(fork, 0)
+        assert sources(graph, checkpoint_slot(0)) == {"run"}
+        assert "fresh" in sources(graph, "round 0, step 0")
+        assert graph.nodes["run"].facts["url"] == str(root / "run" / "run.json")
+    finally:
+        shutil.rmtree(root / "fresh")
+
+
+GROUP, ROUND = [(0, 0), (0, 1), (0, 2)], [(step, row) for step in (0, 1) for row in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    ("advantage", "of_first", "of_cut", "of_later"),
+    [
+        ("rloo", GROUP, GROUP, [1]),
+        ("reinforce", [(0, 0)], [], [1]),
+        ("reinforce_batch", ROUND, ROUND, [0, 1]),
+    ],
+)
+def test_a_rollout_counts_where_others_were_compared_to_it(
+    tmp_path: Path,
+    advantage: str,
+    of_first: list[tuple[int, int]],
+    of_cut: list[tuple[int, int]],
+    of_later: list[int],
+    passes: int,
+) -> None:
+    """Also one that was cut off; and what follows in the round starts from what it moved."""
+    objective = {"overlong": "mask", "advantage": advantage}
+    sections = {"batching": {"sequences_per_step": 3}, "training": {"epochs": passes}}
+    config = configuration(str(tmp_path), groups=2, objective=objective, **sections)
+    run = Run.create_or_open(config)
+    groups = []
+    for name in ("a", "b"):
+        members = [rollout(f"{name}/{i}", index=i, reward=float(i % 2)) for i in range(3)]
+        cut = rollout(f"{name}/3", index=3, reward=1.0, status="truncated")
+        groups.append(group_of(name, [*members, cut]))
+    build_round(run, 0, commit_round(run, 0, [groups]))
+
+    def traced(rollout_id: str, kind: str) -> list[str]:
+        nodes = trace_forward(run, rollout_id).nodes.values()
+        return [node.name for node in nodes if node.kind == kind]
+
+    for name, expected in (("a/0", of_first), ("a/3", of_cut)):
+        rows = [f"round 0, step {step}, row {row}" for step, row in expected]
+        assert traced(name, "batch row") == rows
+        every = ["round 0, step 0", "round 0, step 1"] if expected else []
+        assert traced(name, "update") == every
+    assert traced("a/3", "disposition") == ["filtered: overlong"]
+    again = [0] if passes == 2 and 0 not in of_later else []
+    assert traced("b/0", "update") == [f"round 0, step {step}" for step in of_later + again]
 
 
 def test_text_json_and_pictures(run: Run, tmp_path: Path) -> None:
@@ -107,8 +179,8 @@ def test_text_json_and_pictures(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
     lines = mermaid(graph).splitlines()
     assert lines[0] == "flowchart LR"
-    # The rollout's checkpoint is told by its shard already.
-    assert sum(" --> " in line for line in lines) == len(graph.edges) - 2
+    # The rollout's checkpoint is told by its shard already, and the update's run by its checkpoint.
+    assert sum(" --> " in line for line in lines) == len(graph.edges) - 3
     with pytest.raises(InputError, match="expected a picture named"):
         write_graph(graph, tmp_path / "graph.gif")
 

@@ -20,6 +20,7 @@ from builders import (
     policy,
 )
 from fake_gcs import fake_gcs
+from polars.testing import assert_frame_equal
 from whole_runs import play, whole_run
 
 from marin_rl.analysis.scan import (
@@ -215,6 +216,19 @@ def test_metrics_that_are_damaged_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CorruptObject, match=r"round-00000\.parquet is not a readable Parquet"):
         scan_metrics(tmp_path, "run")
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_that_folder(tmp_path: Path) -> None:
+    """`a[1]b` is no pattern of `a1b`, and `star*` no pattern that a sibling fits."""
+    run = whole_run(str(tmp_path / "starX"), 2, shards=1)
+    _commit_evaluation(run, 0)
+    plain = {table: scan(tmp_path / "starX", "run").collect() for table, scan in SCANS.items()}
+    for name in ("a[1]b", "star*", "sta?X", "back\\s[l"):
+        shutil.copytree(tmp_path / "starX", tmp_path / name)
+        for table, scan in SCANS.items():
+            assert_frame_equal(scan(tmp_path / name, "run").collect(), plain[table])
+            found = sql(tmp_path / name, "run", f"select count(*) from {table}")
+            assert found.item() == plain[table].height > 0, (name, table)
 
 
 def test_a_run_without_anything_has_empty_tables(tmp_path: Path) -> None:

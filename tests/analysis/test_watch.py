@@ -1,6 +1,7 @@
 """A look at a run: its stage from slots alone, warnings by rule, and what the terminal shows."""
 
 import io
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from rich.console import Console
 from shown_runs import PLANNED, add_checkpoint, shown_run
 
 from marin_rl import dashboard
-from marin_rl.analysis.watch import Look, look_at, look_at_all, warnings_of
+from marin_rl.analysis.watch import Look, Watched, look_at, look_at_all, warnings_of
 from marin_rl.batching.build import build_round
+from marin_rl.commands import looking
+from marin_rl.errors import CorruptObject, StoreUnavailable
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.rollouts import commit_shard
 from marin_rl.storage.runs import Run
@@ -134,6 +137,35 @@ def test_what_is_newest_is_seen_in_a_narrow_terminal_too(tmp_path: Path, width: 
     (line,) = (line for line in text.splitlines() if "1.000" in line)
     assert "▁█ 1.000" in line
     assert "…" not in line
+
+
+def test_lines_of_json_go_on_when_the_store_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shown_run(tmp_path, rounds=1)
+    coming: list[Exception | None] = []
+
+    def one(self: Watched, run_id: str) -> Look:
+        failure = coming.pop(0)
+        if failure is not None:
+            raise failure
+        if not coming:
+            add_checkpoint(run, 1 + PLANNED)
+        return seen_by(self, run_id)
+
+    seen_by = Watched.one
+    monkeypatch.setattr(Watched, "one", one)
+    monkeypatch.setattr(looking.time, "sleep", lambda seconds: None)
+    for failures in ([StoreUnavailable("at first")], [None, CorruptObject("is not a run")]):
+        coming = [*failures]
+        with pytest.raises(type(failures[-1])):
+            looking.watch("shown", as_json=True, root=str(tmp_path))
+    capsys.readouterr()
+    coming = [None, StoreUnavailable("503: slow down"), None]
+    looking.watch("shown", as_json=True, root=str(tmp_path))
+    told = capsys.readouterr()
+    assert [json.loads(line)["trained"] for line in told.out.splitlines()] == [1, 3]
+    assert told.err == "not seen anew: 503: slow down\n"
 
 
 def test_watching_ends_when_the_run_is_complete(

@@ -3,6 +3,7 @@
 Needs a Chromium: one on the path, or where CHROMIUM says.
 """
 
+import json
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html
 from marin_rl.pages.live import view_app
 from marin_rl.serving.addresses import listen
+from marin_rl.storage.forks import fork_run
 from marin_rl.storage.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -234,6 +236,30 @@ def test_an_address_leads_to_a_rollout(browser: Any, file: Path) -> None:
         assert "Round 1 ·" in opened.page.inner_text("#r-title")
         assert "sample 1 of 3" in opened.page.inner_text("#r-title")
         assert opened.unharmed
+
+
+def test_a_rollout_of_a_shared_round_names_the_run_that_played_it(
+    browser: Any, tmp_path: Path
+) -> None:
+    parent = shown_run(tmp_path, rounds=2)
+    fork = fork_run(parent, 1, "fork", ["objective.advantage=grpo"])
+    add_round(fork, 1)
+    path = tmp_path / "report.html"
+    path.write_text(report_html(RunPage(fork).page()), encoding="utf-8")
+    for round, run in ((0, parent), (1, fork)):
+        name = f"round-0000{round}%2Fgroup-00000%2F001"
+        digest = json.loads(run.folder.read("run.json"))["content_digest"]
+        with Opened(browser, f"{path.as_uri()}#rollout={name}", SIZES[0]) as opened:
+            told = opened.page.locator("#r-body .chain li").last.inner_text()
+            assert told.split("\n") == [
+                "under the configuration",
+                f"run.json of {run.run_id}",
+                digest,
+            ]
+            opened.page.locator("#r-body .buttons button").first.click()
+            listed = opened.page.inner_text("#l-list")
+            assert f"rollouts/round-0000{round}" in listed
+            assert opened.said == []
 
 
 MILESTONES = ("skip", "theme", "f-text", "f-place", "g-round", "g-mode", "l-round", "config")

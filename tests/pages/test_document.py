@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from builders import FINGERPRINT, commit_round, configuration, group, policy
 from shown_runs import HOSTILE, ROUNDS, add_round, shown_run
+from whole_runs import whole_run
 
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
@@ -18,8 +19,11 @@ from marin_rl.pages.document import Choice, RunPage
 from marin_rl.pages.html import page_json, report_html
 from marin_rl.pages.records import Page
 from marin_rl.pages.slots import without_secrets
+from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
+from marin_rl.storage.forks import fork_run
 from marin_rl.storage.rollouts import commit_shard
-from marin_rl.storage.runs import Run
+from marin_rl.storage.runs import Run, checkpoint_slot
+from schemas.manifests import Part
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +123,7 @@ def test_what_failed_and_what_teaches_nothing_is_shown_too(page: Page) -> None:
 
 
 def test_digests_are_those_of_the_manifests(run: Run, page: Page) -> None:
-    found = {slot.name: slot for item in page.rounds for slot in item.slots}
+    found = page.slots
     slot = found["rollouts/round-00002"]
     path = run.store.local_path("rollouts/round-00002/manifest.json")
     assert path is not None
@@ -127,6 +131,41 @@ def test_digests_are_those_of_the_manifests(run: Run, page: Page) -> None:
     shard = path.with_name("shard-0000.parquet")
     assert slot.parts == [(shard.name, hashlib.sha256(shard.read_bytes()).hexdigest())]
     assert found["batches/round-00002"].parents == [("rollouts/round-00002", slot.sha256)]
+
+
+def test_a_round_names_its_slots_and_a_slot_is_there_once(page: Page) -> None:
+    first, second, _ = page.rounds
+    assert first.slots[-1] == ("policy after training", "checkpoints/round-00001")
+    assert second.slots[0] == ("policy that sampled", "checkpoints/round-00001")
+    assert set(page.slots) == {name for item in page.rounds for _, name in item.slots}
+    assert len(page.slots) == 3 * ROUNDS + 1  # rollouts, batches, a checkpoint, and the first one
+
+
+def test_every_shard_has_its_digest_and_arrays_are_counted(tmp_path: Path) -> None:
+    """A checkpoint may have thousands of files, which its manifest's digest covers."""
+    run = Run.create_or_open(configuration(str(tmp_path), shards=20, groups=20))
+    parts = [Part(name=f"d/{number}", bytes=1, sha256="0" * 64) for number in range(20)]
+    slot = checkpoint_slot(0)
+    commit_manifest(
+        run.store, new_manifest(slot, attempt=new_attempt(), fingerprint=FINGERPRINT, parts=parts)
+    )
+    commit_round(run, 0, [[group(f"g{number}", [0.0, 1.0])] for number in range(20)])
+    page = RunPage(run, Choice(groups_per_round=20)).page()
+    shards = dict(page.slots["rollouts/round-00000"].parts)
+    assert len(shards) == 20
+    assert {card.shard for found in page.groups for card in found.cards} == set(shards)
+    checkpoint = page.slots[slot]
+    assert (len(checkpoint.parts), checkpoint.n_parts) == (16, 20)
+
+
+def test_a_shared_round_is_of_the_configuration_that_played_it(tmp_path: Path) -> None:
+    parent = whole_run(str(tmp_path), 2, shards=1)
+    fork = fork_run(parent, 1, "fork", ["objective.advantage=grpo"])
+    facts = RunPage(fork).page().facts
+    recorded = json.loads((tmp_path / "run" / "run.json").read_bytes())["content_digest"]
+    assert facts.shared == [("run", 1, recorded)]
+    assert facts.content_digest != recorded
+    assert RunPage(parent).page().facts.shared == []
 
 
 def test_curves_are_over_all_rollouts_of_committed_rounds(page: Page) -> None:
@@ -174,6 +213,8 @@ def test_many_rounds_give_way_and_the_page_says_so(tmp_path: Path) -> None:
     choice = Choice(groups_per_round=1, members_per_group=2, rollouts_max=6)
     page = RunPage(run, choice).page()
     assert [found.round for found in page.groups] == [0, 2, 4]
+    assert [item.round for item in page.rounds] == [0, 2, 4]
+    assert "rollouts/round-00001" not in page.slots
     assert "Shown: 6 of 35 rollouts, from 3 of 5 rounds" in page.notes[0]
     assert list(page.charts[0].lines[0].x) == [0, 1, 2, 3, 4]
 

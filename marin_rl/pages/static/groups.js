@@ -85,18 +85,19 @@ function chooseLineage(round) {
 }
 
 function drawLineage() {
-  const round = state.page.rounds.find((item) => String(item.round) === byId("l-round").value);
-  if (isNews("slots", round)) byId("l-list").replaceChildren(...(round?.slots ?? []).map(slotItem));
+  const slots = state.slotsOf.get(Number(byId("l-round").value)) ?? [];
+  if (isNews("slots", byId("l-round").value, slots)) byId("l-list").replaceChildren(...slots.map(slotItem));
 }
 
 function slotItem(slot) {
   const parents = slot.parents.map(([name, digest]) => make("div", {}, "from ", make("span", { class: "mono" }, name), " ", make("span", { class: "hash" }, digest)));
   const parts = slot.parts.map(([name, digest]) => make("tr", {}, make("td", {}, name), make("td", { class: "hash" }, digest)));
+  const counted = slot.parts.length < slot.n_parts ? `${slot.parts.length} of ${slot.n_parts}` : slot.n_parts;
   return make("li", {},
     make("div", { class: "what" }, slot.title),
     make("div", {}, make("span", { class: "mono" }, slot.name), ` · ${bytes(slot.bytes)}${slot.rows === null ? "" : ` · ${show(slot.rows)} rows`} · ${slot.created_at}`),
     make("div", { class: "hash" }, slot.sha256),
     slot.digest ? make("div", {}, "parameters ", make("span", { class: "hash" }, slot.digest)) : null,
     ...parents,
-    parts.length ? make("details", {}, make("summary", {}, `Parts (${parts.length}), attempt ${slot.attempt}`), make("table", { class: "plain" }, make("tbody", {}, ...parts))) : null);
+    parts.length ? make("details", {}, make("summary", {}, `Parts (${counted}), attempt ${slot.attempt}`), make("table", { class: "plain" }, make("tbody", {}, ...parts))) : null);
 }

@@ -7,7 +7,8 @@ function take(page) {
   state.page = page;
   state.cards = page.groups.flatMap((group) => group.cards);
   state.groupOf = new Map(page.groups.map((group) => [group.id, group]));
-  state.slotsOf = new Map(page.rounds.map((item) => [item.round, item.slots]));
+  const slots = (item) => item.slots.map(([title, name]) => ({ ...page.slots[name], title }));
+  state.slotsOf = new Map(page.rounds.map((item) => [item.round, slots(item)]));
   byId("headline").textContent = page.facts.headline;
   fillFacts(byId("facts"), [...page.facts.lines, ...(page.stage ? [["in progress", page.stage]] : []), ["root", page.facts.root]]);
   drawCharts(page.charts);

@@ -109,6 +109,8 @@ function lineageOf(card) {
   const rollouts = slots.find((slot) => slot.title === "rollouts");
   const sampled = slots.find((slot) => slot.title === "policy that sampled");
   const part = rollouts?.parts.find(([name]) => name === card.shard);
+  const facts = state.page.facts;
+  const [player, , settings] = facts.shared.find(([, through]) => card.round < through) ?? [facts.run_id, null, facts.content_digest];
   const same = sampled?.digest && sampled.digest === card.policy_digest;
   const steps = [
     ["This rollout", card.id, null],
@@ -117,7 +119,7 @@ function lineageOf(card) {
     trainedStep(card.fate),
     ["It was sampled by the parameters", card.model, card.policy_digest],
     sampled ? [same ? "which are those of the checkpoint" : "The checkpoint of its round", sampled.name, sampled.sha256] : null,
-    ["under the configuration", `run.json of ${state.page.facts.run_id}`, state.page.facts.content_digest],
+    ["under the configuration", `run.json of ${player}`, settings],
   ].filter(Boolean);
   const list = make("ol", { class: "chain" }, ...steps.map(([what, name, digest]) => make("li", {},
     make("div", { class: "what" }, what), make("div", { class: "mono" }, name), digest ? make("div", { class: "hash" }, digest) : null)));
