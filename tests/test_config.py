@@ -68,6 +68,9 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
         load_config(file)
 
 
+KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
+
+
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
@@ -100,6 +103,20 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
         ),
         ({"sampling": {"top_p": 0.9}}, "Set importance_correction to truncated or masked"),
         ({"sampling": {"top_k": 5}}, "top_p 1 and top_k 5 with objective.importance_correction"),
+        (
+            {
+                "sampling": {"top_p": 0.9},
+                "objective": {**KL_IN_REWARD, "surrogate": "reinforce"},
+            },
+            "top_p 0.9 and top_k 0 with objective.kl_placement reward",
+        ),
+        (
+            {
+                "sampling": {"top_k": 5},
+                "objective": {**KL_IN_REWARD, "importance_correction": "truncated"},
+            },
+            "Set kl_placement to loss, or sample with top_p 1 and top_k 0",
+        ),
         (
             {"objective": {"surrogate": "reinforce"}, "batching": {"staleness_rounds_max": 1}},
             "batching.staleness_rounds_max is 1, but objective.surrogate reinforce",
@@ -159,6 +176,11 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"sampling": {"top_p": 0.9}, "objective": {"importance_correction": "truncated"}},
         {"sampling": {"top_k": 5}, "objective": {"surrogate": "reinforce"}},  # it has no ratio
         {"sampling": {"top_k": 5, "temperature": 0}},  # greedy: the filters are off
+        {"sampling": {"top_p": 0.9, "temperature": 0}, "objective": KL_IN_REWARD},
+        {
+            "sampling": {"top_p": 0.9},
+            "objective": {"kl_coefficient": 0.1, "importance_correction": "masked"},
+        },
         {
             "batching": {"staleness_rounds_max": 1},
             "objective": {"surrogate": "reinforce", "importance_correction": "masked"},

@@ -13,7 +13,11 @@ from marin_rl.config.section import Count, Section
 class FiltersConfig(Section):
     """What is dropped before training; every drop is counted in the dispositions."""
 
-    zero_signal: bool = Field(default=True, description="drop groups whose rewards are all equal")
+    zero_signal: bool = Field(
+        default=True,
+        description="drop groups whose rewards all come to the same, unless the objective has a "
+        "KL term or an entropy bonus to learn from",
+    )
     truncated: bool = Field(default=False, description="drop completions cut off at max_tokens")
 
 

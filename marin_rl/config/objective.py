@@ -235,6 +235,11 @@ class ObjectiveConfig(Section):
         return self.kl_placement == "reward" and self.kl_coefficient > 0
 
     @property
+    def regularised(self) -> bool:
+        """Whether a completion moves the policy even where its advantage is 0."""
+        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
+
+    @property
     def kl_by_token(self) -> bool:
         """Whether KL to come is taken off the advantage of each token, before whitening.
 

@@ -49,5 +49,5 @@ def short(valid_P: Int64[np.ndarray, " P"], members_min: int) -> Bool[np.ndarray
 
 
 def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:
-    """Groups whose valid rewards are all equal: every advantage would be exactly 0."""
+    """Groups that nothing tells the members of apart: every advantage would be exactly 0."""
     return spread_P == 0.0
