@@ -110,12 +110,21 @@ def ppo_clip(
     With `clip_dual`, where A < 0 at most -clip_dual A (dual clip, arXiv:1912.09729, eq. 5).
     """
     ratio_BT = jnp.exp(log_ratios_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = _held(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if clip_dual is not None:
         floor_BT = clip_dual * advantages_BT
         gain_BT = jnp.where(advantages_BT < 0, jnp.maximum(gain_BT, floor_BT), gain_BT)
     return -gain_BT
+
+
+def _held(ratio_BT: FloatBT, low: float, high: float) -> FloatBT:
+    """A ratio within its bounds; on a bound it still has its gradient, as torch's clamp gives it.
+
+    jnp.clip would halve it there, so that a bound of 0 would cut what is on policy.
+    """
+    ratio_BT = jnp.where(ratio_BT < low, low, ratio_BT)
+    return jnp.where(ratio_BT > high, high, ratio_BT)
 
 
 def cispo(

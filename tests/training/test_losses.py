@@ -171,6 +171,13 @@ def test_clipping_by_hand(ratio, advantage, expected):
     np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("bounds", [(0.0, 0.2), (0.2, 0.0), (0.0, 0.0)])
+def test_a_bound_of_zero_leaves_what_is_on_policy_its_gradient(bounds):
+    advantages = jnp.array([[1.0, -2.0]])
+    gradient = jax.grad(lambda logs: jnp.sum(ppo_clip(logs, advantages, *bounds)))
+    np.testing.assert_array_equal(gradient(jnp.zeros((1, 2))), -advantages)
+
+
 @pytest.mark.parametrize(("ratio", "expected"), [(5.0, 6.0), (2.0, 4.0), (0.5, 1.0)])
 def test_dual_clip_bounds_what_a_bad_token_costs(ratio, expected):
     logs = jnp.log(jnp.full((1, 1), ratio))
