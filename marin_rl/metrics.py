@@ -213,8 +213,8 @@ DEFINITIONS: tuple[Definition, ...] = (
     _scored(
         "loss",
         "",
-        "what was minimised: KL term, entropy bonus and weighted value loss included; while a "
-        "critic is warmed up, the value loss alone was",
+        "surrogate, KL term, entropy bonus and weighted value loss; their sum is what is "
+        "minimised, but for the rounds that warm a critic up, where the value loss alone is",
         absolute=1e-4,
     ),
     _scored("loss/policy_avg", "", "the surrogate part of the loss", absolute=1e-4),

@@ -127,6 +127,10 @@ KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
             "linear in the rewards (rloo, dr_grpo, reinforce, reinforce_batch, with scale none or "
             "token_whitening)",
         ),
+        (
+            {"objective": {**KL_IN_REWARD, "overlong": "mask"}},
+            "set filters.truncated instead, which leaves it out of both, or kl_placement loss",
+        ),
         ({"training": {"lerning_rate": 1}}, "did you mean training.learning_rate?"),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
@@ -188,6 +192,8 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"objective": {"advantage": "reinforce_batch", "advantage_scale": "batch_std"}},
         {"objective": {"advantage": "pass_at_k", "pass_k": 3}, "rollouts": {"group_size": 4}},
         {"objective": {"advantage": "reinforce"}, "rollouts": ALONE},
+        {"objective": {**KL_IN_REWARD, "advantage": "reinforce", "overlong": "mask"}},
+        {"objective": {"kl_coefficient": 0.1, "overlong": "mask"}},
         {"objective": {"advantage": "reinforce_batch"}, "rollouts": ALONE},
     ],
 )

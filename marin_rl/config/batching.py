@@ -44,7 +44,9 @@ class BatchingConfig(Section):
         default=0,
         ge=0,
         le=1000,
-        description="rounds a rollout may be older than its training round",
+        description="rounds that the oldest policy behind a rollout may lie before the round that "
+        "trains on it; older ones are dropped as stale. A run's own rounds alternate and sample "
+        "with their first checkpoint, so all are 0 rounds old; it bounds what is generated ahead",
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
     def of_row(values_T: Array, ids_T: Array) -> Array:
         return jax.ops.segment_sum(values_T, ids_T, num_segments=segments)[ids_T]
 
-    return jax.vmap(of_row)(values_BT, segment_ids_BT)
+    return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
 
 
 def _zeros_and_ones(mask_BT: MaskBT) -> FloatBT:
