@@ -27,9 +27,10 @@ class Definition:
     """What one metric means. `formula` is over the rollouts or tokens of one round.
 
     `recomputable` says whether the committed files alone give the number again: "one epoch" does
-    where each batch is trained on once, for the scores are those of the first pass. Then found and
-    expected agree within `relative` of the expected or `absolute`, the larger. `over_steps` is how
-    the numbers of several optimizer steps become that of the round.
+    where each batch is trained on once, for the scores are those of the first pass (for
+    more see `KL_OF_REWARDS`). Then found and expected agree within `relative` of the expected or
+    `absolute`, the larger. `over_steps` is how the numbers of several optimizer steps become that
+    of the round.
     """
 
     name: str
@@ -52,6 +53,20 @@ def _timed(name: str, unit: str, formula: str, over_steps: OverSteps = "mean") -
     return Definition(name=name, unit=unit, formula=formula, over_steps=over_steps)
 
 
+def _followed(
+    name: str, unit: str, formula: str, over_steps: OverSteps = "mean", relative: float = 1e-9
+) -> Definition:
+    """From the settings and a count that is kept, or from seconds that the same row tells."""
+    return Definition(
+        name=name,
+        unit=unit,
+        formula=formula,
+        recomputable="yes",
+        relative=relative,
+        over_steps=over_steps,
+    )
+
+
 def _counted(name: str, unit: str, formula: str) -> Definition:
     """Over rollouts, computed in float64."""
     return Definition(name=name, unit=unit, formula=formula, recomputable="yes")
@@ -64,9 +79,14 @@ def _scored(
     *,
     over_steps: OverSteps = "mean",
     absolute: float = 1e-6,
+    fixed: bool = False,
 ) -> Definition:
-    """Over trained tokens, computed on the device in float32; again from the scores in float64."""
-    recomputable: Recomputable = "yes" if over_steps == "first" else "one epoch"
+    """Over trained tokens, computed on the device in float32; again from the scores in float64.
+
+    What is `fixed` before the first update is the same in every pass.
+    """
+    before = fixed or over_steps == "first"
+    recomputable: Recomputable = "yes" if before else "one epoch"
     return Definition(
         name=name,
         unit=unit,
@@ -153,7 +173,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counted("staleness/mean", "rounds", "mean age of the consumed rollouts' policy"),
     _counted("staleness/max", "rounds", "largest age of a consumed rollout's policy"),
     _counted("episode", "rollouts", "rollouts generated since the run began"),
-    _timed("env/*/eps", "episodes/s", "rollouts of one environment / timing_s/round"),
+    _followed("env/*/eps", "episodes/s", "rollouts of one environment / timing_s/round"),
     _counted("env/*/errors", "fraction", "its rollouts with status error or aborted"),
     _counted(
         "env/*/format_rate",
@@ -175,6 +195,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         "objective/kl_coefficient",
         "",
         "weight of the KL to the reference in the round; absent without one",
+        fixed=True,
     ),
     _scored(
         "objective/entropy",
@@ -192,8 +213,8 @@ DEFINITIONS: tuple[Definition, ...] = (
     _scored(
         "loss",
         "",
-        "what was minimised: KL term, entropy bonus and weighted value loss included; while a "
-        "critic is warmed up, the value loss alone was",
+        "surrogate, KL term, entropy bonus and weighted value loss; their sum is what is "
+        "minimised, but for the rounds that warm a critic up, where the value loss alone is",
         absolute=1e-4,
     ),
     _scored("loss/policy_avg", "", "the surrogate part of the loss", absolute=1e-4),
@@ -216,11 +237,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         absolute=1e-3,
     ),
     _scored("critic/values_mean", "reward", "mean over tokens of V", absolute=1e-5),
-    _scored("critic/returns_mean", "reward", "mean over tokens of R", absolute=1e-5),
+    _scored("critic/returns_mean", "reward", "mean over tokens of R", absolute=1e-5, fixed=True),
     _timed("critic/grad_norm", "", "global norm of the critic's own gradient before clipping"),
     _timed("critic/lr", "", "learning rate of the critic's last optimizer step", "last"),
     _timed("grad_norm", "", "global norm of the gradient before clipping"),
-    _timed("lr", "", "learning rate of the round's last optimizer step", "last"),
+    _followed("lr", "", "learning rate of the round's last optimizer step", "last", relative=1e-6),
     _scored("policy/approxkl_avg", "nats", "mean over tokens of (log ratio of the token)^2 / 2"),
     _scored(
         "policy/clipfrac_avg",
@@ -250,7 +271,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _scored("val/ratio", "", "mean importance ratio, at the objective's level, over tokens"),
     _scored("val/ratio_var", "", "variance of the importance ratio"),
     _timed("updates/skipped", "steps", "updates refused because they were not finite", "sum"),
-    _timed("updates/steps", "steps", "optimizer steps taken since the run began", "last"),
+    _followed("updates/steps", "steps", "optimizer steps taken since the run began", "last"),
     # ------------------------------------------------------------ sampler against trainer
     _scored(
         "sampling/logp_difference/mean",
@@ -283,9 +304,9 @@ DEFINITIONS: tuple[Definition, ...] = (
         over_steps="first",
     ),
     # ------------------------------------------------------------ what it cost
-    _timed("eps", "episodes/s", "rollouts of the round / timing_s/round"),
+    _followed("eps", "episodes/s", "rollouts of the round / timing_s/round"),
     _timed("timing_s/*", "s", "wall seconds of a stage of the round"),
-    _timed("perf/tokens_per_second", "tokens/s", "sampled tokens / timing_s/generate"),
+    _followed("perf/tokens_per_second", "tokens/s", "sampled tokens / timing_s/generate"),
     _timed(
         "perf/mfu",
         "fraction",
@@ -346,6 +367,10 @@ DEFINITIONS: tuple[Definition, ...] = (
     _timed("reward_model/margin", "reward", "mean over pairs of chosen - rejected"),
     _timed("reward_model/held_out_*", "", "the same over at most 1024 held-out pairs"),
 )
+
+
+# Of the sampler, before the first update, where rewards are lowered by KL and where there is none.
+KL_OF_REWARDS = ("kl", "objective/kl", "objective/non_score_reward", "objective/rlhf_reward")
 
 
 @lru_cache(maxsize=4096)

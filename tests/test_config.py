@@ -68,6 +68,9 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
         load_config(file)
 
 
+KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
+
+
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
@@ -101,6 +104,20 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
         ({"sampling": {"top_p": 0.9}}, "Set importance_correction to truncated or masked"),
         ({"sampling": {"top_k": 5}}, "top_p 1 and top_k 5 with objective.importance_correction"),
         (
+            {
+                "sampling": {"top_p": 0.9},
+                "objective": {**KL_IN_REWARD, "surrogate": "reinforce"},
+            },
+            "top_p 0.9 and top_k 0 with objective.kl_placement reward",
+        ),
+        (
+            {
+                "sampling": {"top_k": 5},
+                "objective": {**KL_IN_REWARD, "importance_correction": "truncated"},
+            },
+            "Set kl_placement to loss, or sample with top_p 1 and top_k 0",
+        ),
+        (
             {"objective": {"surrogate": "reinforce"}, "batching": {"staleness_rounds_max": 1}},
             "batching.staleness_rounds_max is 1, but objective.surrogate reinforce",
         ),
@@ -109,6 +126,10 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
             {"objective": {"kl_placement": "reward", "advantage": "grpo"}},
             "linear in the rewards (rloo, dr_grpo, reinforce, reinforce_batch, with scale none or "
             "token_whitening)",
+        ),
+        (
+            {"objective": {**KL_IN_REWARD, "overlong": "mask"}},
+            "set filters.truncated instead, which leaves it out of both, or kl_placement loss",
         ),
         ({"training": {"lerning_rate": 1}}, "did you mean training.learning_rate?"),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
@@ -159,6 +180,11 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"sampling": {"top_p": 0.9}, "objective": {"importance_correction": "truncated"}},
         {"sampling": {"top_k": 5}, "objective": {"surrogate": "reinforce"}},  # it has no ratio
         {"sampling": {"top_k": 5, "temperature": 0}},  # greedy: the filters are off
+        {"sampling": {"top_p": 0.9, "temperature": 0}, "objective": KL_IN_REWARD},
+        {
+            "sampling": {"top_p": 0.9},
+            "objective": {"kl_coefficient": 0.1, "importance_correction": "masked"},
+        },
         {
             "batching": {"staleness_rounds_max": 1},
             "objective": {"surrogate": "reinforce", "importance_correction": "masked"},
@@ -166,6 +192,8 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"objective": {"advantage": "reinforce_batch", "advantage_scale": "batch_std"}},
         {"objective": {"advantage": "pass_at_k", "pass_k": 3}, "rollouts": {"group_size": 4}},
         {"objective": {"advantage": "reinforce"}, "rollouts": ALONE},
+        {"objective": {**KL_IN_REWARD, "advantage": "reinforce", "overlong": "mask"}},
+        {"objective": {"kl_coefficient": 0.1, "overlong": "mask"}},
         {"objective": {"advantage": "reinforce_batch"}, "rollouts": ALONE},
     ],
 )

@@ -3,11 +3,11 @@
 Rewards, lengths and where rollouts went come from the shards and the dispositions; what the trainer
 thought, from the scores that lie beside its checkpoint, held against the batches; storage from the
 manifests, evaluations from their rows. Nothing of the metrics themselves is believed. What no file
-can tell (times, rates) is left out: `Definition.recomputable` says which.
+can tell (times, gradients) is named as unchecked: `Definition.recomputable` says which.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from marin_rl.analysis.tokens import (
 from marin_rl.batching.light import LIGHT, light_metrics
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
-from marin_rl.metrics import Definition, definition_of, over_steps
+from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of, over_steps
 from marin_rl.rollouts.evaluate import evaluation_metrics
 from marin_rl.rollouts.held_out import judges_of
-from marin_rl.rounds import rlhf_metrics, storage_metrics
+from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.batches import dispositions_of, read_batches
 from marin_rl.storage.commits import committed_manifest, ref_of
 from marin_rl.storage.metrics import read_metrics
@@ -53,7 +53,8 @@ class Finding:
     """One metric of one round: what the files give, what the metrics row says.
 
     `expected` is None where the files give none, `found` where the row has none; `problem` says in
-    words what is wrong, and is empty where nothing is.
+    words what is wrong, and is empty where nothing is. `unchecked` says why a metric of the row was
+    held against nothing, and is empty where it was.
     """
 
     round: int
@@ -61,6 +62,7 @@ class Finding:
     expected: float | None
     found: float | None
     problem: str = ""
+    unchecked: str = ""
 
     @property
     def told(self) -> str:
@@ -72,7 +74,7 @@ class Finding:
 
 
 def verify_run(run: Run, round: int | None = None) -> Iterator[Finding]:
-    """Every metric of every closed round, or of `round` alone, that the files give again.
+    """Every metric of every closed round, or of `round` alone; `unchecked` where no file gives it.
 
     Raises ObjectMissing where no round, or not that one, is closed. Files that are missing or
     damaged are findings.
@@ -94,10 +96,21 @@ def verify_run(run: Run, round: int | None = None) -> Iterator[Finding]:
             )
 
 
-def expected_metrics(run: Run, round: int, said: Mapping[str, float]) -> dict[str, float]:
-    """What the files of a round alone give. `said` only tells whether its evaluation counts in.
+def not_checked(findings: Sequence[Finding]) -> list[str]:
+    """The metrics that were held against nothing, a line for each reason."""
+    reasons = dict.fromkeys(found.unchecked for found in findings if found.unchecked)
+    return [
+        f"not checked ({reason}): {', '.join(sorted(set(names)))}"
+        for reason in reasons
+        if (names := [found.metric for found in findings if found.unchecked == reason])
+    ]
 
-    An evaluation that was made after the round was closed is in no row. Besides metrics, this has
+
+def expected_metrics(run: Run, round: int, said: Mapping[str, float]) -> dict[str, float]:
+    """What the files of a round give. `said`, its row, is asked for two things only.
+
+    Its seconds, which rates are made of, and whether its evaluation counts in: one that was made
+    after the round was closed is in no row. Besides metrics, this has
     `scores/*`: how many tokens of the scores contradict the batches, which should be none. Raises
     ObjectMissing, CorruptObject, NewerSchema.
     """
@@ -107,7 +120,7 @@ def expected_metrics(run: Run, round: int, said: Mapping[str, float]) -> dict[st
     )
     checkpoint = committed_manifest(run.store, checkpoint_slot(round + 1))
     manifests = [rollouts, batches, checkpoint]
-    result = _of_rollouts(run, round, rollouts, batches)
+    result = _of_rollouts(run, round, rollouts, batches, said)
     result |= _of_tokens(run, round, batches, checkpoint)
     result |= rlhf_metrics(result)
     if any(name.startswith("eval/") for name in said):
@@ -125,7 +138,9 @@ def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
     return evaluation_metrics(groups, run.config.evaluation, judges_of(run.config))
 
 
-def _of_rollouts(run: Run, round: int, rollouts: Manifest, batches: Manifest) -> dict[str, float]:
+def _of_rollouts(
+    run: Run, round: int, rollouts: Manifest, batches: Manifest, said: Mapping[str, float]
+) -> dict[str, float]:
     light = pa.concat_tables(iter_row_groups(run, rollouts, LIGHT)).combine_chunks()
     dispositions = dispositions_of(run, batches)
     if dispositions["rollout_id"].to_pylist() != light["rollout_id"].to_pylist():
@@ -135,6 +150,8 @@ def _of_rollouts(run: Run, round: int, rollouts: Manifest, batches: Manifest) ->
         )
     kinds = dispositions["disposition"].to_numpy(zero_copy_only=False)
     found = light_metrics(light, kinds, round)
+    seconds = {name: value for name, value in said.items() if name.startswith("timing_s/")}
+    found |= rates(seconds | found, found)
     return {name: value for name, value in found.items() if definition_of(name) is not None}
 
 
@@ -161,7 +178,20 @@ def _of_tokens(run: Run, round: int, batches: Manifest, checkpoint: Manifest) ->
         return {}
     held = {} if coefficient is None else {"objective/kl_coefficient": coefficient}
     held |= {} if reckoned is None else reckoned.metrics
-    return over_steps(steps) | wrong | held | {"val/num_eos_tokens": float(ends)}
+    updates = _of_updates(config, round, checkpoint)
+    return over_steps(steps) | wrong | held | updates | {"val/num_eos_tokens": float(ends)}
+
+
+def _of_updates(config: Config, round: int, checkpoint: Manifest) -> dict[str, float]:
+    """How many updates there were, and the learning rate of the last, unless it was refused."""
+    from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
+
+    done, critic = checkpoint.extra.get("step"), config.training.critic
+    if done is None:
+        return {}  # no trainer made it
+    warming = critic is not None and round < critic.warmup_rounds
+    schedule = learning_rate_schedule(policy_adamw(config.training))
+    return {"updates/steps": float(done), "lr": 0.0 if warming else float(schedule(done - 1))}
 
 
 def _reckoned(
@@ -206,13 +236,17 @@ def _next(scored: Iterator[StepScores], run: Run, checkpoint: Manifest, step: in
 def _compare(
     run: Run, round: int, said: Mapping[str, float], expected: Mapping[str, float]
 ) -> Iterator[Finding]:
-    epochs = run.config.training.epochs
     for name in sorted({*said, *expected}):
         if name.startswith("scores/"):
             yield _contradiction(round, name, expected[name])
             continue
         definition = definition_of(name)
-        if definition is not None and not _is_recomputed(definition, epochs):
+        unchecked = "" if definition is None else _unchecked(name, definition, run.config, said)
+        if unchecked and name in said:
+            yield Finding(
+                round=round, metric=name, expected=None, found=said[name], unchecked=unchecked
+            )
+        if unchecked:
             continue
         value, found = expected.get(name), said.get(name)
         if value is not None and not math.isfinite(value) and found is None:
@@ -226,10 +260,17 @@ def _compare(
         )
 
 
-def _is_recomputed(definition: Definition, epochs: int) -> bool:
-    return definition.recomputable == "yes" or (
-        definition.recomputable == "one epoch" and epochs == 1
-    )
+def _unchecked(name: str, definition: Definition, config: Config, said: Mapping[str, float]) -> str:
+    """Why a metric cannot be computed again; empty where it can."""
+    if definition.recomputable == "no":
+        return "no file gives it again"
+    if name == "lr" and said.get("updates/skipped"):
+        return "an update of the round was refused"
+    epochs, objective = config.training.epochs, config.objective
+    in_loss = objective.kl_coefficient > 0 and not objective.kl_in_reward
+    if definition.recomputable == "yes" or (name in KL_OF_REWARDS and not in_loss):
+        return ""
+    return "" if epochs == 1 else f"scores are kept of the first of {epochs} passes"
 
 
 def _problem(definition: Definition | None, expected: float | None, found: float | None) -> str:

@@ -2,10 +2,11 @@
 
 An estimator names the baseline, a scale what the difference is divided by; the methods of the field
 are pairs of the two (docs/objectives.md). One function per estimator over one group, and one over a
-whole round of adjacent groups (what processing uses; tested equal). Rewards are float64; NaN marks
-a rollout that has none or is masked out: it is left out of every mean and gets 0. A group with
-fewer than two valid rewards carries no signal against its own mean: all 0, and the caller filters
-it. Returns over time are in returns.py.
+whole round of adjacent groups (what processing uses; tested equal). Rewards are numbers of any
+type, in arrays or lists; NaN or None marks a rollout that has none or is masked out: it is left out
+of every mean and gets 0. What is computed is float64. A group with fewer than two valid rewards
+carries no signal against its own mean: all 0, and the caller filters it. Returns over time are made
+in returns.py, and can be had here too.
 
 Axes: G members of a group, N rollouts of a round, P groups.
 """
@@ -15,65 +16,74 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64, Int, Int64, Real
+
+from marin_rl.batching.returns import discounted_returns as discounted_returns
+from marin_rl.batching.returns import gae as gae
 
 # TRL's; it only matters where the spread is of that order. Added to the root, not under it.
 EPSILON = 1e-4
 # Whitening over tokens has this under the root instead, as everybody has it.
 WHITENING_VARIANCE_MIN = 1e-8
 
-Rewards = Float64[np.ndarray, " G"]
-RoundRewards = Float64[np.ndarray, " N"]
+SCALES = ("default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening")
+
+Rewards = Real[np.ndarray, " G"] | Sequence[float | int | None]
+Advantages = Float64[np.ndarray, " G"]
+RoundRewards = Real[np.ndarray, " N"] | Sequence[float | int | None]
 
 
-def rewards_array(rewards: Sequence[float | None]) -> Rewards:
+def rewards_array(rewards: Rewards) -> Advantages:
     """Rewards as float64, None as NaN; infinities count as missing too."""
-    values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
+    values = np.asarray(rewards, dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def rloo(reward_G: Rewards) -> Rewards:
+def rloo(reward_G: Rewards) -> Advantages:
     """`A_i = r_i - mean_{j != i} r_j`, the exact leave-one-out baseline.
 
     Ahmadian et al. 2024, "Back to Basics", equation 8 (REINFORCE leave-one-out).
     """
-    valid = np.isfinite(reward_G)
-    n = int(valid.sum())
+    reward_G = rewards_array(reward_G)
+    n = int(np.isfinite(reward_G).sum())
     if n < 2:
         return np.zeros_like(reward_G)
     return dr_grpo(reward_G) * (n / (n - 1))
 
 
-def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Rewards:
+def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
     """`A_i = (r_i - mean r) / (std r + epsilon)`, std with ddof 1 as TRL and verl have it.
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.2.
     """
+    reward_G = rewards_array(reward_G)
     valid = np.isfinite(reward_G)
     if valid.sum() < 2:
         return np.zeros_like(reward_G)
     return dr_grpo(reward_G) / (reward_G[valid].std(ddof=1) + epsilon)
 
 
-def dr_grpo(reward_G: Rewards) -> Rewards:
+def dr_grpo(reward_G: Rewards) -> Advantages:
     """`A_i = r_i - mean r`: GRPO without the division by the spread.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2. Rewards that are all equal
     give exactly 0, whatever the rounding of their mean.
     """
+    reward_G = rewards_array(reward_G)
     valid = np.isfinite(reward_G)
     if valid.sum() < 2 or np.ptp(reward_G[valid]) == 0.0:
         return np.zeros_like(reward_G)
     return np.where(valid, reward_G - reward_G[valid].mean(), 0.0)
 
 
-def maxrl(reward_G: Rewards) -> Rewards:
+def maxrl(reward_G: Rewards) -> Advantages:
     """`A_i = (r_i - mean r) / mean r`: ascends the log of the success rate instead of the rate.
 
     Tajwar et al. 2026, "Maximum Likelihood RL", arXiv:2602.02710. Rewards must be at least 0; a
     group whose mean is 0 has no success to learn from and gives 0. Raises ValueError for a negative
     reward.
     """
+    reward_G = rewards_array(reward_G)
     valid = np.isfinite(reward_G)
     if (reward_G[valid] < 0).any():
         raise ValueError(f"maxrl needs rewards of at least 0, found {reward_G[valid].min():g}")
@@ -81,7 +91,7 @@ def maxrl(reward_G: Rewards) -> Rewards:
     return dr_grpo(reward_G) / mean if mean > 0 else np.zeros_like(reward_G)
 
 
-def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Rewards:
+def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
     """The advantage of the best of k, worked out over all subsets of k members.
 
     Chen et al. 2025, "Pass@k Training", equations 10 to 15: with n members, f of them failed
@@ -89,6 +99,7 @@ def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Rewards:
     `(1 - R) / s` and a failure `(1 - R - C(f - 1, k - 1) / C(n - 1, k - 1)) / s`. All 0 where every
     subset, or none, has a success. Raises ValueError unless 1 <= k <= n.
     """
+    reward_G = rewards_array(reward_G)
     valid = np.isfinite(reward_G)
     n = int(valid.sum())
     if n < 2:
@@ -134,12 +145,13 @@ class GroupStatistics:
 
 
 def group_statistics(
-    reward_N: RoundRewards, group_N: Int64[np.ndarray, " N"], groups: int
+    reward_N: RoundRewards, group_N: Int[np.ndarray, " N"], groups: int
 ) -> GroupStatistics:
     """Statistics over the valid rewards of each of `groups` groups; `group_N` is in [0, groups).
 
     Mean, spread and std are 0 for a group without valid rewards; std has ddof 1.
     """
+    reward_N = rewards_array(reward_N)
     valid = np.isfinite(reward_N)
     reward, group = reward_N[valid], group_N[valid]
     count = np.bincount(group, minlength=groups)
@@ -158,12 +170,25 @@ def group_statistics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageChoice:
-    """Which baseline and which scale; `pass_k` and `success_threshold` are for pass_at_k alone."""
+    """Which baseline and which scale; `pass_k` and `success_threshold` are for pass_at_k alone.
+
+    `epsilon` is added to the std that a scale divides by; verl's, NeMo-RL's and tunix's is 1e-6.
+    Raises ValueError for an estimator or a scale that is not known.
+    """
 
     estimator: str = "rloo"
     scale: str = "default"
     pass_k: int = 1
     success_threshold: float = 1.0
+    epsilon: float = EPSILON
+
+    def __post_init__(self) -> None:
+        for what, found, known in (
+            ("estimator", self.estimator, tuple(_BASELINES)),
+            ("scale", self.scale, SCALES),
+        ):
+            if found not in known:
+                raise ValueError(f"expected {what} of {', '.join(known)}: found {found}")
 
     @property
     def within_groups(self) -> bool:
@@ -189,11 +214,11 @@ class AdvantageChoice:
 
 def round_advantages(
     reward_N: RoundRewards,
-    group_N: Int64[np.ndarray, " N"],
+    group_N: Int[np.ndarray, " N"],
     groups: int,
     choice: AdvantageChoice,
-    tokens_N: Int64[np.ndarray, " N"] | None = None,
-) -> RoundRewards:
+    tokens_N: Int[np.ndarray, " N"] | None = None,
+) -> Float64[np.ndarray, " N"]:
     """The advantages of all rollouts of a round, 0 where there is no reward.
 
     Estimators: those of one group (`ESTIMATORS` and pass_at_k), `reinforce` (the reward itself) and
@@ -203,8 +228,10 @@ def round_advantages(
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
     2025, section 3); `default` is group_std for grpo, none for others. Raises ValueError where
-    token_whitening is not told the tokens.
+    token_whitening is not told the tokens, where maxrl finds a negative reward, and where pass_at_k
+    finds a group of fewer than `pass_k`.
     """
+    reward_N = rewards_array(reward_N)
     statistics = group_statistics(reward_N, group_N, groups)
     valid_N: Bool[np.ndarray, " N"] = np.isfinite(reward_N)
     raw_N = _BASELINES[choice.estimator](reward_N, group_N, statistics, choice)
@@ -217,10 +244,10 @@ def round_advantages(
 
 
 def whitened(
-    value_N: Float64[np.ndarray, " N"], count_N: Int64[np.ndarray, " N"]
+    value_N: Real[np.ndarray, " N"], count_N: Int[np.ndarray, " N"]
 ) -> Float64[np.ndarray, " N"]:
     """`(v - mean) / sqrt(var + 1e-8)` of values that stand for so many equal ones each; ddof 1."""
-    total = int(count_N.sum())
+    value_N, total = value_N.astype(np.float64), int(count_N.sum())
     mean = float((value_N * count_N).sum()) / max(total, 1)
     squares = float((np.square(value_N - mean) * count_N).sum())
     return (value_N - mean) / np.sqrt(squares / max(total - 1, 1) + WHITENING_VARIANCE_MIN)
@@ -325,13 +352,13 @@ def _scaled(
         case "none":
             return advantage_N
         case "group_std":
-            return advantage_N / (statistics.std[group_N] + EPSILON)
+            return advantage_N / (statistics.std[group_N] + choice.epsilon)
         case "batch_std":
-            return advantage_N / (_std(reward_N[valid_N]) + EPSILON)
+            return advantage_N / (_std(reward_N[valid_N]) + choice.epsilon)
         case "batch_whitening":
             values = advantage_N[valid_N]
             centred_N = advantage_N - (values.mean() if len(values) else 0.0)
-            return np.where(valid_N, centred_N / (_std(values) + EPSILON), 0.0)
+            return np.where(valid_N, centred_N / (_std(values) + choice.epsilon), 0.0)
     raise AssertionError(choice.scale)
 
 

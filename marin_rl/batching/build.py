@@ -42,7 +42,7 @@ from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import SCHEMA_VERSION
 from schemas.manifests import Manifest
 
-PROGRAM_VERSION = 3  # counts up when the same rollouts would give other batches
+PROGRAM_VERSION = 4  # counts up when the same rollouts would give other batches
 
 # The fields of the objective that batches depend on; the others are the training step's.
 SHAPING = (
@@ -176,7 +176,7 @@ def _decisive(config: Config) -> dict[str, object]:
         "filters": content(config.filters),
         "batching": content(config.batching),
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
-        **({"kl_in_reward": True} if config.objective.kl_in_reward else {}),
+        **({"regularised": True} if config.objective.regularised else {}),
         **({"turns": True} if config.objective.advantage == "gae" else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),

@@ -8,7 +8,7 @@ which is above 0 when generation runs ahead of training.
 Axes: N rollouts of a round in shard order, P groups.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -101,8 +101,12 @@ def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
     _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     worth = _worth(light, compared_N, group_N, groups, objective)
-    if config.filters.zero_signal and choice.within_groups and not objective.kl_in_reward:
-        flat_P = filters.zero_signal(worth.spread_P)
+    if config.filters.zero_signal and choice.within_groups and not objective.regularised:
+        apart_P = worth.spread_P
+        if objective.overlong == "soft_penalty":  # what is too long is no less right
+            own_N = np.where(np.isnan(compared_N), np.nan, numbers(light, "reward", np.float64))
+            apart_P = _worth(light, own_N, group_N, groups, objective).spread_P
+        flat_P = filters.zero_signal(apart_P)
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
     if objective.overlong == "mask":
         _drop(disposition_N, reason_N, filters.truncated(statuses(light)), "filtered", "overlong")
@@ -177,7 +181,10 @@ def _packing(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worth:
-    """Advantages of rollouts, of their turns where these have their own, and groups' spreads."""
+    """Advantages of rollouts, of their turns where these have their own, and groups' spreads.
+
+    A spread is 0 where nothing tells the members of a group apart.
+    """
 
     advantage_N: Float64[np.ndarray, " N"]
     spread_P: Float64[np.ndarray, " P"]
@@ -198,12 +205,27 @@ def _worth(
             tokens_N = None if parted is None else parted.trained_n
             return _Worth(
                 advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N),
-                spread_P=group_statistics(reward_N, group_N, groups).spread,
+                spread_P=_spreads(reward_N, group_N, groups, choice),
             )
         found = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
     except ValueError as error:
         raise ConfigError(f"objective.advantage: {error}") from error
     return _Worth(advantage_N=found.mean_n, spread_P=found.spread_P, turns=found)
+
+
+def _spreads(
+    reward_N: Float64[np.ndarray, " N"],
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    choice: AdvantageChoice,
+) -> Float64[np.ndarray, " P"]:
+    """Of each group's rewards; of its advantages where rewards that differ may be worth the same.
+
+    To pass_at_k they are where each of `pass_k` members, or none of them, has a success.
+    """
+    if choice.estimator == "pass_at_k":
+        reward_N = round_advantages(reward_N, group_N, groups, replace(choice, scale="none"))
+    return group_statistics(reward_N, group_N, groups).spread
 
 
 def looks_at_turns(objective: ObjectiveConfig) -> bool:

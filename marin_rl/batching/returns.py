@@ -1,25 +1,26 @@
 """Returns over time: discounted sums, and generalised advantage estimation.
 
-One trajectory at a time, in float64; the last axis is time. For rewards by turn or by token, where
-group baselines (advantages.py) see only their sum. Training has the same estimation over padded
-rows on the device (training/critic.py), held equal by a test.
+One trajectory at a time, of numbers of any type, computed in float64; the last axis is time. For
+rewards by turn or by token, where group baselines (advantages.py) see only their sum. Training has
+the same estimation over padded rows on the device (training/critic.py), held equal by a test.
 
 Axes: T steps of a trajectory, N trained tokens one after the other.
 """
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Real
 
 
 def discounted_returns(
-    reward_T: Float64[np.ndarray, " T"],
-    discount_T: Float64[np.ndarray, " T"],
+    reward_T: Real[np.ndarray, " T"],
+    discount_T: Real[np.ndarray, " T"],
     bootstrap: float = 0.0,
 ) -> Float64[np.ndarray, " T"]:
     """`G_t = r_t + d_t G_{t+1}`, with `G_T = bootstrap` after the last step.
 
     `discount_T` is gamma, and 0 where an episode ends (Sutton and Barto, equation 3.9).
     """
+    reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
     returns_T = np.empty_like(reward_T)
     following = bootstrap
     for t in reversed(range(len(reward_T))):
@@ -29,9 +30,9 @@ def discounted_returns(
 
 
 def gae(
-    reward_T: Float64[np.ndarray, " T"],
-    discount_T: Float64[np.ndarray, " T"],
-    value_T1: Float64[np.ndarray, " T1"],
+    reward_T: Real[np.ndarray, " T"],
+    discount_T: Real[np.ndarray, " T"],
+    value_T1: Real[np.ndarray, " T1"],
     lambda_: float,
 ) -> Float64[np.ndarray, " T"]:
     """Generalised advantage estimation: `A_t = sum_l (gamma lambda)^l delta_{t+l}`.
@@ -42,6 +43,8 @@ def gae(
     """
     if len(value_T1) != len(reward_T) + 1:
         raise ValueError(f"expected {len(reward_T) + 1} values, found {len(value_T1)}")
+    reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
+    value_T1 = value_T1.astype(np.float64)
     delta_T = reward_T + discount_T * value_T1[1:] - value_T1[:-1]
     return discounted_returns(delta_T, discount_T * lambda_)
 

@@ -95,8 +95,8 @@ def verify_metrics(
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Compute every metric again from the other files. Exit code 1 where one differs."""
-    from marin_rl.analysis.verify import verify_run
+    """Compute metrics again from the other files, name the rest. Exit code 1 where one differs."""
+    from marin_rl.analysis.verify import not_checked, verify_run
     from marin_rl.display import findings_table
     from marin_rl.storage.runs import Run
 
@@ -106,7 +106,9 @@ def verify_metrics(
         for found in findings:
             tell_json(asdict(found))
     else:
-        out.print(findings_table(findings))
+        out.print(findings_table([found for found in findings if not found.unchecked]))
+        for line in not_checked(findings):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
         complain(found.told for found in wrong)
     if wrong:
         raise typer.Exit(1)

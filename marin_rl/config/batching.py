@@ -13,7 +13,11 @@ from marin_rl.config.section import Count, Section
 class FiltersConfig(Section):
     """What is dropped before training; every drop is counted in the dispositions."""
 
-    zero_signal: bool = Field(default=True, description="drop groups whose rewards are all equal")
+    zero_signal: bool = Field(
+        default=True,
+        description="drop groups whose rewards all come to the same, unless the objective has a "
+        "KL term or an entropy bonus to learn from",
+    )
     truncated: bool = Field(default=False, description="drop completions cut off at max_tokens")
 
 
@@ -40,7 +44,9 @@ class BatchingConfig(Section):
         default=0,
         ge=0,
         le=1000,
-        description="rounds a rollout may be older than its training round",
+        description="rounds that the oldest policy behind a rollout may lie before the round that "
+        "trains on it; older ones are dropped as stale. A run's own rounds alternate and sample "
+        "with their first checkpoint, so all are 0 rounds old; it bounds what is generated ahead",
     )
 
     @model_validator(mode="after")

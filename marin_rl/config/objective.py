@@ -194,6 +194,13 @@ class ObjectiveConfig(Section):
                 f"({', '.join(linear)}, with scale none or token_whitening) or gae, found "
                 f"{self.advantage} with scale {self.advantage_scale}"
             )
+        based = self.advantage != "reinforce" and not self.kl_by_token
+        if self.kl_in_reward and based and self.overlong == "mask":
+            raise ValueError(
+                "overlong mask keeps what is cut off in the baseline of rewards, and KL in the "
+                "reward has a baseline of what is trained on alone: set filters.truncated instead, "
+                "which leaves it out of both, or kl_placement loss"
+            )
         if self.kl_by_token and self.ratio_level != "token":
             raise ValueError(
                 "KL in the reward of every token makes advantages that differ from token to token, "
@@ -233,6 +240,11 @@ class ObjectiveConfig(Section):
     def kl_in_reward(self) -> bool:
         """Whether rewards, and so advantages, are what they are only when KL is known."""
         return self.kl_placement == "reward" and self.kl_coefficient > 0
+
+    @property
+    def regularised(self) -> bool:
+        """Whether a completion moves the policy even where its advantage is 0."""
+        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
 
     @property
     def kl_by_token(self) -> bool:

@@ -118,13 +118,26 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _kl_is_of_all_tokens(self) -> "Config":
+        """What rewards are lowered by compares the sampler's probabilities with the reference's."""
+        sampling = self.sampling
+        if sampling.narrowed and self.objective.kl_in_reward:
+            raise ValueError(
+                f"sampling.top_p {sampling.top_p:g} and top_k {sampling.top_k} with "
+                "objective.kl_placement reward: the sampler's log-probabilities are those of the "
+                "tokens that these leave, the reference's of all tokens, so a policy that is the "
+                "reference itself would lose reward for every token. Set kl_placement to loss, or "
+                "sample with top_p 1 and top_k 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ratio_is_near_one(self) -> "Config":
         """What is sampled anew must be on policy to the objective, and what is old must not be."""
         objective, sampling = self.objective, self.sampling
         if objective.importance_correction != "none":
             return self
-        narrowed = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-        if narrowed and objective.surrogate != "reinforce":
+        if sampling.narrowed and objective.surrogate != "reinforce":
             raise ValueError(
                 f"sampling.top_p {sampling.top_p:g} and top_k {sampling.top_k} with "
                 "objective.importance_correction none: log-probabilities are those of the tokens "

@@ -66,6 +66,11 @@ class SamplingConfig(Section):
         default=(), max_length=16, description="strings that end a completion"
     )
 
+    @property
+    def narrowed(self) -> bool:
+        """Whether tokens are drawn, and their log-probabilities told, from some of all tokens."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
 
 class RolloutsConfig(Section):
     """How much is sampled in a round and how it is cut into shards."""

@@ -8,7 +8,7 @@ Axes: N rollouts of a round, P groups.
 """
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64, Int, Int64
 
 
 def failed(
@@ -32,7 +32,7 @@ def truncated(status_N: np.ndarray) -> Bool[np.ndarray, " N"]:
 
 
 def overlong_penalty(
-    sampled_N: Int64[np.ndarray, " N"], tokens_max: int, buffer: float, penalty: float
+    sampled_N: Int[np.ndarray, " N"], tokens_max: int, buffer: float, penalty: float
 ) -> Float64[np.ndarray, " N"]:
     """What a long completion loses of its reward.
 
@@ -49,5 +49,5 @@ def short(valid_P: Int64[np.ndarray, " P"], members_min: int) -> Bool[np.ndarray
 
 
 def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:
-    """Groups whose valid rewards are all equal: every advantage would be exactly 0."""
+    """Groups that nothing tells the members of apart: every advantage would be exactly 0."""
     return spread_P == 0.0

@@ -26,6 +26,7 @@ from marin_rl.batching.advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
 from marin_rl.training.heads import ScalarHead, ScalarModel
+from marin_rl.training.losses import Given, Values
 from marin_rl.training.model import (
     matrix_mask,
     named_parameters,
@@ -198,24 +199,23 @@ def whitened(
 
 
 def value_losses(
-    config: CriticConfig, values_BT: FloatBT, old_values_BT: FloatBT, returns_BT: FloatBT
-) -> FloatBT:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, c being `value_clip`.
+    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+) -> Values:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2; c None is no bound.
 
     As in OpenAI's baselines and TRL; the PPO paper has the first square alone (equation 9).
     """
-    return jnp.maximum(*_squares(config, values_BT, old_values_BT, returns_BT)) / 2
+    return jnp.maximum(*_squares(values_BT, old_values_BT, returns_BT, clip)) / 2
 
 
 def _squares(
-    config: CriticConfig, values_BT: FloatBT, old_values_BT: FloatBT, returns_BT: FloatBT
-) -> tuple[FloatBT, FloatBT]:
-    plain_BT = jnp.square(values_BT - returns_BT)
-    if config.value_clip is None:
+    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+) -> tuple[Values, Values]:
+    plain_BT = jnp.square(jnp.asarray(values_BT) - returns_BT)
+    if clip is None:
         return plain_BT, plain_BT
     # What lies within the bound must stay what it is, to the bit, not to count as clipped.
-    bound = config.value_clip
-    near_BT = jnp.clip(values_BT, old_values_BT - bound, old_values_BT + bound)
+    near_BT = jnp.clip(values_BT, old_values_BT - clip, old_values_BT + clip)
     return plain_BT, jnp.square(near_BT - returns_BT)
 
 
@@ -234,7 +234,7 @@ def value_metrics(
     def variance(values: Array) -> Array:
         return mean(jnp.square(values - mean(values)))
 
-    plain_BT, clipped_BT = _squares(config, values_BT, old_values_BT, returns_BT)
+    plain_BT, clipped_BT = _squares(values_BT, old_values_BT, returns_BT, config.value_clip)
     unexplained = variance(returns_BT - values_BT) / (variance(returns_BT) + EXPLAINED_VARIANCE_MIN)
     return {
         "loss/value_avg": mean(jnp.maximum(plain_BT, clipped_BT)) / 2,

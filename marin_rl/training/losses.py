@@ -4,46 +4,68 @@ Every function maps per-token arrays to per-token arrays; a loss is the sum of `
 where the weights are those of the whole step. A sum is the same however the rows are split, so
 microbatches and devices change nothing but rounding.
 
-Axes: B rows, T positions. `mask` is 1 on trained tokens, `segment_ids` tells the sequences of a row
-apart (0 is padding), log-probabilities are in nats.
+Axes: B rows, T positions. `mask` is 1, or true, on trained tokens, `segment_ids` tells the
+sequences of a row apart (0 is padding), log-probabilities are in nats.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
 
 from marin_rl.config import ObjectiveConfig
 
 FloatBT = Float[Array, "B T"]
-IntBT = Int[Array, "B T"]
+Values = Float[Array, "*shape"]
+# What may be given: arrays of JAX or NumPy; of any shape where each token is by itself.
+Given = Float[Array | np.ndarray, "*shape"]
+GivenBT = Float[Array | np.ndarray, "B T"]
+IntBT = Int[Array | np.ndarray, "B T"]
+MaskBT = Shaped[Array | np.ndarray, "B T"]
 
 # Logs of ratios are held within this, in nats, before exp is taken of them: float32 ends at 88, and
 # an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
 LOG_RATIO_MAX = 20.0
 
 
-def segment_sums(values_BT: FloatBT, segment_ids_BT: IntBT) -> FloatBT:
+def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the sum of `values` over the position's own segment."""
     segments = segment_ids_BT.shape[1] + 1
 
     def of_row(values_T: Array, ids_T: Array) -> Array:
         return jax.ops.segment_sum(values_T, ids_T, num_segments=segments)[ids_T]
 
-    return jax.vmap(of_row)(values_BT, segment_ids_BT)
+    return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
 
 
-def sequence_shares(mask_BT: FloatBT, segment_ids_BT: IntBT) -> FloatBT:
+def _zeros_and_ones(mask_BT: MaskBT) -> FloatBT:
+    return jnp.asarray(mask_BT, jnp.float32)
+
+
+def sequence_shares(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
     """At each trained token 1 / the trained tokens of its sequence, 0 elsewhere."""
+    mask_BT = _zeros_and_ones(mask_BT)
     return mask_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
 
 
-def trained_sequences(mask_BT: FloatBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
+def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
     """How many sequences have a trained token, to rounding; 1 where none has."""
     return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
+def scores_of_logits(
+    logits_NV: Float[Array | np.ndarray, "*N V"],
+    targets_N: Int[Array | np.ndarray, "*N"],
+    temperature: float = 1.0,
+) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    """Log-probability of each target, and entropy of the distribution that it was drawn from."""
+    logp_NV = jax.nn.log_softmax(jnp.asarray(logits_NV) / temperature, axis=-1)
+    logprobs_N = jnp.take_along_axis(logp_NV, jnp.asarray(targets_N)[..., None], axis=-1)[..., 0]
+    return logprobs_N, -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
+
+
 def token_weights(
-    mask_BT: FloatBT, segment_ids_BT: IntBT, aggregation: str, length_norm: int
+    mask_BT: MaskBT, segment_ids_BT: IntBT, aggregation: str, length_norm: int
 ) -> FloatBT:
     """The weight of each token's loss; arrays are those of the whole optimizer step.
 
@@ -53,8 +75,9 @@ def token_weights(
     sequence_mean_token_sum_norm  1 / (sequences * length_norm) (Dr. GRPO, arXiv:2503.20783)
 
     Only sequences with a trained token count. Weights are 0 off the mask; all are 0 when nothing
-    is trained on.
+    is trained on. Raises ValueError for another aggregation.
     """
+    mask_BT = _zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
     sequences = jnp.maximum(jnp.round(jnp.sum(per_sequence_BT)), 1.0)
@@ -67,13 +90,16 @@ def token_weights(
             return mask_BT / sequences
         case "sequence_mean_token_sum_norm":
             return mask_BT / (sequences * length_norm)
-    raise AssertionError(aggregation)
+    raise ValueError(
+        "expected aggregation of token_mean, sequence_mean_token_mean, sequence_mean_token_sum, "
+        f"sequence_mean_token_sum_norm: found {aggregation}"
+    )
 
 
 def log_ratios(
-    logprobs_BT: FloatBT,
-    old_logprobs_BT: FloatBT,
-    mask_BT: FloatBT,
+    logprobs_BT: GivenBT,
+    old_logprobs_BT: GivenBT,
+    mask_BT: MaskBT,
     segment_ids_BT: IntBT,
     level: str,
 ) -> FloatBT:
@@ -85,7 +111,8 @@ def log_ratios(
 
     Held within -20 and 20, where exp is finite.
     """
-    log_BT = (logprobs_BT - old_logprobs_BT) * mask_BT
+    mask_BT = _zeros_and_ones(mask_BT)
+    log_BT = (jnp.asarray(logprobs_BT) - old_logprobs_BT) * mask_BT
     if level != "token":
         log_BT = segment_sums(log_BT, segment_ids_BT)
     if level == "sequence_mean":
@@ -93,24 +120,24 @@ def log_ratios(
     return jnp.clip(log_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
-def reinforce(logprobs_BT: FloatBT, advantages_BT: FloatBT) -> FloatBT:
+def reinforce(logprobs_BT: Given, advantages_BT: Given) -> Values:
     """-A log pi: the policy gradient without importance ratio (Williams 1992)."""
-    return -advantages_BT * logprobs_BT
+    return -jnp.asarray(advantages_BT) * logprobs_BT
 
 
 def ppo_clip(
-    log_ratios_BT: FloatBT,
-    advantages_BT: FloatBT,
+    log_ratios_BT: Given,
+    advantages_BT: Given,
     clip_low: float,
     clip_high: float,
     clip_dual: float | None = None,
-) -> FloatBT:
+) -> Values:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7).
 
     With `clip_dual`, where A < 0 at most -clip_dual A (dual clip, arXiv:1912.09729, eq. 5).
     """
     ratio_BT = jnp.exp(log_ratios_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = _held(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if clip_dual is not None:
         floor_BT = clip_dual * advantages_BT
@@ -118,13 +145,22 @@ def ppo_clip(
     return -gain_BT
 
 
+def _held(ratio_BT: Values, low: float, high: float) -> Values:
+    """A ratio within its bounds; on a bound it still has its gradient, as torch's clamp gives it.
+
+    jnp.clip would halve it there, so that a bound of 0 would cut what is on policy.
+    """
+    ratio_BT = jnp.where(ratio_BT < low, low, ratio_BT)
+    return jnp.where(ratio_BT > high, high, ratio_BT)
+
+
 def cispo(
-    logprobs_BT: FloatBT,
-    log_ratios_BT: FloatBT,
-    advantages_BT: FloatBT,
+    logprobs_BT: Given,
+    log_ratios_BT: Given,
+    advantages_BT: Given,
     clip_high: float,
     clip_low: float | None = None,
-) -> FloatBT:
+) -> Values:
     """-clip(r, 1 - clip_low, 1 + clip_high) A log pi, with no gradient through the ratio.
 
     MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; None is no lower bound, as in the paper's runs. TRL
@@ -135,9 +171,7 @@ def cispo(
     return -ratio_BT * advantages_BT * logprobs_BT
 
 
-def sapo(
-    log_ratios_BT: FloatBT, advantages_BT: FloatBT, positive: float, negative: float
-) -> FloatBT:
+def sapo(log_ratios_BT: Given, advantages_BT: Given, positive: float, negative: float) -> Values:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of clipping.
 
     tau is `positive` where A > 0, else `negative` (arXiv:2511.20347, eq. 5 and 6).
@@ -148,12 +182,12 @@ def sapo(
 
 
 def dppo(
-    logprobs_BT: FloatBT,
-    log_ratios_BT: FloatBT,
-    advantages_BT: FloatBT,
+    logprobs_BT: Given,
+    log_ratios_BT: Given,
+    advantages_BT: Given,
     low: float,
     high: float,
-) -> FloatBT:
+) -> Values:
     """-r A, but 0 where the update would push a probability further than `low` or `high` away.
 
     The bound is on pi - pi_old itself (total variation of the token against the rest), not on their
@@ -167,14 +201,14 @@ def dppo(
     return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
 
 
-def kl_estimate(logprobs_BT: FloatBT, reference_logprobs_BT: FloatBT, estimator: str) -> FloatBT:
+def kl_estimate(logprobs_BT: Given, reference_logprobs_BT: Given, estimator: str) -> Values:
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
     With d = log pi - log ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) + d - 1
     (Schulman, "Approximating KL divergence", 2020). The gradient of k2 is that of the KL itself,
     k3's is not; k3_k2_gradient has the value of the one and the gradient of the other.
     """
-    d_BT = logprobs_BT - reference_logprobs_BT
+    d_BT = jnp.asarray(logprobs_BT) - reference_logprobs_BT
     match estimator:
         case "k1":
             return d_BT
@@ -185,18 +219,18 @@ def kl_estimate(logprobs_BT: FloatBT, reference_logprobs_BT: FloatBT, estimator:
         case "k3_k2_gradient":
             k2_BT, k3_BT = jnp.square(d_BT) / 2, _k3(d_BT)
             return k2_BT + jax.lax.stop_gradient(k3_BT - k2_BT)
-    raise AssertionError(estimator)
+    raise ValueError(f"expected estimator of k1, k2, k3, k3_k2_gradient: found {estimator}")
 
 
-def _k3(d_BT: FloatBT) -> FloatBT:
+def _k3(d_BT: Values) -> Values:
     return jnp.expm1(jnp.clip(-d_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)) + d_BT
 
 
 def correction_weights(
     objective: ObjectiveConfig,
-    old_logprobs_BT: FloatBT,
-    sampler_logprobs_BT: FloatBT,
-    mask_BT: FloatBT,
+    old_logprobs_BT: GivenBT,
+    sampler_logprobs_BT: GivenBT,
+    mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
     """What each token's loss is multiplied with for having been drawn by another program.
@@ -206,7 +240,7 @@ def correction_weights(
     RL Training"). masked: 0 outside `correction_low` to `correction_high` (IcePop, Ling team 2025).
     """
     if objective.importance_correction == "none":
-        return jnp.ones_like(mask_BT)
+        return jnp.ones_like(_zeros_and_ones(mask_BT))
     level = objective.correction_level
     log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, level)
     weight_BT = jnp.exp(log_BT)
@@ -221,10 +255,10 @@ def correction_weights(
 
 def policy_losses(
     objective: ObjectiveConfig,
-    logprobs_BT: FloatBT,
-    old_logprobs_BT: FloatBT,
-    advantages_BT: FloatBT,
-    mask_BT: FloatBT,
+    logprobs_BT: GivenBT,
+    old_logprobs_BT: GivenBT,
+    advantages_BT: GivenBT,
+    mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
     """The surrogate of each trained token, 0 elsewhere.
@@ -233,6 +267,7 @@ def policy_losses(
     so that they sum to it; at `sequence_mean` each token carries it whole, so that they average to
     it. On policy, every surrogate at every level has the gradient of `reinforce`.
     """
+    mask_BT = _zeros_and_ones(mask_BT)
     if objective.surrogate == "reinforce":
         return reinforce(logprobs_BT, advantages_BT) * mask_BT
     log_ratio_BT = log_ratios(
@@ -246,9 +281,9 @@ def policy_losses(
 
 def _surrogate(
     objective: ObjectiveConfig,
-    logprobs_BT: FloatBT,
+    logprobs_BT: GivenBT,
     log_ratios_BT: FloatBT,
-    advantages_BT: FloatBT,
+    advantages_BT: GivenBT,
 ) -> FloatBT:
     low, high = objective.clip_low, objective.clip_high
     match objective.surrogate:

@@ -174,7 +174,7 @@ def _of_critic(
 def critic_losses(settings: StepSettings, values: Array, rows: StepArrays) -> Array:
     """The weighted value loss of each trained token, 0 elsewhere; to be divided by their number."""
     critic, old_values, returns = _for_critic(settings, rows)
-    losses = value_losses(critic, values, old_values, returns)
+    losses = value_losses(values, old_values, returns, critic.value_clip)
     return jnp.where(rows.mask, critic.value_coefficient * losses, 0.0)
 
 

@@ -25,6 +25,7 @@ from levanter.models.gemma import GemmaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.training.attention import RowAttention, Sight, sight_of
+from marin_rl.training.losses import scores_of_logits
 
 TOKENS_PER_CHUNK = 256
 UNROLLED_LAYERS_MAX = 8
@@ -301,9 +302,7 @@ def _tail_scores(
     logits_CV = jnp.einsum(
         "ce,ve->cv", states.array, tail.words, preferred_element_type=jnp.float32
     )
-    logp_CV = jax.nn.log_softmax(logits_CV / temperature, axis=-1)
-    logprobs_C = jnp.take_along_axis(logp_CV, targets_C[:, None], axis=1)[:, 0]
-    return logprobs_C, -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1), *numbers
+    return *scores_of_logits(logits_CV, targets_C, temperature), *numbers
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -317,19 +317,22 @@ def _updated(
         step=state.step + ok,
         rng=state.rng,
         refused=jnp.where(ok, 0, state.refused + 1),
-        average=_averaged(settings, state.average, parameters),
+        average=_averaged(settings, state.average, parameters, ok),
         critic=state.critic,
     )
 
 
 def _averaged(
-    settings: StepSettings, average: Parameters | None, parameters: Parameters
+    settings: StepSettings, average: Parameters | None, parameters: Parameters, ok: Array
 ) -> Parameters | None:
-    """decay * average + (1 - decay) * parameters; a refused update still draws it nearer."""
+    """decay * average + (1 - decay) * parameters; as it was where an update is refused."""
     if average is None or settings.objective is None:
         return average
     decay = settings.objective.reference_decay
-    return {name: decay * average[name] + (1 - decay) * new for name, new in parameters.items()}
+    return {
+        name: jnp.where(ok, decay * average[name] + (1 - decay) * new, average[name])
+        for name, new in parameters.items()
+    }
 
 
 def as_array(value: int) -> Int[np.ndarray, ""]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
-from marin_rl.analysis.verify import UNREADABLE, verify_run
+from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_run
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.config import load_config
@@ -25,6 +26,7 @@ from marin_rl.storage.metrics import _encode, read_metrics
 from marin_rl.storage.rollouts import seal_round
 from marin_rl.storage.runs import Run, metrics_key
 from marin_rl.types import SlotRef
+from schemas.manifests import sealed_json
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -45,6 +47,7 @@ def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotR
         return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in (0, 1)))
 
     parts = asyncio.run(generate())
+    watch.lap("generate")
     batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
     trained = resident.train_round(round, batches, checkpoint)
     steps = int(batches.summary["steps"])
@@ -176,11 +179,17 @@ def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, cho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correction", ["none", "truncated"])
-def test_a_run_of_several_passes_over_several_minibatches_passes(
-    tmp_path: Path, correction
-) -> None:
-    choices = ("training.epochs=3", f"objective.importance_correction={correction}")
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("objective.importance_correction=none",),
+        ("objective.importance_correction=truncated",),
+        ("objective.advantage=reinforce", "objective.kl_placement=reward"),
+        ("recipe=recipes/ppo.yaml",),
+    ],
+)
+def test_a_run_of_several_passes_over_several_minibatches_passes(tmp_path: Path, choices) -> None:
+    choices = (*choices, "training.epochs=3")
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *SETTINGS, *choices]))
     resident = Resident(run)
     try:
@@ -193,10 +202,13 @@ def test_a_run_of_several_passes_over_several_minibatches_passes(
     assert [row["updates/steps"] for row in rows] == [9, 18]  # three batches, each three times
     findings = list(verify_run(run))
     assert [found.told for found in findings if found.problem] == []
-    checked = {found.metric for found in findings if found.round == 1}
-    assert {"scores/ratios", "scores/advantages", "val/num_eos_tokens", "reward"} <= checked
+    checked = checked_in(findings, 1)
+    assert {"scores/ratios", "scores/advantages", "val/num_eos_tokens", "reward", "lr"} <= checked
     # The last passes leave no scores, so what is an average over all of them is not believed.
-    assert not checked & {"loss", "val/ratio", "kl"}
+    assert not checked & {"loss", "val/ratio"}
+    in_reward = run.config.objective.kl_placement == "reward"  # that is known before the first
+    for name in ("kl", "objective/kl", "objective/non_score_reward", "objective/rlhf_reward"):
+        assert (name in checked) == in_reward
     scores = scan_scores(tmp_path, "debug").collect()
     places = scan_dispositions(tmp_path, "debug").filter(disposition="consumed").collect()
     assert scores.height == places.height  # those of the first pass alone
@@ -212,17 +224,50 @@ def copy(played: Path, tmp_path: Path) -> Run:
     return Run.open(str(tmp_path), "debug")
 
 
+def checked_in(findings: Sequence[Finding], round: int) -> set[str]:
+    return {found.metric for found in findings if found.round == round and not found.unchecked}
+
+
 def test_a_true_run_passes(played: Path) -> None:
     findings = list(verify_run(Run.open(str(played), "debug")))
     assert [found.told for found in findings if found.problem] == []
-    checked = {found.metric for found in findings if found.round == 1}
+    checked = checked_in(findings, 1)
     assert {
         "loss", "loss/policy_avg", "kl", "objective/kl", "objective/rlhf_reward", "val/ratio",
         "clip_ratio/region", "mismatch_kl", "reward", "storage/bytes", "episode", "env/echo/errors",
         "completions/mean_length", "replay/enqueue", "val/num_eos_tokens", "train/output_length",
+        "lr", "updates/steps", "eps", "env/echo/eps", "perf/tokens_per_second",
     } <= checked  # fmt: skip
     assert "eval/pass@3/low" in {found.metric for found in findings if found.round == 0}
-    assert not checked & {"timing_s/round", "grad_norm", "eps", "weights/seconds"}
+    untold = {"timing_s/round", "grad_norm", "weights/seconds"}
+    assert not checked & untold
+    assert untold <= {found.metric for found in findings if found.unchecked}
+    (row,) = read_metrics(Run.open(str(played), "debug"), [1]).to_pylist()
+    named = {name for name, value in row.items() if value is not None} - {"run_id", "round"}
+    assert named <= {found.metric for found in findings if found.round == 1}
+
+
+def test_what_several_passes_average_is_named_as_not_checked(copy: Run, tmp_path: Path) -> None:
+    config = tmp_path / "debug/run.json"
+    told = json.loads(config.read_text())
+    del told["digest"]
+    told["config"]["training"]["epochs"] = 4
+    config.write_bytes(sealed_json(told))
+    findings = list(verify_run(Run.open(str(tmp_path), "debug")))
+    reason = "scores are kept of the first of 4 passes"
+    silent = {found.metric for found in findings if found.unchecked == reason}
+    assert {"loss", "val/ratio", "entropy", "kl", "objective/rlhf_reward"} <= silent
+    assert "mismatch_kl" in checked_in(findings, 1)
+    assert any(
+        line.startswith(f"not checked ({reason}): clip_ratio/high, ")
+        for line in not_checked(findings)
+    )
+
+
+def test_the_learning_rate_of_a_round_with_a_refused_update_is_not_known(copy: Run) -> None:
+    altered(copy, 1, **{"updates/skipped": 1.0, "lr": 9.0})
+    (found,) = (found for found in verify_run(copy, 1) if found.metric == "lr")
+    assert found.unchecked == "an update of the round was refused"
 
 
 def test_the_steps_were_not_all_on_policy(played: Path) -> None:
@@ -245,6 +290,9 @@ def altered(run: Run, round: int, **changes: float | None) -> None:
     ("name", "value", "told"),
     [
         ("reward", 0.75, "round 1: reward differs: expected "),
+        ("lr", 0.5, "round 1: lr differs: expected "),
+        ("updates/steps", 9.0, "round 1: updates/steps differs: expected 6"),
+        ("eps", 1e6, "round 1: eps differs: expected "),
         ("loss", 1.0, "round 1: loss differs: expected "),
         ("eval/accuracy", 0.5, "round 1: (unreadable)"),
         ("kl", None, "round 1: kl is missing from the row: expected "),
@@ -292,6 +340,7 @@ def test_the_command_says_what_differs_and_fails(copy: Run, tmp_path: Path) -> N
     true = invoke()
     assert true.exit_code == 0, true.output
     assert "objective/rlhf_reward" in true.output
+    assert "not checked (no file gives it again): grad_norm, " in true.output
     altered(copy, 0, entropy=9.0)
     wrong = invoke()
     assert wrong.exit_code == 1

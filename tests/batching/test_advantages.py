@@ -15,7 +15,9 @@ from marin_rl.batching.advantages import (
     ESTIMATORS,
     WHITENING_VARIANCE_MIN,
     AdvantageChoice,
+    discounted_returns,
     dr_grpo,
+    gae,
     group_statistics,
     grpo,
     maxrl,
@@ -72,6 +74,56 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k: int, successes: int) -> None:
 def test_pass_at_k_needs_k_members() -> None:
     with pytest.raises(ValueError, match=r"found k = 3 and a group of 2: lower objective\.pass_k"):
         pass_at_k(np.array([1.0, 0.0, np.nan]), 3, 1.0)
+
+
+@pytest.mark.parametrize("estimator", [rloo, grpo, dr_grpo, maxrl, lambda r: pass_at_k(r, 2, 1.0)])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.0, 1.0, 1.0, 0.0],
+        [False, True, True, False],
+        np.array([0, 1, 1, 0]),
+        np.array([0, 1, 1, 0], np.float32),
+    ],
+)
+def test_rewards_may_be_numbers_of_any_kind(estimator, rewards) -> None:
+    found = estimator(rewards)
+    assert found.dtype == np.float64
+    assert_array_equal(found, estimator(np.array([0.0, 1.0, 1.0, 0.0])))
+
+
+def test_a_recorded_round_is_taken_as_it_is() -> None:
+    groups = np.array([0, 0, 1, 1], np.int32)
+    choice = AdvantageChoice(estimator="grpo")
+    expected = round_advantages(np.array([0.0, 1.0, 2.0, 5.0]), groups, 2, choice)
+    for rewards in ([0, 1, 2, 5], np.array([0, 1, 2, 5]), np.array([0, 1, 2, 5], np.float32)):
+        assert_array_equal(round_advantages(rewards, groups, 2, choice), expected)
+
+
+def test_other_frameworks_epsilon_can_be_chosen() -> None:
+    rewards, groups = np.array([0.0, 1.0, 1.0]), np.zeros(3, np.int32)
+    verls = AdvantageChoice(estimator="grpo", epsilon=1e-6)
+    assert_allclose(
+        round_advantages(rewards, groups, 1, verls), grpo(rewards, epsilon=1e-6), rtol=1e-12
+    )
+    wide = AdvantageChoice(estimator="rloo", scale="batch_std", epsilon=1.0)
+    std = rewards.std(ddof=1)
+    assert_allclose(round_advantages(rewards, groups, 1, wide), rloo(rewards) / (std + 1.0))
+
+
+@pytest.mark.parametrize("choice", [{"estimator": "rlooo"}, {"scale": "group"}])
+def test_an_unknown_choice_is_refused_with_the_known_ones(choice: dict[str, str]) -> None:
+    ((what, name),) = choice.items()
+    with pytest.raises(ValueError, match=rf"expected {what} of .*: found {name}"):
+        AdvantageChoice(**choice)  # pyright: ignore[reportArgumentType]
+
+
+def test_returns_over_time_can_be_had_here_in_any_precision() -> None:
+    rewards, discounts = np.array([0, 0, 1]), np.full(3, 0.5, np.float32)
+    assert_array_equal(discounted_returns(rewards, discounts), [0.25, 0.5, 1.0])
+    found = gae(rewards, discounts, np.zeros(4, np.float32), 1.0)
+    assert found.dtype == np.float64
+    assert_array_equal(found, [0.25, 0.5, 1.0])
 
 
 def test_missing_rewards_stay_out_of_the_baseline() -> None:

@@ -102,10 +102,46 @@ def test_every_fate_has_its_reason(tmp_path: Path) -> None:
     assert audit_round(run, 4).balanced
 
 
-def test_kl_in_the_reward_is_a_signal_where_rewards_are_equal(tmp_path: Path) -> None:
-    run = _run(tmp_path, objective={"kl_coefficient": 0.1, "kl_placement": "reward"})
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kl_coefficient": 0.1, "kl_placement": "reward"},
+        {"kl_coefficient": 0.1, "kl_placement": "loss"},
+        {"entropy_coefficient": 0.01},
+    ],
+)
+def test_kl_and_entropy_are_signals_where_rewards_are_equal(
+    objective: dict[str, Any], tmp_path: Path
+) -> None:
+    run = _run(tmp_path, objective=objective)
     _built(run, [group("g", [1.0, 1.0, 1.0])])
     assert set(_fates(run).values()) == {"consumed"}
+
+
+def test_best_of_k_learns_nothing_from_rewards_that_come_to_the_same(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "pass_at_k", "pass_k": 2})
+    mixed = group("a", [0.0, 0.5, 1.0])  # one success: of two members it may be missing
+    sure = group("b", [0.0, 1.0, 1.0, None])  # any two have a success
+    wrong = group("c", [0.0, 0.5, 0.9])  # all below success_threshold
+    _built(run, [mixed, sure, wrong])
+    fates = _fates(run)
+    assert {fates[f"a/{i}"] for i in range(3)} == {"consumed"}
+    flat = [f"b/{i}" for i in range(3)] + [f"c/{i}" for i in range(3)]
+    assert {fates[name] for name in flat} == {"zero_signal"}
+
+
+@pytest.mark.parametrize("turns", [{}, {"turn_discount": 0.5, "ratio_level": "token"}])
+def test_length_alone_is_no_signal(turns: dict[str, Any], tmp_path: Path) -> None:
+    objective = {"overlong": "soft_penalty", "overlong_buffer": 1.0, "overlong_penalty": 2.0}
+    run = _run(tmp_path, objective=objective | turns)
+    wrong = [rollout("a/0", reward=0.0), rollout("a/1", index=1, reward=0.0, completion=[7] * 9)]
+    # equal once shaped, but one of them is right
+    share = 2.0 * (9 - 2) / run.config.sampling.max_tokens
+    right = [rollout("b/0", reward=0.0), rollout("b/1", index=1, reward=share, completion=[7] * 9)]
+    _built(run, [group_of("a", wrong), group_of("b", right)])
+    fates = _fates(run)
+    assert (fates["a/0"], fates["a/1"]) == ("zero_signal", "zero_signal")
+    assert (fates["b/0"], fates["b/1"]) == ("consumed", "consumed")
 
 
 def test_whitening_over_tokens_weighs_a_rollout_by_its_length(tmp_path: Path) -> None:
@@ -139,7 +175,7 @@ def test_an_overlong_completion_is_in_the_baseline_and_not_trained_on(tmp_path: 
 
 def test_a_long_completion_loses_reward_and_keeps_its_own_in_the_record(tmp_path: Path) -> None:
     objective = {"overlong": "soft_penalty", "overlong_buffer": 1.0, "overlong_penalty": 2.0}
-    run = _run(tmp_path, objective=objective)
+    run = _run(tmp_path, objective=objective, filters={"zero_signal": False})
     limit = run.config.sampling.max_tokens
     short = rollout("a/0", completion=(7, 8), reward=1.0)
     long = rollout("a/1", index=1, completion=(7, 8, 9, 10), reward=1.0)

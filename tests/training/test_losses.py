@@ -20,7 +20,9 @@ from marin_rl.training.losses import (
     log_ratios,
     policy_losses,
     ppo_clip,
+    reinforce,
     sapo,
+    scores_of_logits,
     segment_sums,
     token_weights,
 )
@@ -121,6 +123,113 @@ def test_k3_is_that_of_trl(case):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+LOGITS = {
+    case["name"]: case
+    for case in json.loads((Path(__file__).parents[1] / "golden/logits.json").read_text())["cases"]
+}
+
+
+def of_logits(name: str) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The settings, inputs and outputs of a case, in the precision that they were computed in."""
+    case = LOGITS[name]
+    inputs, outputs = (
+        {
+            key: np.asarray(value, np.int32 if key in ("a_t", "index") else np.float32)
+            for key, value in case[part].items()
+        }
+        for part in ("inputs", "outputs")
+    )
+    return case["args"], inputs, outputs
+
+
+@pytest.mark.parametrize("name", ["clipped_surrogate_0.1", "clipped_surrogate_0.2"])
+def test_the_clipped_surrogate_and_its_gradient_are_those_of_rlax(name):
+    args, given, expected = of_logits(name)
+
+    def loss(ratios):
+        epsilon = args["epsilon"]
+        return jnp.mean(ppo_clip(jnp.log(ratios), given["adv_t"], epsilon, epsilon))
+
+    found, gradient = jax.value_and_grad(loss)(given["prob_ratios_t"])
+    np.testing.assert_allclose(found, expected["loss"], rtol=5e-5)
+    np.testing.assert_allclose(gradient, expected["grad_prob_ratios"], rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["policy_gradient_loss", "entropy_loss"])
+def test_policy_gradient_and_entropy_of_logits_are_those_of_rlax(name):
+    _, given, expected = of_logits(name)
+    targets = given.get("a_t", np.zeros(12, np.int32))
+
+    def loss(logits):
+        logprobs, entropies = scores_of_logits(logits, targets)
+        tokens = -entropies if name == "entropy_loss" else reinforce(logprobs, given["adv_t"])
+        return jnp.mean(given["w_t"] * tokens)
+
+    found, gradient = jax.value_and_grad(loss)(given["logits_t"])
+    np.testing.assert_allclose(found, expected["loss"], rtol=5e-5)
+    np.testing.assert_allclose(gradient, expected["grad_logits"], rtol=5e-5, atol=5e-5)
+
+
+def test_importance_ratios_of_logits_are_those_of_rlax():
+    _, given, expected = of_logits("importance_ratios")
+    now, then = (
+        scores_of_logits(given[name], given["a_t"])[0][None]
+        for name in ("pi_logits_t", "mu_logits_t")
+    )
+    found = jnp.exp(log_ratios(now, then, np.ones((1, 12), bool), np.ones((1, 12), int), "token"))
+    np.testing.assert_allclose(found[0], expected["rho"], rtol=5e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_mean_of_a_kl_estimate_over_the_policy_is_the_kl_of_rlax(estimator):
+    _, given, expected = of_logits("categorical_kl")
+    p, q = (jax.nn.log_softmax(given[name]) for name in ("p_logits", "q_logits"))
+    found = jnp.sum(jnp.exp(p) * kl_estimate(p, q, estimator), axis=-1)
+    np.testing.assert_allclose(found, expected["kl"], rtol=5e-5, atol=5e-5)
+
+
+def test_log_probabilities_and_entropies_of_logits_are_those_of_trl():
+    _, given, expected = of_logits("selective_log_softmax")
+    found, _ = scores_of_logits(given["logits"], given["index"])
+    np.testing.assert_allclose(found, expected["logprobs"], rtol=1e-4, atol=1e-4)
+    _, given, expected = of_logits("entropy_from_logits")
+    _, found = scores_of_logits(given["logits"], np.zeros((12, 10), int))
+    np.testing.assert_allclose(found, expected["entropy"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("precision", [np.float32, np.float64])
+def test_arrays_that_others_recorded_are_taken_as_they_are(shape, precision):
+    rng = np.random.default_rng(0)
+    new, old, advantages = (rng.normal(-1, 0.3, shape).astype(precision) for _ in range(3))
+    expected = -np.minimum(
+        np.exp(new - old) * advantages, np.clip(np.exp(new - old), 0.8, 1.2) * advantages
+    )
+    recorded = (new, old, advantages)
+    for now, then, worth in (recorded, map(jnp.asarray, recorded)):
+        found = ppo_clip(now - then, worth, 0.2, 0.2)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(kl_estimate(now, then, "k1"), new - old, rtol=1e-4)
+        np.testing.assert_allclose(reinforce(now, worth), -new * advantages, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [bool, np.int32, np.float32])
+def test_a_mask_may_be_of_any_kind(kind):
+    mask, ids = np.asarray(MASK).astype(kind), np.asarray(SEGMENTS)
+    found = token_weights(mask, ids, "sequence_mean_token_mean", 1)
+    expected = token_weights(MASK, SEGMENTS, "sequence_mean_token_mean", 1)
+    np.testing.assert_array_equal(found, expected)
+    logs = log_ratios(np.zeros((2, 6)), np.ones((2, 6)), mask, ids, "sequence_mean")
+    np.testing.assert_array_equal(logs, -np.asarray(SEGMENTS > 0, np.float32))
+
+
+def test_a_choice_that_is_not_known_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"aggregation of token_mean, .* found batch_mean"):
+        token_weights(MASK, SEGMENTS, "batch_mean", 1)
+    with pytest.raises(ValueError, match=r"estimator of k1, .* found k4"):
+        kl_estimate(MASK, MASK, "k4")
+
+
 # Two rows: a sequence of two trained tokens; two packed ones of one and three, after a prompt.
 MASK = jnp.array([[0, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 1]], jnp.float32)
 SEGMENTS = jnp.array([[1, 1, 1, 0, 0, 0], [1, 1, 2, 2, 2, 2]])
@@ -169,6 +278,13 @@ def test_ratios_by_hand():
 def test_clipping_by_hand(ratio, advantage, expected):
     found = ppo_clip(jnp.log(jnp.full((1, 1), ratio)), jnp.full((1, 1), advantage), 0.2, 0.28)
     np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 0.2), (0.2, 0.0), (0.0, 0.0)])
+def test_a_bound_of_zero_leaves_what_is_on_policy_its_gradient(bounds):
+    advantages = jnp.array([[1.0, -2.0]])
+    gradient = jax.grad(lambda logs: jnp.sum(ppo_clip(logs, advantages, *bounds)))
+    np.testing.assert_array_equal(gradient(jnp.zeros((1, 2))), -advantages)
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(5.0, 6.0), (2.0, 4.0), (0.5, 1.0)])

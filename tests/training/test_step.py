@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from builders import commit_round, configuration, group_of, rollout
 from hand_made import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import others_slow
 
+from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig
+from marin_rl.storage.batches import read_batches
+from marin_rl.storage.runs import Run
 from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.rows import StepSettings
@@ -179,7 +183,7 @@ def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
     choices = {"importance_correction": "truncated", "correction_high": 1.01}
     stage, batch = Stage(objective=ObjectiveConfig(**choices)), random_batch(4)
     first, metrics = stage.gradient(batch, 4, 1)
-    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)  # this is the first update
+    assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1.0, 0.0)  # the first update
     assert metrics["sampling/correction_weight/mean"] < 1.01
     arrays, used = step_arrays(batch, 4, 1)
     score = make_score(stage.model, StepSettings(objective=stage.objective))
@@ -297,6 +301,47 @@ def test_an_update_that_is_not_finite_is_refused_whole(stage):
     assert int(state.refused) == 2
     state, good, _ = stage.take(batch, 2, 4, state)
     assert (int(state.refused), int(state.step), float(good["updates/skipped"])) == (0, 1, 0)
+
+
+def test_a_refused_update_leaves_the_average_where_it_is():
+    objective = OBJECTIVE.model_copy(update={"reference": "average", "reference_decay": 0.5})
+    stage, batch = Stage(objective=objective), random_batch(4)
+    state = stage.fresh()._replace(average=stage.reference)
+    poisoned = dataclasses.replace(batch, advantages=batch.advantages * np.float32(np.nan))
+    state, _, _ = stage.take(poisoned, 4, 1, state)
+    for name, array in stage.reference.items():
+        np.testing.assert_array_equal(state.average[name], array)
+    state, _, _ = stage.take(batch, 4, 1, state)
+    for name, array in stage.reference.items():
+        halfway = 0.5 * array + 0.5 * state.parameters[name]
+        np.testing.assert_allclose(state.average[name], halfway, atol=1e-6)
+
+
+def test_rows_of_two_policies_are_each_held_against_their_own(tmp_path):
+    now, before = (named_parameters(build_model(MODEL, VOCAB, seed)) for seed in (0, 1))
+    objective = ObjectiveConfig(ratio_level="token", aggregation="token_mean")
+    stage, sections = Stage(objective=objective), {"batching": {"staleness_rounds_max": 1}}
+    run = Run.create_or_open(configuration(str(tmp_path), **sections))
+    members = [
+        rollout(f"g/{i}", index=i, reward=float(i), completion=(8, 9, 10 + i), version=version)
+        for i, version in enumerate((4, 3, 4, 3, 2))
+    ]
+    built = build_round(run, 4, commit_round(run, 4, [[group_of("g", members)]]))
+    stale = "rollouts/consumed", "rollouts/stale", "staleness/mean", "staleness/max"
+    assert [built.summary[name] for name in stale] == [4, 1, 0.5, 1]
+    (batch,) = read_batches(run, built)
+    old = np.array([False, True, False, True])
+    arrays, used = step_arrays(batch, 4, 1)
+    score = make_score(stage.model, StepSettings(objective=objective))
+    fresh, aged = (np.asarray(score(p, arrays, as_array(used)))[0] for p in (now, before))
+    sampled = np.where(old[:, None], aged, fresh)  # what either policy's server told
+    batch = dataclasses.replace(batch, policy_logprobs=sampled)
+    _, metrics, measured = stage.take(batch, 4, 1)
+    mask, ratio = arrays.mask[0], np.asarray(measured.ratios)[0]
+    expected = np.where(old[:, None], np.exp(fresh - aged), 1.0)
+    np.testing.assert_allclose(ratio[mask], expected[mask], rtol=1e-4)
+    assert np.abs(ratio[mask & old[:, None]] - 1).min() > 1e-3
+    assert float(metrics["val/ratio"]) == pytest.approx(expected[mask].mean(), rel=1e-4)
 
 
 def test_metrics_by_hand(stage):
