@@ -211,7 +211,7 @@ class Engine:
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
 
     def pause(self) -> None:
-        """Start no chunk until `resume`; returns when none is running.
+        """Start no chunk until `resume`; returns when none is running, or somebody has resumed.
 
         Requests go on queueing, running ones wait, and `swap` works. Not for the engine's own
         thread, which could never return.
@@ -220,7 +220,7 @@ class Engine:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
-            while self._in_round:
+            while self._in_round and self._paused:
                 self._changed.wait()
 
     def resume(self) -> None:

@@ -90,13 +90,13 @@ def admin_routes(service: Service) -> list[Route]:
 
     async def pause(request: Request) -> Response:
         """No chunk runs until the engine is resumed."""
+        _check_goes_on(service)
         await asyncio.to_thread(service.engine.pause)
         return json_response(status(service))
 
     async def resume(request: Request) -> Response:
         """Go on after a pause or a drain."""
-        if service.stopping:
-            raise ApiError(409, "the server is shutting down: start another", code="stopping")
+        _check_goes_on(service)
         service.engine.resume()
         service.draining = False
         return json_response(status(service))
@@ -120,6 +120,12 @@ def admin_routes(service: Service) -> list[Route]:
     }
     routes = [Route(path, for_admin(run), methods=["POST"]) for path, run in posts.items()]
     return [*routes, Route(f"{ADMIN}/status", for_admin(get_status))]
+
+
+def _check_goes_on(service: Service) -> None:
+    """ApiError 409 where the server ends: its last requests must, too."""
+    if service.stopping:
+        raise ApiError(409, "the server is shutting down: start another", code="stopping")
 
 
 def status(service: Service) -> dict[str, Any]:

@@ -153,6 +153,32 @@ def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
         engine.close()
 
 
+def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
+    engine = engine_of(model)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    try:
+        running = engine.submit(request_of(), hold)
+        assert begun.wait(60)
+        pausing = threading.Thread(target=engine.pause)
+        pausing.start()
+        while not engine.paused:
+            time.sleep(0.001)
+        engine.resume()
+        pausing.join(30)
+        assert not pausing.is_alive()
+        assert not release.is_set()
+        release.set()
+        assert len(running.result(timeout=120).samples) == 1
+    finally:
+        release.set()
+        engine.close()
+
+
 class Between(Future[GenerationResult]):
     """A future that ends well, while another thread cancels one in the middle of its callback."""
 

@@ -527,7 +527,7 @@ def test_what_is_going_on_is_told(server: PolicyServer, run: Run) -> None:
     assert 0 <= last["seconds_ago"] < 60
 
 
-def test_a_server_that_shuts_down_is_not_resumed(run: Run, monkeypatch: Any) -> None:
+def test_a_server_that_shuts_down_is_neither_paused_nor_resumed(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", KEY)
     server = proven_server(read_checkpoint(run, 1), character_tokenizer(), run.config)
     server.start()
@@ -535,8 +535,10 @@ def test_a_server_that_shuts_down_is_not_resumed(run: Run, monkeypatch: Any) -> 
         talk(server, "POST", "/admin/pause")
         assert server.drain(10.0)
         assert server.engine.paused is False
-        status, _, answer = talk(server, "POST", "/admin/resume")
-        assert (status, answer["error"]["code"]) == (409, "stopping")
+        for path in ("/admin/pause", "/admin/resume"):
+            status, _, answer = talk(server, "POST", path)
+            assert (status, answer["error"]["code"]) == (409, "stopping")
+        assert server.engine.paused is False
         assert talk(server, "GET", "/readyz")[0] == 503
     finally:
         server.stop()
