@@ -24,6 +24,7 @@ from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.protocol import CHAT_ROUTE
+from marin_rl.inference.slots import STOP_TOKENS_MAX
 from marin_rl.serving.access import AccessLog, Stream
 from marin_rl.serving.addresses import check_reach, listen
 from marin_rl.serving.app import Service, create_app
@@ -33,8 +34,9 @@ from marin_rl.serving.keys import Keys
 from marin_rl.serving.origins import Origins
 from marin_rl.serving.telemetry import Snapshot, Telemetry
 from marin_rl.serving.templates import check_template
+from marin_rl.serving.texts import Texts
 from marin_rl.serving.updates import Updater
-from marin_rl.tokenizers import check_vocabulary
+from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import LmHeadModel
 
 START_S = 30.0
@@ -68,19 +70,20 @@ class PolicyServer:
         self._config = config.server
         self._keys = Keys.from_environment(config)
         self._tokenizer = tokenizer
+        texts = Texts(tokenizer)
         self.engine = Engine(
             model,
             config.engine,
             context_length=context_length,
             weight_version=weight_version,
             parameters_digest=parameters_digest,
-            stop_token_ids=stop_token_ids(tokenizer),
-            decode=_decoder_of(tokenizer),
+            stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
+            decode=texts.of,
             dtype=dtype,
         )
         self.telemetry = Telemetry(self._snapshot)
         self.updater = Updater(self.engine, model, tokenizer, config, dtype, self.telemetry)
-        self._service = Service(self.engine, tokenizer, config.model, self.updater)
+        self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
         self._gate = Gate(
             config=self._config,
             keys=self._keys,
@@ -229,22 +232,19 @@ class PolicyServer:
             log.close()
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end token. InputError if it has none."""
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise InputError("the tokenizer has no end token: completions would never end")
-    return (end,)
+def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
+    """What ends a completion; InputError where the model or a slot has no room for it."""
+    ids = end_token_ids(tokenizer)
+    if len(ids) > STOP_TOKENS_MAX or max(ids) >= vocabulary:
+        raise InputError(
+            f"expected at most {STOP_TOKENS_MAX} end tokens, with ids below {vocabulary}, in the "
+            f"generation_config.json of {tokenizer.name_or_path}, found {list(ids)}"
+        )
+    return ids
 
 
 def _whence(digest: bytes | None, variable: str, without: str) -> str:
     return f"from {variable}" if digest else f"{variable} is not set: {without}"
-
-
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
 
 
 def serve_forever(

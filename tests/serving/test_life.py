@@ -32,7 +32,7 @@ from marin_rl.serving.addresses import check_address
 from marin_rl.serving.briefly import Weights
 from marin_rl.serving.briefly import serving as briefly
 from marin_rl.serving.server import PolicyServer
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef
 
 TESTS = Path(__file__).parents[1]
@@ -96,6 +96,25 @@ def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused() -> None:
     tokenizer.add_tokens(["<|one more|>"])
     with pytest.raises(InputError, match="ids up to 103"):
         PolicyServer(tiny_model(), tokenizer, InferenceConfig(), context_length=CONTEXT)
+
+
+def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> None:
+    character_tokenizer().save_pretrained(tmp_path)
+    listed = tmp_path / "generation_config.json"
+
+    def made() -> PolicyServer:
+        tokenizer, config = load_tokenizer(tmp_path), InferenceConfig()
+        return PolicyServer(tiny_model(), tokenizer, config, context_length=CONTEXT)
+
+    listed.write_text('{"eos_token_id": [1, 6]}')
+    server = made()
+    try:
+        assert server.engine.stop_token_ids == (1, 6)
+    finally:
+        server.stop()
+    listed.write_text('{"eos_token_id": [1, 103]}')
+    with pytest.raises(InputError, match="ids below 103"):
+        made()
 
 
 def test_a_wrong_start_of_the_command_is_one_message_before_any_model(
