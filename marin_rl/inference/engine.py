@@ -79,6 +79,12 @@ class EngineStats:
         return replace(self)
 
 
+class VersionInUse(InferenceError):
+    """Requests are running whose tokens other weights of the same version have drawn."""
+
+    transient = True
+
+
 class Engine:
     """Continuous batching over `config.slots` sequences of at most `context_length` tokens.
 
@@ -201,14 +207,28 @@ class Engine:
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> None:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
 
-        Requests that are queued or running go on. Raises InputError, and keeps the old weights,
-        for a model of another shape.
+        Requests that are queued or running go on. Raises, and keeps the old weights: InputError for
+        a model of another shape, VersionInUse for other weights of the same version while requests
+        run, which could not tell the tokens of one from those of the other.
         """
         policy = self._runner.policy(model, weight_version, parameters_digest)
         with self._changed:
+            self._check_version(policy)
             self._policy = policy
             self.stats.swaps += 1
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
+
+    def _check_version(self, policy: Policy) -> None:
+        old = self._policy
+        ours, theirs = policy.parameters_digest, old.parameters_digest
+        if policy.weight_version != old.weight_version or ours == theirs:
+            return
+        if any(job.started_at for job in self._unended.values()):
+            raise VersionInUse(
+                f"requests are running on other weights of version {old.weight_version} (expected "
+                f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
+                "another version"
+            )
 
     def pause(self) -> None:
         """Start no chunk until `resume`; returns when none is running, or somebody has resumed.

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from marin_rl.errors import InferenceError, MarinRLError, StalePolicy
+from marin_rl.inference.engine import VersionInUse
 from marin_rl.inference.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.serving.bodies import ApiError, Body, Version, VersionText, parse
 from marin_rl.serving.guard import for_admin, read_body
@@ -164,7 +165,7 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
 
 def _refusal(error: MarinRLError, told: str) -> ApiError:
     """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
-    if isinstance(error, UpdateRunning):
+    if isinstance(error, UpdateRunning | VersionInUse):
         return ApiError(409, told, code="busy", headers={"Retry-After": "1"})
     if isinstance(error, StalePolicy):
         return ApiError(409, told, code="digest_mismatch")

@@ -200,7 +200,7 @@ class PolicyServer:
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
         """Serve another model's arrays from the next chunk on, without a copy; the new model id.
 
-        Raises InputError, and goes on with the old weights, for a model of another shape.
+        Raises, and goes on with the old weights, as `Engine.swap` does.
         """
         self.updater.swap(model, weight_version, parameters_digest)
         return self.model_id

@@ -10,7 +10,7 @@ from engines import bits, engine_of, request_of, result_of
 from tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
-from marin_rl.inference.engine import Engine
+from marin_rl.inference.engine import Engine, VersionInUse
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 
 
@@ -174,6 +174,29 @@ def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
         assert not release.is_set()
         release.set()
         assert len(running.result(timeout=120).samples) == 1
+    finally:
+        release.set()
+        engine.close()
+
+
+def test_other_weights_of_the_same_version_wait_for_running_requests(model):
+    engine, other = engine_of(model), tiny_model(seed=9)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    try:
+        running = engine.submit(request_of(), hold)
+        assert begun.wait(60)
+        with pytest.raises(VersionInUse, match="expected the digest one, found two"):
+            engine.swap(other, 1, "two")
+        engine.swap(model, 1, "one")
+        release.set()
+        assert running.result(timeout=120).parameters_digest == "one"
+        engine.swap(other, 1, "two")
+        assert result_of(engine, request_of()).parameters_digest == "two"
     finally:
         release.set()
         engine.close()
