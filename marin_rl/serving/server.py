@@ -8,11 +8,13 @@ call them (`gate`) and the address (`addresses`).
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import jax.numpy as jnp
@@ -252,38 +254,61 @@ def serve_forever(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; the process's exit code.
 
-    0 after a signal, 1 where the engine died. A second signal ends at once. To be called from the
-    main thread.
+    0 after a signal, 1 where the engine died. A second signal ends at once, and so does the first
+    one as long as nothing can be asked yet. To be called from the main thread.
     """
-    asked = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            os._exit(1)
-        asked.set()
-
-    previous = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
     try:
         raise_files_limit()
         if server.settings.access_log:
             server.log_requests(sys.stderr)
         server.start(host, port, warm_up=True)
-        spare_long_lived_objects()
-        announce(server.how_to_call())
-        while not asked.wait(ALIVE_S):
-            if not server.engine.alive:
-                announce("the engine ended by itself: its last words are above")
-                return 1
-        announce("draining: running requests finish, new ones are refused")
-        if not server.drain():
-            announce("some requests are still running: they end now with an error")
-    finally:
+    except BaseException:
         server.stop()
+        raise
+    with _signals() as come:
+        try:
+            spare_long_lived_objects()
+            announce(server.how_to_call())
+            while not come(ALIVE_S):
+                if not server.engine.alive:
+                    announce("the engine ended by itself: its last words are above")
+                    return 1
+            announce("draining: running requests finish, new ones are refused")
+            if not server.drain():
+                announce("some requests are still running: they end now with an error")
+        finally:
+            server.stop()
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[float], bool]]:
+    """Take SIGTERM and SIGINT: how to wait for one, so many seconds at most; whether it came.
+
+    A second one ends the process at once. A pipe, since a handler that took a lock could wait for
+    the very thread that it interrupts.
+    """
+    reading, writing = os.pipe()
+    told = select.poll()
+    told.register(reading, select.POLLIN)
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(1)
+        asked = True
+        os.write(writing, b"\0")
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield lambda seconds: bool(told.poll(1000 * seconds))
+    finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 0
+        os.close(reading)
+        os.close(writing)
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

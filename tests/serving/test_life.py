@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,10 +30,11 @@ from marin_rl.config import InferenceConfig, ServerConfig, load_config
 from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.serving import server as server_module
 from marin_rl.serving.addresses import check_address
 from marin_rl.serving.briefly import Weights
 from marin_rl.serving.briefly import serving as briefly
-from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.server import PolicyServer, serve_forever
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef
 
@@ -252,6 +255,64 @@ def wait_until(condition, timeout_s: float | int = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Standing:
+    """What `serve_forever` asks of a server, noted; no engine behind it."""
+
+    settings = ServerConfig(access_log=False)
+
+    def __init__(self, *, alive: bool = True) -> None:
+        self.engine = SimpleNamespace(alive=alive)
+        self.seen: list[object] = []
+
+    def start(self, host: str, port: int, *, warm_up: bool) -> None:
+        self.seen.append(("start", warm_up, handlers()))
+
+    def how_to_call(self) -> str:
+        return "at your service"
+
+    def drain(self) -> bool:
+        self.seen.append("drain")
+        return True
+
+    def stop(self) -> None:
+        self.seen.append("stop")
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def served(server: Standing, announce: Callable[[str], None]) -> int:
+    try:
+        return serve_forever(cast(Any, server), "127.0.0.1", 0, announce=announce)
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_once_it_can_be_asked_and_ends_at_once_before(number: int) -> None:
+    server, before, told = Standing(), handlers(), list[str]()
+
+    def announce(line: str) -> None:
+        told.append(line)
+        if line == "at your service":
+            os.kill(os.getpid(), number)
+
+    assert served(server, announce) == 0
+    assert server.seen == [("start", True, before), "drain", "stop"]
+    assert handlers() == before
+    assert [line.partition(":")[0] for line in told] == ["at your service", "draining"]
+
+
+def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ALIVE_S", 0)
+    server, before, told = Standing(alive=False), handlers(), list[str]()
+    assert served(server, told.append) == 1
+    assert server.seen == [("start", True, before), "stop"]
+    assert handlers() == before
+    assert "the engine ended by itself" in told[-1]
 
 
 SCRIPT = """
