@@ -111,9 +111,9 @@ def _order(kind: type[ChatBody], service: Service, data: bytes) -> Order:
         constraint=_constraint(chat),
     )
     if not body.stream:
-        return Order(requests=[request], end=partial(_whole, chat))
+        return Order(model=body.model, requests=[request], end=partial(_whole, chat))
     stream = ChatStream(chat)
-    return Order(requests=[request], end=stream.end, delta=stream.delta)
+    return Order(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
 
 
 def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Prompt:

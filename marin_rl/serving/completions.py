@@ -93,9 +93,9 @@ def _order(service: Service, data: bytes) -> Order:
             )
         )
     if not body.stream:
-        return Order(requests=requests, end=partial(_whole, plain))
+        return Order(model=body.model, requests=requests, end=partial(_whole, plain))
     stream = PlainStream(plain)
-    return Order(requests=requests, end=stream.end, delta=stream.delta)
+    return Order(model=body.model, requests=requests, end=stream.end, delta=stream.delta)
 
 
 def _encoded(service: Service, prompt: str | list[int]) -> Prompt:

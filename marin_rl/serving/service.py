@@ -145,9 +145,9 @@ class Service:
         self.check_characters(len(text), "prompt")
         return np.asarray(self._encode(text, special), np.int32)
 
-    def check_model(self, model: str) -> None:
-        """ApiError 404, with the known ids, for a model that is not served."""
-        known = self.known
+    def check_model(self, model: str, policy: Policy | None = None) -> None:
+        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
+        known = self.known if policy is None else [self.id_of(policy), self.name]
         if model not in known:
             raise ApiError(
                 404,

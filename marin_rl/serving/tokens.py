@@ -97,7 +97,7 @@ def _order(service: Service, data: bytes) -> Order:
     likeliest = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
     request = given.request(prompt, limit, top_logprobs=likeliest)
     write = partial(_whole, service, prompt, scored=given.logprobs is not None)
-    return Order(requests=[request], end=write)
+    return Order(model=body.model, requests=[request], end=write)
 
 
 def _whole(

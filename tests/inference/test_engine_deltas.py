@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse
+from marin_rl.inference.runner import Policy
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 
 
@@ -199,6 +200,31 @@ def test_other_weights_of_the_same_version_wait_for_running_requests(model):
         assert result_of(engine, request_of()).parameters_digest == "two"
     finally:
         release.set()
+        engine.close()
+
+
+def test_whoever_asks_is_told_of_slots_and_may_refuse_what_would_draw(model):
+    engine, told = engine_of(model), list[int]()
+
+    def refuse(policy: Policy) -> None:
+        raise ValueError(policy.parameters_digest)
+
+    try:
+        tell = lambda policy: told.append(policy.weight_version)
+        scored = engine.submit(request_of(score_prompt=True, max_tokens=0), None, tell)
+        assert scored.result(timeout=120)
+        assert told == [1]
+        assert engine.submit(request_of(n=20), None, tell).result(timeout=120)
+        assert len(told) >= 4  # eight slots for twenty samples
+        tokens = engine.stats.tokens
+        for request in (request_of(), request_of(n=20), request_of(score_prompt=True)):
+            with pytest.raises(InferenceError) as caught:
+                engine.submit(request, None, refuse).result(timeout=120)
+            assert str(caught.value.__cause__) == "one"
+        assert (engine.stats.tokens, engine.active, engine.queued) == (tokens, 0, 0)
+        expected = bits(engine.submit(request_of()).result(timeout=120))
+        assert expected == bits(result_of(engine, request_of()))
+    finally:
         engine.close()
 
 

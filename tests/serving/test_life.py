@@ -181,6 +181,36 @@ def test_a_swap_changes_the_served_id_and_the_old_one_is_stale() -> None:
             asyncio.run(ask(old))
 
 
+def test_weights_that_were_swapped_out_while_a_request_waited_are_a_404() -> None:
+    found: list[tuple] = []
+    with serving() as server:
+        bodies = (
+            (CHAT, chat_body(model=server.model_id)),
+            (CHAT, chat_body(model=server.model_id, stream=True)),
+            ("/v1/completions", {"model": server.model_id, "prompt": ["a", "b"]}),
+            (CHAT, chat_body(model="policy")),
+        )
+        server.engine.pause()
+        threads = [
+            threading.Thread(target=lambda p=path, b=body: found.append(talk(server, "POST", p, b)))
+            for path, body in bodies
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.engine.queued == 5)
+        server.swap(tiny_model(seed=9), 4, "fedcba9876")
+        server.engine.resume()
+        for thread in threads:
+            thread.join(timeout=60)
+        statuses = sorted(status for status, _, _ in found)
+        assert statuses == [200, 404, 404, 404]
+        for status, _, answer in found:
+            if status == 404:
+                assert answer["error"]["code"] == "model_not_found"
+                assert "known: policy@00004-fedcba98, policy" in answer["error"]["message"]
+        assert server.engine.active == 0
+
+
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
     with serving() as server:
         assert asks_well(server)
@@ -257,22 +287,23 @@ def wait_until(condition, timeout_s: float | int = 60) -> None:
         time.sleep(0.005)
 
 
-class Standing:
+class Standing(PolicyServer):
     """What `serve_forever` asks of a server, noted; no engine behind it."""
 
     settings = ServerConfig(access_log=False)
 
     def __init__(self, *, alive: bool = True) -> None:
-        self.engine = SimpleNamespace(alive=alive)
+        self.engine = cast(Any, SimpleNamespace(alive=alive))
         self.seen: list[object] = []
 
-    def start(self, host: str, port: int, *, warm_up: bool) -> None:
+    def start(self, host: str = "", port: int = 0, *, warm_up: bool = False) -> str:
         self.seen.append(("start", warm_up, handlers()))
+        return ""
 
     def how_to_call(self) -> str:
         return "at your service"
 
-    def drain(self) -> bool:
+    def drain(self, timeout_s: float | int | None = None) -> bool:
         self.seen.append("drain")
         return True
 
@@ -286,7 +317,7 @@ def handlers() -> list[object]:
 
 def served(server: Standing, announce: Callable[[str], None]) -> int:
     try:
-        return serve_forever(cast(Any, server), "127.0.0.1", 0, announce=announce)
+        return serve_forever(server, "127.0.0.1", 0, announce=announce)
     finally:
         gc.unfreeze()
 
