@@ -108,6 +108,30 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         )
 
 
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's end token, then others that its folder lists.
+
+    Chat models have several, in the `generation_config.json` beside the tokenizer's files, and
+    transformers and vLLM stop at each of them. Raises InputError for a tokenizer without an end
+    token, and for a file that is no such list.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise InputError("the tokenizer has no end token: completions would never end")
+    folder = tokenizer.name_or_path
+    file = Path(folder, "generation_config.json")
+    if not folder or not file.is_file():
+        return (end,)
+    try:
+        listed = json.loads(file.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"cannot read {file}: {error}; expected a JSON object") from error
+    ids = listed if isinstance(listed, list) else [end if listed is None else listed]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f"{file}: expected eos_token_id as one id or a list, found {listed!r:.80}")
+    return tuple(dict.fromkeys([end, *ids]))
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise InputError if the tokenizer can give an id that the model has no row for."""
     vocabulary = tokenizer.get_vocab()

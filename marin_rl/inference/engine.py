@@ -79,6 +79,12 @@ class EngineStats:
         return replace(self)
 
 
+class VersionInUse(InferenceError):
+    """Requests are running whose tokens other weights of the same version have drawn."""
+
+    transient = True
+
+
 class Engine:
     """Continuous batching over `config.slots` sequences of at most `context_length` tokens.
 
@@ -160,13 +166,18 @@ class Engine:
         return self._paused
 
     def submit(
-        self, request: GenerationRequest, on_delta: Callable[[Delta], None] | None = None
+        self,
+        request: GenerationRequest,
+        on_delta: Callable[[Delta], None] | None = None,
+        on_seat: Callable[[Policy], None] | None = None,
     ) -> "Future[GenerationResult]":
         """Queue a request; safe from any thread. Cancelling the future frees its slots.
 
         `on_delta` is called on the engine's thread with what each chunk added to each sample, in
         order, all of it before the future resolves; it must be quick. An exception in it fails this
-        request alone. Tokens once delivered are never taken back.
+        request alone. Tokens once delivered are never taken back. `on_seat` is called there too,
+        each time that samples of the request get slots, or its prompt is to be scored, with what
+        will draw their first tokens; what it raises gives the request up before they are drawn.
 
         Raises InputError for a request that could never be served, InferenceError once closed.
         """
@@ -176,6 +187,7 @@ class Engine:
             request=request,
             future=Future(),
             on_delta=on_delta,
+            on_seat=on_seat,
             seed=secrets.randbits(48) if seed is None else seed,
             stop_tokens=self.stop_token_ids + request.stop_token_ids,
         )
@@ -201,17 +213,31 @@ class Engine:
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> None:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
 
-        Requests that are queued or running go on. Raises InputError, and keeps the old weights,
-        for a model of another shape.
+        Requests that are queued or running go on. Raises, and keeps the old weights: InputError for
+        a model of another shape, VersionInUse for other weights of the same version while requests
+        run, which could not tell the tokens of one from those of the other.
         """
         policy = self._runner.policy(model, weight_version, parameters_digest)
         with self._changed:
+            self._check_version(policy)
             self._policy = policy
             self.stats.swaps += 1
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
 
+    def _check_version(self, policy: Policy) -> None:
+        old = self._policy
+        ours, theirs = policy.parameters_digest, old.parameters_digest
+        if policy.weight_version != old.weight_version or ours == theirs:
+            return
+        if any(job.started_at for job in self._unended.values()):
+            raise VersionInUse(
+                f"requests are running on other weights of version {old.weight_version} (expected "
+                f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
+                "another version"
+            )
+
     def pause(self) -> None:
-        """Start no chunk until `resume`; returns when none is running.
+        """Start no chunk until `resume`; returns when none is running, or somebody has resumed.
 
         Requests go on queueing, running ones wait, and `swap` works. Not for the engine's own
         thread, which could never return.
@@ -220,7 +246,7 @@ class Engine:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
-            while self._in_round:
+            while self._in_round and self._paused:
                 self._changed.wait()
 
     def resume(self) -> None:
@@ -322,8 +348,9 @@ class Engine:
             budget = tokens if busy else math.inf
             lanes, bucket = self._runner.lanes, self._runner.bucket
             seating = seat(self._queue, self._table, lanes, policy.key, bucket, budget)
+        self._tell_seated(seating, policy)
         try:
-            self._score(policy, seating.to_score)
+            self._score(policy, [job for job in seating.to_score if not job.ended])
             self._prefill(policy, seating)
             for job, error in self._table.constrain():
                 self._fail([job], "its constraint failed", error)
@@ -338,6 +365,15 @@ class Engine:
                 begun = [job for job in self._unended.values() if job.started_at]
             self._fail(begun, "the device failed", error)
             self._runner.start_over()
+
+    def _tell_seated(self, seating: Seating, policy: Policy) -> None:
+        for job in {id(job): job for job in (*seating.to_score, *seating.jobs)}.values():
+            if job.on_seat is None or job.future.cancelled():
+                continue
+            try:
+                job.on_seat(policy)
+            except Exception as error:  # noqa: BLE001 - whatever it raises is its own affair
+                self._fail([job], "it was given up when it got a slot", error)
 
     def _hand_out(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
         """Tell whoever listens what came, and resolve what has ended."""

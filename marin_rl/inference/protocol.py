@@ -29,10 +29,6 @@ DETOKENIZE_ROUTE = "/detokenize"
 GENERATE_ROUTE = "/inference/v1/generate"
 UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
 
-# Sample i of a request with a seed is drawn with `seed + i`, as vLLM does.
-# 48 bits leave room for `+ i` in every JSON number and in int64.
-SEED_LIMIT = 2**48
-
 # float32 softmax may round a certainty to a hair above probability 1.
 LOGPROB_SLACK = 1e-5
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ class Job:
     request: GenerationRequest
     future: "Future[GenerationResult]"
     on_delta: Callable[[Delta], None] | None = None
+    on_seat: Callable[[Any], None] | None = None  # given the policy
     seed: int
     stop_tokens: tuple[int, ...]
     submitted_at: float = field(default_factory=time.monotonic)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from marin_rl.errors import InferenceError, MarinRLError, StalePolicy
+from marin_rl.inference.engine import VersionInUse
 from marin_rl.inference.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.serving.bodies import ApiError, Body, Version, VersionText, parse
 from marin_rl.serving.guard import for_admin, read_body
@@ -90,13 +91,13 @@ def admin_routes(service: Service) -> list[Route]:
 
     async def pause(request: Request) -> Response:
         """No chunk runs until the engine is resumed."""
+        _check_goes_on(service)
         await asyncio.to_thread(service.engine.pause)
         return json_response(status(service))
 
     async def resume(request: Request) -> Response:
         """Go on after a pause or a drain."""
-        if service.stopping:
-            raise ApiError(409, "the server is shutting down: start another", code="stopping")
+        _check_goes_on(service)
         service.engine.resume()
         service.draining = False
         return json_response(status(service))
@@ -120,6 +121,12 @@ def admin_routes(service: Service) -> list[Route]:
     }
     routes = [Route(path, for_admin(run), methods=["POST"]) for path, run in posts.items()]
     return [*routes, Route(f"{ADMIN}/status", for_admin(get_status))]
+
+
+def _check_goes_on(service: Service) -> None:
+    """ApiError 409 where the server ends: its last requests must, too."""
+    if service.stopping:
+        raise ApiError(409, "the server is shutting down: start another", code="stopping")
 
 
 def status(service: Service) -> dict[str, Any]:
@@ -158,7 +165,7 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
 
 def _refusal(error: MarinRLError, told: str) -> ApiError:
     """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
-    if isinstance(error, UpdateRunning):
+    if isinstance(error, UpdateRunning | VersionInUse):
         return ApiError(409, told, code="busy", headers={"Retry-After": "1"})
     if isinstance(error, StalePolicy):
         return ApiError(409, told, code="digest_mismatch")

@@ -18,7 +18,7 @@ from jaxtyping import Float32, Int32
 from marin_rl.inference.protocol import ServerTimings
 from marin_rl.inference.slots import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.serving.access import new_id
-from marin_rl.serving.texts import GrowingText, Offsets, Texts
+from marin_rl.serving.texts import UNFINISHED, GrowingText, Offsets, Texts
 from marin_rl.serving.tools import ParsedAnswer, ToolCall
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
@@ -48,14 +48,15 @@ class Reading:
     def text(self, ids: Sequence[int], finish_reason: str) -> str:
         """The text of a finished sample: without its stop token, and cut before a stop string.
 
-        A stop string ends a sample at the token that completes it, so it is looked for there.
+        A stop string ends a sample at the token that completes it, so it is looked for there: from
+        the last character on that this token cannot have changed.
         """
         if finish_reason != "stop" or not ids:
             return self.texts.of(ids, special=self.special)
         if ids[-1] in self.stop_token_ids:
             return self.texts.of(ids[:-1], special=self.special)
         text = self.texts.of(ids, special=self.special)
-        before = len(self.texts.of(ids[:-1], special=self.special))
+        before = len(self.texts.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
         from_here = max(0, before - max(map(len, self.stop), default=0))
         found = [text.find(string, from_here) for string in self.stop]
         return text[: min((at for at in found if at >= 0), default=len(text))]

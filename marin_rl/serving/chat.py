@@ -87,7 +87,7 @@ class Chat:
 
 def _order(kind: type[ChatBody], service: Service, data: bytes) -> Order:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
-    body = parse(kind, data)
+    body = service.with_stop_tokens(parse(kind, data))
     service.check_model(body.model)
     service.check_fields(body, prompts=1)
     tools = [] if body.tool_choice == "none" else body.offered
@@ -111,9 +111,9 @@ def _order(kind: type[ChatBody], service: Service, data: bytes) -> Order:
         constraint=_constraint(chat),
     )
     if not body.stream:
-        return Order(requests=[request], end=partial(_whole, chat))
+        return Order(model=body.model, requests=[request], end=partial(_whole, chat))
     stream = ChatStream(chat)
-    return Order(requests=[request], end=stream.end, delta=stream.delta)
+    return Order(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
 
 
 def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Prompt:

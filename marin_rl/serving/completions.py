@@ -66,7 +66,7 @@ class Plain:
 
 def _order(service: Service, data: bytes) -> Order:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
-    body = parse(CompletionBody, data)
+    body = service.with_stop_tokens(parse(CompletionBody, data))
     service.check_model(body.model)
     service.check_fields(body, prompts=len(body.prompts))
     prompts = [_encoded(service, prompt) for prompt in body.prompts]
@@ -93,9 +93,9 @@ def _order(service: Service, data: bytes) -> Order:
             )
         )
     if not body.stream:
-        return Order(requests=requests, end=partial(_whole, plain))
+        return Order(model=body.model, requests=requests, end=partial(_whole, plain))
     stream = PlainStream(plain)
-    return Order(requests=requests, end=stream.end, delta=stream.delta)
+    return Order(model=body.model, requests=requests, end=stream.end, delta=stream.delta)
 
 
 def _encoded(service: Service, prompt: str | list[int]) -> Prompt:

@@ -45,7 +45,7 @@ class Connections:
     config: ServerConfig
     on_refused: Callable[[str], None]
     on_count: Callable[[int], None]
-    connections_max: int = 0
+    connections_max: int = field(init=False)
     # those that wait for a request's head, longest first
     idle: "dict[BoundedProtocol, None]" = field(default_factory=dict)
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import orjson
 from jaxtyping import UInt32
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -103,7 +102,7 @@ class Constraints:
     def json_schema(self, schema: Mapping[str, Any], *, param: str) -> MakeWalker:
         """Walkers through JSON texts of a schema. Raises ApiError 400, naming `param`."""
         _check_size(schema, param)
-        return self._maker(_schema_grammar, orjson.dumps(schema).decode(), param)
+        return self._maker(_schema_grammar, _as_text(schema), param)
 
     def grammar(self, grammar: str, *, param: str) -> MakeWalker:
         """Walkers through the texts of a Lark grammar. Raises ApiError 400, naming `param`."""
@@ -199,7 +198,7 @@ _LIMITS = LLParserLimits(
 
 def _check_size(schema: Any, param: str) -> None:
     nodes, depth = _measure(schema)
-    size = len(orjson.dumps(schema)) if depth <= SCHEMA_DEPTH_MAX else 0
+    size = len(_as_text(schema).encode()) if depth <= SCHEMA_DEPTH_MAX else 0
     for found, most, unit in (
         (depth, SCHEMA_DEPTH_MAX, "levels"),
         (nodes, SCHEMA_NODES_MAX, "values"),
@@ -208,6 +207,11 @@ def _check_size(schema: Any, param: str) -> None:
         if found > most:
             told = f"{param}: expected a schema of at most {most} {unit}, found {found} or more"
             raise ApiError(400, told, param=param)
+
+
+def _as_text(schema: Any) -> str:
+    """JSON by the standard library, which knows integers of any size."""
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _measure(schema: Any) -> tuple[int, int]:

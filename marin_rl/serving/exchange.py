@@ -15,6 +15,7 @@ from functools import partial
 from starlette.types import Receive, Scope
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.engine import Policy
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 from marin_rl.serving.access import RequestRecord, record_of
 from marin_rl.serving.bodies import ApiError
@@ -34,10 +35,12 @@ Finished = Callable[[Sequence[GenerationResult]], bytes]
 class Order:
     """What a request asks of the engine, and how the answer is written, by the writer's thread.
 
-    `end` makes what is sent when every prompt has its samples. A stream has a `delta` too: what is
-    sent when a chunk added something to a sample of a prompt.
+    `model` is the name, or the id of the weights, that was asked for. `end` makes what is sent when
+    every prompt has its samples. A stream has a `delta` too: what is sent when a chunk added
+    something to a sample of a prompt.
     """
 
+    model: str
     requests: list[GenerationRequest]
     end: Finished
     delta: Delivered | None = None
@@ -56,7 +59,11 @@ class Exchange:
         self._futures: list[Future[GenerationResult]] = []
         self._results: dict[int, GenerationResult] = {}
         self._expected = 0
-        self._seated = self._closed = False
+        self._closed = False
+        self._submitted_at = 0.0
+        self._seated_at: float | None = None
+        self._version: int | None = None
+        self._tokens = 0
         self._deadline = deadline_of(scope)
         first = min(self._deadline.queue_at, self._deadline.total_at)
         self._timer = self.reply.loop.call_at(first, self._look_at_the_clock)
@@ -84,10 +91,12 @@ class Exchange:
         self.record.stream = order.delta is not None
         self.record.prompt_tokens = sum(len(request.prompt_ids) for request in order.requests)
         self._expected = len(order.requests)
+        self._submitted_at = time.monotonic()
+        seat = partial(self._seat, order.model)
         try:
             for index, request in enumerate(order.requests):
-                listen = self._seat if order.delta is None else self._listener(order.delta, index)
-                future = self._service.engine.submit(request, listen)
+                listen = self._hear if order.delta is None else self._listener(order.delta, index)
+                future = self._service.engine.submit(request, listen, seat)
                 self._futures.append(future)
                 future.add_done_callback(partial(self._done, order.end, index))
         except InputError as error:
@@ -113,14 +122,22 @@ class Exchange:
         for future in self._futures:
             future.cancel()
 
-    def _seat(self, delta: Delta) -> None:
-        self._seated = True
+    def _seat(self, model: str, policy: Policy) -> None:
+        """Samples got slots. ApiError 404 where others than the weights asked for would answer."""
+        if self._seated_at is None:
+            self._seated_at = time.monotonic()
+        self._service.check_model(model, policy)
+        self._version = policy.weight_version
+
+    def _hear(self, delta: Delta) -> None:
+        self._tokens += len(delta.token_ids)
+        self._version = delta.weight_version
 
     def _listener(self, write: Delivered, index: int) -> Callable[[Delta], None]:
         writer, reply = self._service.writer, self.reply
 
         def listen(delta: Delta) -> None:
-            self._seated = True
+            self._hear(delta)
             writer.put(reply, lambda: (write(index, delta), False))
 
         return listen
@@ -140,6 +157,8 @@ class Exchange:
     def _told(self, error: BaseException) -> BaseException:
         if not isinstance(error, InferenceError):
             return error
+        if isinstance(error.__cause__, ApiError):
+            return error.__cause__
         if self._service.stopping:
             return draining_error()
         number = self.record.request_id
@@ -152,10 +171,11 @@ class Exchange:
         now, deadline = time.monotonic(), self._deadline
         if now >= deadline.total_at:
             self._fail(request_timeout())
-        elif not self._seated and now >= deadline.queue_at:
+        elif self._seated_at is None and now >= deadline.queue_at:
             self._fail(queue_timeout())
         else:
-            later = deadline.total_at if self._seated else min(deadline.queue_at, deadline.total_at)
+            waits = self._seated_at is None
+            later = min(deadline.queue_at, deadline.total_at) if waits else deadline.total_at
             self._timer = self.reply.loop.call_at(later, self._look_at_the_clock)
 
     def _left(self) -> None:
@@ -166,10 +186,13 @@ class Exchange:
         self.reply.fail(error)
 
     def _note(self) -> None:
-        """Tell the record what the request cost."""
-        if not self._results or len(self._results) < self._expected:
-            return
+        """Tell the record what the request cost, as far as it came."""
         record, results = self.record, list(self._results.values())
+        if not results or len(results) < self._expected:
+            record.weight_version, record.completion_tokens = self._version, self._tokens
+            if self._seated_at is not None:
+                record.queue_s = self._seated_at - self._submitted_at
+            return
         record.queue_s = max(result.queue_s for result in results)
         record.prefill_s = max(result.prefill_s for result in results)
         record.decode_s = max(result.decode_s for result in results)

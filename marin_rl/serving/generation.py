@@ -217,11 +217,6 @@ class ChatBody(SamplingBody):
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
-    def compact(self) -> bool:
-        """Whether logprobs stand in one flat list per choice."""
-        return bool(self.compact_logprobs) or not self.logprobs
-
-    @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools as templates and parsers see them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]

@@ -8,11 +8,13 @@ call them (`gate`) and the address (`addresses`).
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.protocol import CHAT_ROUTE
+from marin_rl.inference.slots import STOP_TOKENS_MAX
 from marin_rl.serving.access import AccessLog, Stream
 from marin_rl.serving.addresses import check_reach, listen
 from marin_rl.serving.app import Service, create_app
@@ -33,8 +36,9 @@ from marin_rl.serving.keys import Keys
 from marin_rl.serving.origins import Origins
 from marin_rl.serving.telemetry import Snapshot, Telemetry
 from marin_rl.serving.templates import check_template
+from marin_rl.serving.texts import Texts
 from marin_rl.serving.updates import Updater
-from marin_rl.tokenizers import check_vocabulary
+from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import LmHeadModel
 
 START_S = 30.0
@@ -68,19 +72,20 @@ class PolicyServer:
         self._config = config.server
         self._keys = Keys.from_environment(config)
         self._tokenizer = tokenizer
+        texts = Texts(tokenizer)
         self.engine = Engine(
             model,
             config.engine,
             context_length=context_length,
             weight_version=weight_version,
             parameters_digest=parameters_digest,
-            stop_token_ids=stop_token_ids(tokenizer),
-            decode=_decoder_of(tokenizer),
+            stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
+            decode=texts.of,
             dtype=dtype,
         )
         self.telemetry = Telemetry(self._snapshot)
         self.updater = Updater(self.engine, model, tokenizer, config, dtype, self.telemetry)
-        self._service = Service(self.engine, tokenizer, config.model, self.updater)
+        self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
         self._gate = Gate(
             config=self._config,
             keys=self._keys,
@@ -197,7 +202,7 @@ class PolicyServer:
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
         """Serve another model's arrays from the next chunk on, without a copy; the new model id.
 
-        Raises InputError, and goes on with the old weights, for a model of another shape.
+        Raises, and goes on with the old weights, as `Engine.swap` does.
         """
         self.updater.swap(model, weight_version, parameters_digest)
         return self.model_id
@@ -229,22 +234,19 @@ class PolicyServer:
             log.close()
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end token. InputError if it has none."""
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise InputError("the tokenizer has no end token: completions would never end")
-    return (end,)
+def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
+    """What ends a completion; InputError where the model or a slot has no room for it."""
+    ids = end_token_ids(tokenizer)
+    if len(ids) > STOP_TOKENS_MAX or max(ids) >= vocabulary:
+        raise InputError(
+            f"expected at most {STOP_TOKENS_MAX} end tokens, with ids below {vocabulary}, in the "
+            f"generation_config.json of {tokenizer.name_or_path}, found {list(ids)}"
+        )
+    return ids
 
 
 def _whence(digest: bytes | None, variable: str, without: str) -> str:
     return f"from {variable}" if digest else f"{variable} is not set: {without}"
-
-
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
 
 
 def serve_forever(
@@ -252,38 +254,61 @@ def serve_forever(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; the process's exit code.
 
-    0 after a signal, 1 where the engine died. A second signal ends at once. To be called from the
-    main thread.
+    0 after a signal, 1 where the engine died. A second signal ends at once, and so does the first
+    one as long as nothing can be asked yet. To be called from the main thread.
     """
-    asked = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            os._exit(1)
-        asked.set()
-
-    previous = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
     try:
         raise_files_limit()
         if server.settings.access_log:
             server.log_requests(sys.stderr)
         server.start(host, port, warm_up=True)
-        spare_long_lived_objects()
-        announce(server.how_to_call())
-        while not asked.wait(ALIVE_S):
-            if not server.engine.alive:
-                announce("the engine ended by itself: its last words are above")
-                return 1
-        announce("draining: running requests finish, new ones are refused")
-        if not server.drain():
-            announce("some requests are still running: they end now with an error")
-    finally:
+    except BaseException:
         server.stop()
+        raise
+    with _signals() as come:
+        try:
+            spare_long_lived_objects()
+            announce(server.how_to_call())
+            while not come(ALIVE_S):
+                if not server.engine.alive:
+                    announce("the engine ended by itself: its last words are above")
+                    return 1
+            announce("draining: running requests finish, new ones are refused")
+            if not server.drain():
+                announce("some requests are still running: they end now with an error")
+        finally:
+            server.stop()
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[float], bool]]:
+    """Take SIGTERM and SIGINT: how to wait for one, so many seconds at most; whether it came.
+
+    A second one ends the process at once. A pipe, since a handler that took a lock could wait for
+    the very thread that it interrupts.
+    """
+    reading, writing = os.pipe()
+    told = select.poll()
+    told.register(reading, select.POLLIN)
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(1)
+        asked = True
+        os.write(writing, b"\0")
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield lambda seconds: bool(told.poll(1000 * seconds))
+    finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 0
+        os.close(reading)
+        os.close(writing)
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

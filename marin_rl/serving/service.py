@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -43,6 +43,7 @@ from marin_rl.tokenizers import encoder_of, is_direct
 TOKEN_CHARACTERS_MAX = 256
 
 Prompt = Int32[np.ndarray, " P"]
+F = TypeVar("F", bound=SamplingFields)
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Service:
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
+    texts: Texts
     name: str
     updater: Updater
     limits: ServerConfig = field(default_factory=ServerConfig)
@@ -68,11 +70,6 @@ class Service:
     def preparer(self) -> Preparer:
         """Has requests prepared, by that thread where they take long."""
         return Preparer(self.worker, alone=not is_direct(self.tokenizer))
-
-    @cached_property
-    def texts(self) -> Texts:
-        """The way from ids back to text."""
-        return Texts(self.tokenizer)
 
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
@@ -148,9 +145,9 @@ class Service:
         self.check_characters(len(text), "prompt")
         return np.asarray(self._encode(text, special), np.int32)
 
-    def check_model(self, model: str) -> None:
-        """ApiError 404, with the known ids, for a model that is not served."""
-        known = self.known
+    def check_model(self, model: str, policy: Policy | None = None) -> None:
+        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
+        known = self.known if policy is None else [self.id_of(policy), self.name]
         if model not in known:
             raise ApiError(
                 404,
@@ -167,6 +164,28 @@ class Service:
             raise ApiError(
                 400, f"expected token ids below {vocabulary}, found {largest}", param=param
             )
+
+    def with_stop_tokens(self, body: F) -> F:
+        """The same body, but that stop strings which are a special token are that token's id.
+
+        Texts leave special tokens out, so no stop string would ever be found there.
+        """
+        strings = body.stop_strings
+        ids = [self._special[string] for string in strings if string in self._special]
+        if not ids:
+            return body
+        given = [*(body.stop_token_ids or ()), *ids]
+        return body.model_copy(
+            update={
+                "stop": [string for string in strings if string not in self._special],
+                "stop_token_ids": [id for id in given if id not in self.stop_token_ids],
+            }
+        )
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: id for id, token in tokens if token.special}
 
     def check_fields(self, body: SamplingFields, prompts: int) -> None:
         """ApiError 400 for unknown ids and too many samples, 503 for a full queue."""

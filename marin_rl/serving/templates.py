@@ -77,7 +77,7 @@ class ChatPrompts:
         try:
             return render(
                 compile_template(self._plain if offered is None else self._with_tools),
-                characters_in=len(orjson.dumps([conversation, offered])),
+                characters_in=_size([conversation, offered]),
                 messages=conversation,
                 tools=offered,
                 documents=None,
@@ -86,6 +86,14 @@ class ChatPrompts:
             )
         except (*_FAULTS, *_REFUSALS) as error:
             raise _as_told(error) from None
+
+
+def _size(given: Any) -> int:
+    """Bytes of what the caller gave, as JSON. Raises ValueError for half a character."""
+    try:
+        return len(orjson.dumps(given))
+    except orjson.JSONEncodeError:  # it knows no integers over 64 bits
+        return len(json.dumps(given, ensure_ascii=False).encode())
 
 
 _FAULTS = (
@@ -152,12 +160,17 @@ def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(where: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ApiError(400, f"{where}: expected a JSON object as text", param=where)
     return value
+
+
+def no_constant(name: str) -> Any:
+    """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
+    raise ValueError(f"{name} is not JSON")
 
 
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {}}}

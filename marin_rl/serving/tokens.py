@@ -87,7 +87,7 @@ def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
 def _order(service: Service, data: bytes) -> Order:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = parse(GenerateBody, data)
-    given = body.sampling_params or GenerateParameters()
+    given = service.with_stop_tokens(body.sampling_params or GenerateParameters())
     service.check_model(body.model)
     service.check_fields(given, prompts=1)
     service.check_ids(body.token_ids, "token_ids")
@@ -97,7 +97,7 @@ def _order(service: Service, data: bytes) -> Order:
     likeliest = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
     request = given.request(prompt, limit, top_logprobs=likeliest)
     write = partial(_whole, service, prompt, scored=given.logprobs is not None)
-    return Order(requests=[request], end=write)
+    return Order(model=body.model, requests=[request], end=write)
 
 
 def _whole(

@@ -9,7 +9,8 @@ a grammar is enforced (`constraints`).
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+import string
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.constraints import JSON_OPTIONS
-from marin_rl.serving.templates import ChatPrompts
+from marin_rl.serving.templates import ChatPrompts, no_constant
 
 CALLS_MAX = 128
+
+# Mistral's templates refuse any other id of a call when it comes back; others take every one.
+ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ class ToolCallStream:
         self._gap = ""  # blank space before the call that is being read
         self._inside = False
         self._begun = False
+        self._looked = 0  # up to where the call being read has closing markers in a string alone
         self.calls = 0
 
     def feed(self, text: str) -> list[str | ToolCall]:
@@ -180,14 +185,18 @@ class ToolCallStream:
 
     def finish(self) -> list[str | ToolCall]:
         """The text has ended: returns what was held back, as calls where it is calls."""
+        out: list[str | ToolCall] = []
+        while self._inside and self._looked:  # the string has no end: its markers were markers
+            self._cut(self._first_closing(), out)
+            out += self.feed("")
         held, self._held = self._held, ""
         if self._inside:
             self._inside = False
             calls = [] if self._form.closing else self._calls(held)
             if calls:
-                return [*calls]
+                return [*out, *calls]
             held = self._gap + held
-        return [held] if held and not (self.calls and held.isspace()) else []
+        return out if not held or (self.calls and held.isspace()) else [*out, held]
 
     def _opened(self, out: list[str | ToolCall]) -> bool:
         """Give out text up to where a call begins; True if one does."""
@@ -223,17 +232,34 @@ class ToolCallStream:
         return (start, True) if held[start] == "{" else (len(held), False)
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
-        """Give out the call, or the text that is none, up to its closing; True if it is there."""
-        form = self._form
-        end = self._held.find(form.closing, len(form.opening)) if form.closing else -1
-        if end < 0:
+        """Give out the call, or the text that is none, up to its closing; True if it is there.
+
+        A closing marker in a JSON string is a part of that string.
+        """
+        opening, closing = self._form.opening, self._form.closing
+        if not closing:
             return False
-        end += len(form.closing)
-        whole, self._held = self._held[:end], self._held[end:]
-        calls = self._calls(whole)
-        out.extend(calls or [self._gap + whole])
-        self._gap, self._inside, self._begun = "", False, True
-        return True
+        while (at := self._held.find(closing, max(self._looked, len(opening)))) >= 0:
+            end = at + len(closing)
+            if not _ends_in_string(self._held[len(opening) : at]):
+                self._cut(end, out)
+                return True
+            self._looked = end
+        return False
+
+    def _cut(self, end: int, out: list[str | ToolCall]) -> None:
+        """Give out the calls that end there, or what is none up to the first closing."""
+        calls = self._calls(self._held[:end])
+        if not calls:
+            end = self._first_closing()
+        out.extend(calls or [self._gap + self._held[:end]])
+        self._held = self._held[end:]
+        self._gap, self._inside, self._begun, self._looked = "", False, True, 0
+
+    def _first_closing(self) -> int:
+        """Where the first closing marker ends."""
+        form = self._form
+        return self._held.index(form.closing, len(form.opening)) + len(form.closing)
 
     def _calls(self, whole: str) -> list[ToolCall]:
         form = self._form
@@ -254,29 +280,50 @@ class ToolCallStream:
         # Without a marker only the name tells a call from an answer in JSON.
         if not self._form.opening and name not in self._names:
             return None
-        text = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            name.encode()
+        except (ValueError, RecursionError):  # a number beyond a double's range is no JSON any more
+            return None
+        # half a character, which JSON can spell, goes back to how it was spelled
+        told = text.encode(errors="backslashreplace").decode()
+        return ToolCall(id=_new_call_id(), name=name, arguments=told)
+
+
+def _new_call_id() -> str:
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
 
 
 def _values(text: str, *, listed: bool) -> list[Any]:
-    """The JSON values of a call's text, with `;` between them; [] if they are none."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
-    values, at = [], 0
-    text = text.strip()
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        values.append(value)
-        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
+    """The JSON values of a call's text; [] if they are none."""
+    try:
+        values = list(_decoded(text))
+    except (ValueError, RecursionError):
+        return []
     if listed:
         return values[0] if len(values) == 1 and isinstance(values[0], list) else []
     return values
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _ends_in_string(text: str) -> bool:
+    """Whether a call's text is JSON so far, and ends within a string of it."""
+    try:
+        list(_decoded(text))
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def _decoded(text: str) -> Iterator[Any]:
+    """The JSON values of a text, with `;` between them. Raises ValueError and RecursionError."""
+    decoder = json.JSONDecoder(parse_constant=no_constant)
+    text, at = text.strip(), 0
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        yield value
+        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
 
 
 def forced_calls_grammar(

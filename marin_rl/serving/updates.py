@@ -139,7 +139,7 @@ class Updater:
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Update:
         """Switch to arrays that this process has already: no copy, and no wait for an update.
 
-        Raises InputError, and keeps the old weights, for a model of another shape.
+        Raises, and keeps the old weights, as `Engine.swap` does.
         """
         with self._recorded("memory", str) as record:
             self._engine.swap(model, weight_version, parameters_digest)
@@ -150,7 +150,7 @@ class Updater:
 
         Their version is the one given, else the round they are of, else the next one. Raises
         UpdateRunning during another update, InferenceError where the engine does not compute what
-        the trainer does with them, and what reading them raises.
+        the trainer does with them, and what `Engine.swap` and reading them raise.
         """
         if not self._one.acquire(blocking=False):
             raise UpdateRunning("another update of the weights is under way")

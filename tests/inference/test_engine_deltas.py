@@ -10,7 +10,8 @@ from engines import bits, engine_of, request_of, result_of
 from tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
-from marin_rl.inference.engine import Engine
+from marin_rl.inference.engine import Engine, VersionInUse
+from marin_rl.inference.runner import Policy
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 
 
@@ -149,6 +150,80 @@ def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
         engine.resume()
         assert swapped.result(timeout=120).weight_version == 2
         assert swapped.result().samples[0].policy_versions is None
+    finally:
+        engine.close()
+
+
+def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
+    engine = engine_of(model)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    try:
+        running = engine.submit(request_of(), hold)
+        assert begun.wait(60)
+        pausing = threading.Thread(target=engine.pause)
+        pausing.start()
+        while not engine.paused:
+            time.sleep(0.001)
+        engine.resume()
+        pausing.join(30)
+        assert not pausing.is_alive()
+        assert not release.is_set()
+        release.set()
+        assert len(running.result(timeout=120).samples) == 1
+    finally:
+        release.set()
+        engine.close()
+
+
+def test_other_weights_of_the_same_version_wait_for_running_requests(model):
+    engine, other = engine_of(model), tiny_model(seed=9)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    try:
+        running = engine.submit(request_of(), hold)
+        assert begun.wait(60)
+        with pytest.raises(VersionInUse, match="expected the digest one, found two"):
+            engine.swap(other, 1, "two")
+        engine.swap(model, 1, "one")
+        release.set()
+        assert running.result(timeout=120).parameters_digest == "one"
+        engine.swap(other, 1, "two")
+        assert result_of(engine, request_of()).parameters_digest == "two"
+    finally:
+        release.set()
+        engine.close()
+
+
+def test_whoever_asks_is_told_of_slots_and_may_refuse_what_would_draw(model):
+    engine, told = engine_of(model), list[int]()
+
+    def refuse(policy: Policy) -> None:
+        raise ValueError(policy.parameters_digest)
+
+    try:
+        tell = lambda policy: told.append(policy.weight_version)
+        scored = engine.submit(request_of(score_prompt=True, max_tokens=0), None, tell)
+        assert scored.result(timeout=120)
+        assert told == [1]
+        assert engine.submit(request_of(n=20), None, tell).result(timeout=120)
+        assert len(told) >= 4  # eight slots for twenty samples
+        tokens = engine.stats.tokens
+        for request in (request_of(), request_of(n=20), request_of(score_prompt=True)):
+            with pytest.raises(InferenceError) as caught:
+                engine.submit(request, None, refuse).result(timeout=120)
+            assert str(caught.value.__cause__) == "one"
+        assert (engine.stats.tokens, engine.active, engine.queued) == (tokens, 0, 0)
+        expected = bits(engine.submit(request_of()).result(timeout=120))
+        assert expected == bits(result_of(engine, request_of()))
     finally:
         engine.close()
 

@@ -18,6 +18,7 @@ from small_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.slots import Delta, GenerationRequest
 from marin_rl.serving.loading import Loaded, Served, Source, read_checkpoint
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.standalone import proven_server
@@ -30,6 +31,7 @@ from marin_rl.training.model import (
     save_hf,
     with_parameters,
 )
+from marin_rl.types import Sampling
 
 KEY = "manage"
 UPDATE = "/admin/update_weights_from_disk"
@@ -455,6 +457,31 @@ def test_paused_requests_wait_and_weights_may_change(server: PolicyServer, run: 
     assert answers[0][2]["model"] == model
 
 
+def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
+    server: PolicyServer, run: Run
+) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    root, version = str(Path(run.store.url).parent), server.engine.policy.weight_version
+    body = {"root": root, "run_id": "debug", "round": 2, "weight_version": version}
+    prompt = np.array([4], np.int32)
+    request = GenerationRequest(prompt_ids=prompt, sampling=Sampling(max_tokens=8))
+    running = server.engine.submit(request, hold)
+    try:
+        assert begun.wait(60)
+        status, code, told = refused(server, body)
+        assert (status, code) == (409, "busy")
+        assert f"version {version}" in told
+    finally:
+        release.set()
+    running.result(timeout=60)
+    assert update(server, body)[2]["parameters_digest"] == parameters_digest(weights(run, 2))
+
+
 def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServer) -> None:
     answers: list[Answer] = []
     body = chat_body(n=400, max_tokens=50)
@@ -527,7 +554,7 @@ def test_what_is_going_on_is_told(server: PolicyServer, run: Run) -> None:
     assert 0 <= last["seconds_ago"] < 60
 
 
-def test_a_server_that_shuts_down_is_not_resumed(run: Run, monkeypatch: Any) -> None:
+def test_a_server_that_shuts_down_is_neither_paused_nor_resumed(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", KEY)
     server = proven_server(read_checkpoint(run, 1), character_tokenizer(), run.config)
     server.start()
@@ -535,8 +562,10 @@ def test_a_server_that_shuts_down_is_not_resumed(run: Run, monkeypatch: Any) -> 
         talk(server, "POST", "/admin/pause")
         assert server.drain(10.0)
         assert server.engine.paused is False
-        status, _, answer = talk(server, "POST", "/admin/resume")
-        assert (status, answer["error"]["code"]) == (409, "stopping")
+        for path in ("/admin/pause", "/admin/resume"):
+            status, _, answer = talk(server, "POST", path)
+            assert (status, answer["error"]["code"]) == (409, "stopping")
+        assert server.engine.paused is False
         assert talk(server, "GET", "/readyz")[0] == 503
     finally:
         server.stop()

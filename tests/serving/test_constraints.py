@@ -107,6 +107,11 @@ def test_whatever_is_sampled_under_a_schema_validates(constraints, tokenizer):
     assert len(texts) > 60
 
 
+def test_integers_of_any_size_may_be_asked_for(constraints, tokenizer):
+    make = constraints.json_schema({"const": 10**25}, param="x")
+    assert int(sampled(make(), tokenizer, random.Random(1))) == 10**25
+
+
 def test_a_json_object_is_one(constraints, tokenizer):
     make = constraints.response_format({"type": "json_object"})
     walker = make()

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,11 +30,12 @@ from marin_rl.config import InferenceConfig, ServerConfig, load_config
 from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.serving import server as server_module
 from marin_rl.serving.addresses import check_address
 from marin_rl.serving.briefly import Weights
 from marin_rl.serving.briefly import serving as briefly
-from marin_rl.serving.server import PolicyServer
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef
 
 TESTS = Path(__file__).parents[1]
@@ -98,6 +101,25 @@ def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused() -> None:
         PolicyServer(tiny_model(), tokenizer, InferenceConfig(), context_length=CONTEXT)
 
 
+def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> None:
+    character_tokenizer().save_pretrained(tmp_path)
+    listed = tmp_path / "generation_config.json"
+
+    def made() -> PolicyServer:
+        tokenizer, config = load_tokenizer(tmp_path), InferenceConfig()
+        return PolicyServer(tiny_model(), tokenizer, config, context_length=CONTEXT)
+
+    listed.write_text('{"eos_token_id": [1, 6]}')
+    server = made()
+    try:
+        assert server.engine.stop_token_ids == (1, 6)
+    finally:
+        server.stop()
+    listed.write_text('{"eos_token_id": [1, 103]}')
+    with pytest.raises(InputError, match="ids below 103"):
+        made()
+
+
 def test_a_wrong_start_of_the_command_is_one_message_before_any_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +179,36 @@ def test_a_swap_changes_the_served_id_and_the_old_one_is_stale() -> None:
         assert (answer.weight_version, answer.parameters_digest) == (4, "f" * 64)
         with pytest.raises(StalePolicy, match=r"known: policy@00004-ffffffff, policy"):
             asyncio.run(ask(old))
+
+
+def test_weights_that_were_swapped_out_while_a_request_waited_are_a_404() -> None:
+    found: list[tuple] = []
+    with serving() as server:
+        bodies = (
+            (CHAT, chat_body(model=server.model_id)),
+            (CHAT, chat_body(model=server.model_id, stream=True)),
+            ("/v1/completions", {"model": server.model_id, "prompt": ["a", "b"]}),
+            (CHAT, chat_body(model="policy")),
+        )
+        server.engine.pause()
+        threads = [
+            threading.Thread(target=lambda p=path, b=body: found.append(talk(server, "POST", p, b)))
+            for path, body in bodies
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.engine.queued == 5)
+        server.swap(tiny_model(seed=9), 4, "fedcba9876")
+        server.engine.resume()
+        for thread in threads:
+            thread.join(timeout=60)
+        statuses = sorted(status for status, _, _ in found)
+        assert statuses == [200, 404, 404, 404]
+        for status, _, answer in found:
+            if status == 404:
+                assert answer["error"]["code"] == "model_not_found"
+                assert "known: policy@00004-fedcba98, policy" in answer["error"]["message"]
+        assert server.engine.active == 0
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
@@ -233,6 +285,65 @@ def wait_until(condition, timeout_s: float | int = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Standing(PolicyServer):
+    """What `serve_forever` asks of a server, noted; no engine behind it."""
+
+    settings = ServerConfig(access_log=False)
+
+    def __init__(self, *, alive: bool = True) -> None:
+        self.engine = cast(Any, SimpleNamespace(alive=alive))
+        self.seen: list[object] = []
+
+    def start(self, host: str = "", port: int = 0, *, warm_up: bool = False) -> str:
+        self.seen.append(("start", warm_up, handlers()))
+        return ""
+
+    def how_to_call(self) -> str:
+        return "at your service"
+
+    def drain(self, timeout_s: float | int | None = None) -> bool:
+        self.seen.append("drain")
+        return True
+
+    def stop(self) -> None:
+        self.seen.append("stop")
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def served(server: Standing, announce: Callable[[str], None]) -> int:
+    try:
+        return serve_forever(server, "127.0.0.1", 0, announce=announce)
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_once_it_can_be_asked_and_ends_at_once_before(number: int) -> None:
+    server, before, told = Standing(), handlers(), list[str]()
+
+    def announce(line: str) -> None:
+        told.append(line)
+        if line == "at your service":
+            os.kill(os.getpid(), number)
+
+    assert served(server, announce) == 0
+    assert server.seen == [("start", True, before), "drain", "stop"]
+    assert handlers() == before
+    assert [line.partition(":")[0] for line in told] == ["at your service", "draining"]
+
+
+def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ALIVE_S", 0)
+    server, before, told = Standing(alive=False), handlers(), list[str]()
+    assert served(server, told.append) == 1
+    assert server.seen == [("start", True, before), "stop"]
+    assert handlers() == before
+    assert "the engine ended by itself" in told[-1]
 
 
 SCRIPT = """

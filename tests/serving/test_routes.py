@@ -173,6 +173,20 @@ def test_generation_from_ids_to_ids(asked: Ask) -> None:
     assert whole["choices"][0]["logprobs"] is None
 
 
+def test_a_stop_string_that_is_a_special_token_stops_there(asked: Ask) -> None:
+    forced = {"stop": ["<|user|>", "zz"], "logit_bias": {"4": 100}, "max_tokens": 5}
+    told = {"return_token_ids": True, **forced}
+    chatted = asked("POST", CHAT, chat_body(**told))[2]["choices"][0]
+    assert (chatted["finish_reason"], chatted["token_ids"]) == ("stop", [4])
+    assert chatted["message"]["content"] == ""
+    plain = asked("POST", PLAIN, {"model": "policy", "prompt": "ab", **told})[2]
+    assert (plain["choices"][0]["text"], plain["choices"][0]["token_ids"]) == ("", [4])
+    body = {"model": "policy", "token_ids": [40, 41], "sampling_params": forced}
+    assert asked("POST", GENERATE, body)[2]["choices"][0]["token_ids"] == [4]
+    ended = asked("POST", CHAT, chat_body(stop="<|end|>", stop_token_ids=[5] * 15))
+    assert ended[0] == 200
+
+
 def test_null_means_the_default(asked: Ask) -> None:
     names = ("temperature", "top_p", "n", "stop", "stream", "tools", "logit_bias", "user", "seed")
     body = chat_body(temperature=0)

@@ -20,7 +20,7 @@ TOKENIZERS = {
     "byte-fallback": byte_fallback_tokenizer(),
     "characters": character_tokenizer(),
 }
-STOPS = ("é", "ab", "中文", ". ", "aab", "the")
+STOPS = ("é", "ab", "中文", "文", "😀", ". ", "aab", "the")
 
 
 def as_the_engine(reading: Reading, ids: list[int]) -> tuple[list[int], str]:
@@ -50,7 +50,7 @@ def samples(draw: st.DrawFn) -> tuple[str, list[int], list[int], tuple[str, ...]
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     tokenizer = TOKENIZERS[name]
     any_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=12)
-    written = st.text("abcé中😀 .the", max_size=8).map(
+    written = st.text("abcé中文😀 .the", max_size=8).map(
         lambda text: tokenizer.encode(text, add_special_tokens=False)
     )
     parts = draw(st.lists(st.one_of(any_ids, written), min_size=1, max_size=6))
@@ -81,8 +81,9 @@ def test_the_pieces_put_together_are_the_whole(
     assert shown == whole
 
 
-def test_what_precedes_a_stop_string_is_what_the_tokenizer_says() -> None:
-    tokenizer = TOKENIZERS["byte-level"]
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
+def test_what_precedes_a_stop_string_is_what_the_tokenizer_says(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
     reading = Reading(texts=Texts(tokenizer), stop_token_ids=frozenset([1]), stop=("文",))
     ids = tokenizer.encode("a中文", add_special_tokens=False)
     assert reading.text(ids, "stop") == "a中"

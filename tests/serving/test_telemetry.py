@@ -11,7 +11,7 @@ from typing import NoReturn
 import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servers import CHAT, asks_well, chat_body, serving, talk
+from servers import CHAT, asks_well, chat_body, raw, serving, talk
 from starlette.types import Message, Receive, Scope, Send
 from tiny_models import tiny_model
 
@@ -171,6 +171,28 @@ def test_one_line_a_request_says_what_it_cost(server: PolicyServer, log) -> None
     assert line["latency_s"] >= line["decode_s"] > 0
     assert line["queue_s"] >= 0
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+
+
+def test_a_request_that_was_given_up_says_what_it_cost(server: PolicyServer, log) -> None:
+    body = json.dumps(chat_body(n=8, max_tokens=80, stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with raw(server) as leaving:
+        leaving.sendall(head.encode() + body)
+        while b"data: " not in leaving.recv(65536):
+            pass
+        server.engine.pause()
+    try:
+        deadline = time.monotonic() + 30
+        while not log() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        server.engine.resume()
+    (line,) = log()
+    assert (line["status"], line["stream"]) == (200, True)
+    assert 0 < line["completion_tokens"] <= 640
+    assert line["prompt_tokens"] > 0
+    assert line["weight_version"] == server.engine.policy.weight_version
+    assert line["queue_s"] >= 0
 
 
 def test_prompts_tokens_and_paths_are_never_logged(server: PolicyServer, log) -> None:

@@ -91,13 +91,22 @@ def test_messages_are_put_into_the_templates_shape():
     assert CALLING[1]["tool_calls"][0]["function"]["arguments"].startswith("{")
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", '"x"', "[" * 100_000])
+@pytest.mark.parametrize(
+    "arguments", ["not json", "[1]", '"x"', '{"a": NaN}', '{"a": [-Infinity]}', "[" * 100_000]
+)
 def test_arguments_that_are_no_object_are_refused(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(ApiError, match="expected a JSON object as text") as caught:
         conversation_of([{"role": "assistant", "content": "", "tool_calls": [call]}])
     assert caught.value.status == 400
     assert caught.value.body["error"]["param"] == "messages.0.tool_calls.0.function.arguments"
+
+
+def test_half_a_character_in_arguments_is_refused():
+    function = {"name": "f", "arguments": r'{"a": "\ud800"}'}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    error = failure(QWEN, [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert error.status == 400
 
 
 def failure(template: str, messages: list[dict[str, Any]] | None = None) -> ApiError:

@@ -102,6 +102,8 @@ def call_text(name: str, arguments: Any, key: str = "arguments") -> str:
 
 ONE = call_text("weather", CITY)
 TWO = call_text("time", {})
+MARKED = {"html": "</tool_call> and </tool_call>"}
+THREE = call_text("weather", MARKED)
 READ = [
     (HERMES, "Hello  there ", "Hello  there ", []),
     (HERMES, "", "", []),
@@ -128,6 +130,28 @@ READ = [
     (HERMES, '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>', ..., []),
     (HERMES, '<tool_call>{"name": "x", "arguments": "{}"}</tool_call>', ..., []),
     (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>', ..., []),
+    (HERMES, '<tool_call>{"name": "x", "arguments": {"a": 1e999}}</tool_call>', ..., []),
+    (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', ..., []),
+    (HERMES, f"<tool_call>{THREE}</tool_call> b", " b", [("weather", MARKED)]),
+    (
+        HERMES,
+        f"<tool_call>{THREE};{TWO}</tool_call>",
+        None,
+        [("weather", MARKED), ("time", {})],
+    ),
+    (
+        HERMES,
+        f'a <tool_call>{{"x</tool_call> <tool_call>{THREE}</tool_call>',
+        'a <tool_call>{"x</tool_call>',
+        [("weather", MARKED)],
+    ),
+    (HERMES, '<tool_call>{"x</tool_call> b <tool_call> c', ..., []),
+    (
+        HERMES,
+        '<tool_call>["</tool_call> <tool_call>{}</tool_call>',
+        '<tool_call>["</tool_call> <tool_call>{}</tool_call>',
+        [],
+    ),
     (HERMES, "<tool_call>" + "[" * 50_000 + "</tool_call>", ..., []),
     (LLAMA, "It is sunny.", "It is sunny.", []),
     (LLAMA, call_text("weather", CITY, "parameters"), None, [("weather", CITY)]),
@@ -200,8 +224,25 @@ def test_a_call_in_openais_shape():
     assert body["type"] == "function"
     assert body["function"]["name"] == "weather"
     assert json.loads(body["function"]["arguments"]) == CITY
-    assert first.id.startswith("call_")
     assert first.id != second.id
+
+
+def test_half_a_character_in_a_calls_arguments_stays_as_it_was_spelled():
+    text = '<tool_call>{"name": "x", "arguments": {"a": "é\\ud800\\\\"}}</tool_call>'
+    (call,) = parse_tool_calls(HERMES, text, NAMES).calls
+    assert call.arguments == '{"a": "é\\ud800\\\\"}'
+    call.arguments.encode()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_was_read_can_be_sent_back(name):
+    form = FORMATS[name]
+    text = form.before + call_text("weather", CITY, form.arguments) + form.after
+    (call,) = parse_tool_calls(form, f"[TOOL_CALLS] [{ONE}]" if form.listed else text, NAMES).calls
+    answer = {"role": "assistant", "content": None, "tool_calls": [call.body()]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    TOKENIZER.chat_template = TEMPLATES[name]
+    assert "Zürich" in ChatPrompts(TOKENIZER).text([*CALLING[:1], answer, result], tools=TOOLS)
 
 
 def test_calls_beyond_the_limit_stay_text():
@@ -321,6 +362,19 @@ def test_tools_too_large_to_force_are_refused():
     constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
     with pytest.raises(ApiError, match="expected forms of at most 262144 characters"):
         constraints.grammar(grammar, param="tools")
+
+
+def test_integers_of_any_size_reach_the_prompt():
+    TOKENIZER.chat_template = QWEN
+    huge = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": huge}}]
+    told = CALLING[1]["tool_calls"][0] | {
+        "function": {"name": "f", "arguments": json.dumps({"n": -(10**40)})}
+    }
+    messages = [CALLING[0], CALLING[1] | {"tool_calls": [told]}]
+    text = ChatPrompts(TOKENIZER).text(messages, tools=tools)
+    assert str(10**30) in text
+    assert str(-(10**40)) in text
 
 
 def test_tools_reach_the_prompt():

@@ -11,6 +11,7 @@ from marin_rl.tokenizers import (
     TokenizerIdentity,
     character_tokenizer,
     check_vocabulary,
+    end_token_ids,
     load_tokenizer,
     tokenizer_for,
 )
@@ -50,6 +51,31 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert TokenizerIdentity.of(load_tokenizer(tmp_path)) == before
     assert TokenizerIdentity.of(tokenizer) == before
+
+
+@pytest.mark.parametrize(
+    ("listed", "ends"),
+    [
+        ("{}", (1,)),
+        ('{"eos_token_id": null}', (1,)),
+        ('{"eos_token_id": 6}', (1, 6)),
+        ('{"eos_token_id": [6, 1, 4]}', (1, 6, 4)),
+    ],
+)
+def test_the_folder_of_a_tokenizer_may_list_more_end_tokens(tmp_path, listed, ends):
+    character_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert end_token_ids(character_tokenizer()) == end_token_ids(tokenizer) == (1,)
+    (tmp_path / "generation_config.json").write_text(listed)
+    assert end_token_ids(tokenizer) == ends
+
+
+@pytest.mark.parametrize("listed", ["[1]", "{", '{"eos_token_id": "1"}', '{"eos_token_id": [-1]}'])
+def test_a_wrong_list_of_end_tokens_is_refused(tmp_path, listed):
+    character_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(listed)
+    with pytest.raises(InputError, match=r"generation_config\.json.* expected"):
+        end_token_ids(load_tokenizer(tmp_path))
 
 
 def test_another_template_or_another_token_is_another_identity():
