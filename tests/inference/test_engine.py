@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import amid, bits, engine_of, random_requests, request_of, result_of
+from seeds import told_seed
 from slow import others_slow
 from tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
@@ -46,9 +47,7 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(engine, model, length)
 
 
 def test_bitwise_the_same_alone_and_under_any_load(engine, model):
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(told_seed())
     requests = random_requests(rng, 16)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):

@@ -19,6 +19,7 @@ from engines import (
     wait_until,
 )
 from levanter.models.lm_model import LmHeadModel
+from seeds import told_seed
 from tiny_models import tiny_model
 
 from marin_rl.errors import InputError
@@ -69,9 +70,7 @@ def test_lanes_that_cannot_be_are_refused(model):
 
 
 def test_bitwise_the_same_with_and_without_lanes_and_under_any_load(engine, laned):
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(told_seed())
     requests = random_requests(rng, 16)
     expected = [bits(result_of(engine, request)) for request in requests]
     assert [bits(result_of(laned, request)) for request in requests] == expected

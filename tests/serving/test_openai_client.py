@@ -430,7 +430,7 @@ def test_what_fails_in_mid_stream_is_told_in_the_stream() -> None:
     try:
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
             stream = client.chat.completions.create(
-                **ASK | {"max_tokens": 60, "n": 64, "temperature": 5}, stream=True
+                **ASK | {"max_tokens": 60, "n": 2000, "temperature": 5}, stream=True
             )
             next(stream)
             server.engine.close()

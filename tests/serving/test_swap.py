@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from engines import together, wait_until
 from levanter.models.lm_model import LmHeadModel
+from seeds import told_seed
 from tiny_models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
@@ -198,9 +199,7 @@ def once_after_chunks(
 def test_every_token_of_64_running_requests_tells_who_drew_it(
     engine: Engine, models: Any, plain: Pair
 ) -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    requests = requests_of(random.Random(seed))
+    requests = requests_of(random.Random(told_seed()))
     deltas: list[list[Delta]] = [[] for _ in requests]
     swap_once = once_after_chunks(engine, 6, lambda: engine.swap(models[1], *NEW))
 
