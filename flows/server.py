@@ -34,7 +34,7 @@ from prefect.settings import get_current_settings, temporary_settings
 from marin_rl.errors import MarinRLError
 
 DATABASE = "prefect.db"
-HEALTH_TIMEOUT_S = 3.0
+HEALTH_TIMEOUT_S = 15.0  # for a server that is busy; one that is not there refuses at once
 START_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
 STOP_TIMEOUT_S = 8.0

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "marin-rl",
     deadline=None,  # two cores are shared with whatever else runs
+    derandomize="MARIN_RL_SEED" in os.environ,  # whoever asks for one seed wants the same examples
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

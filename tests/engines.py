@@ -1,7 +1,11 @@
 """Engines over tiny models, and requests to them, as several test modules need them."""
 
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ from tiny_models import VOCABULARY
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import GenerationRequest, GenerationResult
+from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 from marin_rl.types import Sampling
 
 CONTEXT = 96
@@ -73,6 +77,56 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
 def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
     """The result, within two minutes."""
     return engine.submit(request).result(timeout=120)
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    """Return once it is so, within two minutes."""
+    deadline = time.monotonic() + 120
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextmanager
+def together(engine: Engine) -> Iterator[None]:
+    """Requests that are submitted inside start in one chunk, however slowly they come."""
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+@contextmanager
+def amid(
+    engine: Engine, request: GenerationRequest, delta: int = 2
+) -> Iterator[tuple["Future[GenerationResult]", list[Delta]]]:
+    """A request and what came of it, while the engine waits inside its `delta`-th delta."""
+    deltas: list[Delta] = []
+    reached, let_go = threading.Event(), threading.Event()
+
+    def hold(one: Delta) -> None:
+        deltas.append(one)
+        if len(deltas) == delta:
+            reached.set()
+            assert let_go.wait(120)
+
+    future = engine.submit(request, hold)
+    try:
+        assert reached.wait(120)
+        yield future, deltas
+    finally:
+        let_go.set()
+
+
+def paused_amid(engine: Engine, request: GenerationRequest) -> "Future[GenerationResult]":
+    """A request that has come as far as its second chunk when `pause` returns."""
+    pausing = threading.Thread(target=engine.pause)
+    with amid(engine, request) as (future, _):
+        pausing.start()
+        wait_until(lambda: engine.paused)
+    pausing.join()
+    return future
 
 
 def bits(result: GenerationResult) -> list[tuple[bytes, ...]]:

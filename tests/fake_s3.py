@@ -44,7 +44,7 @@ class FakeS3:
 
     def create_bucket(self, name: str) -> None:
         """Make an empty bucket."""
-        urlopen(Request(f"{self.url}/{name}", method="PUT"), timeout=10).close()
+        urlopen(Request(f"{self.url}/{name}", method="PUT"), timeout=60).close()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from schemas.manifests import Manifest, sha256_of
 CREATE_FATES = ("served", "lost", "refused", "seems another's", "late")
 WRITE_FATES = ("served", "lost", "refused", "late")
 READ_FATES = ("served", "refused")
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 Commit = Callable[..., Manifest]
 Naming = Callable[[str, str], str]

@@ -329,14 +329,14 @@ class Engine:
 
     def _let_others_join(self) -> None:
         deadline = time.monotonic() + GATHER_S
-        seen = 0
-        while not self._closing and seen < self._config.slots and time.monotonic() < deadline:
+        seen, slots = 0, self._config.slots
+        while not self._closing and seen < slots and time.monotonic() < deadline:
             waiting = self._queue.waiting
             if waiting == seen:
                 return
             seen = waiting
             # woken by every arrival, so the wait is for QUIET_S without one
-            while self._changed.wait(QUIET_S) and time.monotonic() < deadline:
+            while seen < slots and self._changed.wait(QUIET_S) and time.monotonic() < deadline:
                 seen = self._queue.waiting
 
     def _round(self) -> None:

@@ -62,7 +62,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentConf
         "eval_fraction": 0.3,
         "reward_weights": {"format": 0.5},
     }
-    yield EnvironmentConfig(name="chat", options=options, reward_timeout_s=0.5)
+    yield EnvironmentConfig(name="chat", options=options, reward_timeout_s=2)
     sys.path.remove(str(folder))
 
 
@@ -114,7 +114,7 @@ def test_a_hanging_function_is_interrupted(scorer: Scorer, example: Example, tro
     score(scorer, example, "ready")
     began = time.monotonic()
     told = rewards(score(scorer, example, "before", trouble, "after it"))
-    assert told == [6.0, "the reward took longer than 0.5 s", 8.0]
+    assert told == [6.0, "the reward took longer than 2 s", 8.0]
     assert time.monotonic() - began < 60  # it would hang for ever
 
 
@@ -193,14 +193,19 @@ def test_a_worker_outlives_its_killed_parent_by_seconds(
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 15
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        state_now = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
-        if state_now == "Z":
-            break
-        time.sleep(0.05)
-    else:
+    deadline = time.monotonic() + 60
+    while lives(worker):
         assert time.monotonic() < deadline, f"worker {worker} lives on"
+        time.sleep(0.05)
+
+
+def lives(process_id: int) -> bool:
+    """Whether a process is there, and more than a zombie."""
+    try:
+        told = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return told.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_starting_a_worker_does_not_wait_for_it(
@@ -218,11 +223,11 @@ def test_starting_a_worker_does_not_wait_for_it(
 def test_reasoning_gym_is_scored_in_a_worker() -> None:
     """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
     config = EnvironmentConfig(
-        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=1.0
+        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=3.0
     )
     environment = make_environment(config)
     scorer = Scorer(environment, config)
     example = environment.example(0, 5, "train")
     told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    assert told == [1.0, "the reward took longer than 1 s"]
+    assert told == [1.0, "the reward took longer than 3 s"]
     scorer.close()

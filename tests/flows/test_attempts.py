@@ -43,7 +43,7 @@ def run(body: Callable[[], Any]) -> tuple[Any, UUID]:
 def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
     """The task runs of a flow run, once the server has written down all of them."""
     only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     with get_client(sync_client=True) as client:
         while True:
             found = client.read_task_runs(flow_run_filter=only)
@@ -138,11 +138,15 @@ def test_what_blocking_work_raises_arrives() -> None:
 
 def test_results_stay_in_order_and_few_run_at_once(api: str) -> None:
     running = [0, 0]
+    two = asyncio.Event()
 
     @task(**STAGE)
     async def stage(number: int) -> SlotRef:
         running[0] += 1
         running[1] = max(running)
+        if running[0] == FAST.shards_in_flight_max:
+            two.set()
+        await asyncio.wait_for(two.wait(), 60)  # the first would else end before the second begins
         await asyncio.sleep(0.02 * (5 - number))
         running[0] -= 1
         return ref(str(number))

@@ -40,6 +40,7 @@ from fault_groups import Case, groups, play_groups
 from fault_names import NamedOperations
 from nursery import Nursery
 from run_outcomes import Outcome, outcome
+from seeds import told_seed
 
 from flows.rl_loop import start
 from marin_rl.config import Config
@@ -67,9 +68,8 @@ def in_groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[li
     print(f"N = {len(names)}, {len(kinds)} faults at each, in {len(found)} groups")
     if not (played := int(os.environ.get("MARIN_RL_FAULT_GROUPS") or 0)):
         return found
-    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"{min(played, len(found))} groups of them are played, MARIN_RL_SEED={seed}")
-    return random.Random(seed).sample(found, min(played, len(found)))
+    print(f"{min(played, len(found))} groups of them are played")
+    return random.Random(told_seed()).sample(found, min(played, len(found)))
 
 
 def play(cases: Sequence[str], disturbed: Callable[[str], Config], expected: Outcome) -> None:
@@ -89,10 +89,9 @@ def play(cases: Sequence[str], disturbed: Callable[[str], Config], expected: Out
 
 def chosen(every: Sequence[str], count: int) -> list[str]:
     """A seeded sample of the cases, in order; all of them where that is asked for."""
-    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
     count = int(os.environ.get("MARIN_RL_FAULTS_PLAYED") or count)
-    numbers = sorted(random.Random(seed).sample(range(len(every)), min(count, len(every))))
-    print(f"{len(numbers)} of {len(every)} cases, MARIN_RL_SEED={seed}")
+    numbers = sorted(random.Random(told_seed()).sample(range(len(every)), min(count, len(every))))
+    print(f"{len(numbers)} of {len(every)} cases")
     return [every[number] for number in numbers]
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from debug_run import ROUNDS, SHARDS, Played, debug
 from nursery import Nursery
+from seeds import told_seed
 
 from marin_rl.config import Config
 from marin_rl.storage.commits import manifest_of
@@ -72,9 +73,7 @@ def parameters(config: Config) -> list[str]:
 
 def check_killed_at(stages: Sequence[str], played: Played, nursery: Nursery, root: Path) -> None:
     """Kill one run at the stages in order, finish it, and compare it with the unharmed one."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"delays from seed {seed}")
-    delays = random.Random(seed)
+    delays = random.Random(told_seed())
     config = debug(root)
     folder = root / config.run_id
     for stage in stages:

@@ -7,13 +7,13 @@ from uuid import UUID
 
 import pytest
 from debug_run import ROUNDS, SHARDS, Played, debug, latest_flow_run
-from prefect import get_client
+from prefect import flow, get_client, task
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     FlowRunFilter,
     FlowRunFilterId,
 )
-from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.objects import Artifact, TaskRun
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
@@ -35,13 +35,14 @@ def files(config: Config) -> dict[str, int]:
 
 
 def task_runs(flow_run: UUID, expected: int) -> dict[str, TaskRun]:
-    """Task runs by name, once the server has recorded that many."""
+    """Task runs by name, once the server has written down how that many ended."""
     only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     with get_client(sync_client=True) as client:
         while True:
             found = client.read_task_runs(flow_run_filter=only, limit=200)
-            if len(found) >= expected or time.monotonic() > deadline:
+            ended = [item for item in found if item.state and item.state.is_final()]
+            if len(ended) >= expected or time.monotonic() > deadline:
                 return {item.name: item for item in found}
             time.sleep(0.2)
 
@@ -115,16 +116,24 @@ def _names(runs: dict[str, TaskRun], inputs: list) -> set[str]:  # type: ignore[
     return {by_id[one] for one in ids}
 
 
-def test_artifacts_show_the_run(played: Played) -> None:
+def artifacts(flow_run: UUID, expected: int) -> list[Artifact]:
+    """Artifacts of a flow run, once there are so many and progress is full: a run may not wait."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    deadline = time.monotonic() + 120
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(
-            artifact_filter=ArtifactFilter(),
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[played.flow_run.id])),
-        )
+        while True:
+            found = client.read_artifacts(artifact_filter=ArtifactFilter(), flow_run_filter=only)
+            full = len(found) >= expected and any(item.data == 100.0 for item in found)
+            if full or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
+
+
+def test_artifacts_show_the_run(played: Played) -> None:
+    expected = {"whole-rounds", "whole-table", "whole-learning-curve", "whole-progress"}
+    found = artifacts(played.flow_run.id, len(expected) - 1 + ROUNDS)
     by_key = {str(item.key): item for item in found}
-    assert set(by_key) == {
-        "whole-rounds", "whole-table", "whole-learning-curve", "whole-progress",
-    }  # fmt: skip
+    assert set(by_key) == expected
     pages = [str(item.data) for item in found if item.key == "whole-rounds"]
     assert len(pages) == ROUNDS
     assert all("## Best rollout" in page and "| reward |" in page for page in pages)
@@ -134,10 +143,21 @@ def test_artifacts_show_the_run(played: Played) -> None:
 
 
 def test_playing_a_complete_run_again_changes_nothing(played: Played) -> None:
-    before_files = files(played.config)
-    assert start(played.config) == played.checkpoint
+    before_files, heard = files(played.config), list[ProgressEvent]()
+    with listening(heard.append):
+        assert start(played.config) == played.checkpoint
     assert files(played.config) == before_files
-    assert task_runs(latest_flow_run("whole").id, 0) == {}
+    assert [event.stage for event in heard] == ["start"]
+    again = latest_flow_run("whole").id
+    after()
+    assert set(task_runs(latest_flow_run("after").id, 1)) == {"last"}
+    assert task_runs(again, 0) == {}
+
+
+@flow(flow_run_name="after", persist_result=False)
+def after() -> None:
+    """A task whose run the server writes down after all that this process told it before."""
+    task(lambda: None, task_run_name="last", name="last")()
 
 
 def test_another_content_is_refused_by_key(played: Played) -> None:

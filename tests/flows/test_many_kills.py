@@ -19,6 +19,7 @@ import pytest
 from debug_run import REPOSITORY, debug
 from nursery import Nursery
 from run_outcomes import Digests, committed_digests, outcome
+from seeds import told_seed
 
 from flows.server import free_port, healthy
 from marin_rl.config import Config
@@ -112,9 +113,8 @@ def reached(config: Config) -> int:
 @pytest.mark.timeout(6 * 3600)
 def test_a_run_survives_many_kills(server: Server, nursery: Nursery, tmp_path: Path) -> None:
     count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
-    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"{count} kills, MARIN_RL_SEED={seed}")
-    choices = random.Random(seed)
+    print(f"{count} kills")
+    choices = random.Random(told_seed())
     config = debug(tmp_path / "killed", f"rounds={ROUNDS_MAX}", *LARGER)
     life_s_max = min(LIVES_MAX * first_round_s(nursery, config), LIFE_S_MAX)
     known, digests = committed_digests(config), Digests()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from debug_run import debug
 from killing import finish, kill_when, spawn_program
+from seeds import told_seed
 from word_forms import write_prompts
 
 import flows.reward_model
@@ -54,8 +55,6 @@ def judged(config: Config) -> list[tuple[str, object]]:
 
 @pytest.mark.slow
 def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"delay from seed {seed}")
     pairs = f"reward_model.pairs={said(tmp_path)}"
     whole = debug(tmp_path / "whole", "policy.init=random", pairs, *STEPS)
     killed = debug(tmp_path / "killed", "policy.init=random", pairs, *STEPS)
@@ -63,7 +62,7 @@ def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_pat
     folder = tmp_path / "killed" / killed.run_id
     process = spawn_program(PROGRAM, killed, api)
     first = folder / reward_model_slot(10) / "manifest.json"
-    kill_when(process, first.exists, random.Random(seed).uniform(0, 0.2))
+    kill_when(process, first.exists, random.Random(told_seed()).uniform(0, 0.2))
     finish(spawn_program(PROGRAM, killed, api))
     assert judged(killed) == judged(whole)
 

@@ -6,7 +6,16 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
-from engines import bits, engine_of, request_of, result_of
+from engines import (
+    amid,
+    bits,
+    engine_of,
+    paused_amid,
+    request_of,
+    result_of,
+    together,
+    wait_until,
+)
 from tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
@@ -42,12 +51,6 @@ def listen(engine: Engine, request: GenerationRequest) -> Listener:
 def result(listener: Listener) -> GenerationResult:
     assert listener.future is not None
     return listener.future.result(timeout=120)
-
-
-def wait_for_chunks(engine: Engine, count: int) -> None:
-    wanted = engine.stats.chunks + count
-    while engine.stats.chunks < wanted:
-        time.sleep(0.001)
 
 
 def test_deltas_under_load_concatenate_to_the_result(engine):
@@ -106,21 +109,18 @@ def test_a_listener_that_fails_takes_its_own_request_down_and_no_other(engine):
 def test_no_delta_comes_after_a_request_was_cancelled(model):
     engine = engine_of(model)
     try:
-        listener = listen(engine, request_of(n=8, max_tokens=80))
-        queued = engine.submit(request_of(n=8, max_tokens=80))
-        wait_for_chunks(engine, 2)
-        assert listener.future is not None
-        assert listener.future.cancel()
-        assert queued.cancel()
-        seen = len(listener.deltas)
-        chunks = engine.stats.chunks
+        # the first delta of the second chunk: seven more would follow
+        with amid(engine, request_of(n=8, max_tokens=80), delta=9) as (running, deltas):
+            queued = engine.submit(request_of(n=8, max_tokens=80))
+            assert running.cancel()
+            assert queued.cancel()
+            chunks = engine.stats.chunks
         assert len(result_of(engine, request_of(n=8, max_tokens=2)).samples) == 8
-        # one chunk may have been running, and those of the last request
-        assert engine.stats.chunks <= chunks + 2
-        assert len(listener.deltas) <= seen + 8
+        assert engine.stats.chunks == chunks + 1
+        assert len(deltas) == 9
         assert engine.stats.cancelled == 2
         assert (engine.queued, engine.active) == (0, 0)
-        assert wait([listener.future, queued], timeout=10).not_done == set()
+        assert wait([running, queued], timeout=60).not_done == set()
     finally:
         engine.close()
 
@@ -129,9 +129,7 @@ def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
     engine, other = engine_of(model), tiny_model(seed=9)
     try:
         expected = bits(result_of(engine, request_of(max_tokens=80)))
-        running = engine.submit(request_of(max_tokens=80))
-        wait_for_chunks(engine, 2)
-        engine.pause()
+        running = paused_amid(engine, request_of(max_tokens=80))
         assert engine.paused
         chunks = engine.stats.chunks
         waiting = engine.submit(request_of())
@@ -243,10 +241,7 @@ class Between(Future[GenerationResult]):
 def test_a_cancellation_beside_the_end_of_another_request_is_not_forgotten(model):
     engine = engine_of(model, chunk_steps=1)
     try:
-        first = threading.Event()
-        victim = engine.submit(request_of(max_tokens=80), lambda delta: first.set())
-        assert first.wait(60)
-        engine.pause()
+        victim = paused_amid(engine, request_of(max_tokens=80))
         engine._note_cancelled(Between(victim))
         engine.resume()
         wait([victim], timeout=60)
@@ -261,18 +256,12 @@ def test_a_cancellation_beside_the_end_of_another_request_is_not_forgotten(model
 def test_who_leaves_while_the_engine_is_paused_waits_no_longer(model):
     engine = engine_of(model)
     try:
-        running = listen(engine, request_of(max_tokens=80))
-        wait_for_chunks(engine, 2)
-        engine.pause()
+        running = paused_amid(engine, request_of(max_tokens=80))
         waiting = [engine.submit(request_of()) for _ in range(3)]
         assert (engine.queued, engine.active) == (3, 1)
-        for future in [running.future, *waiting]:
-            assert future is not None
+        for future in [running, *waiting]:
             assert future.cancel()
-        deadline = time.monotonic() + 60
-        while (engine.queued, engine.active) != (0, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: (engine.queued, engine.active) == (0, 0))
         assert engine.paused
         assert engine.stats.cancelled == 4
     finally:
@@ -287,12 +276,13 @@ def test_an_engine_that_dies_leaves_nobody_waiting(model, monkeypatch):
     def die(delta: Delta) -> None:
         raise SystemExit
 
-    futures = [
-        engine.submit(request_of(max_tokens=1), die),
-        engine.submit(request_of(max_tokens=1)),
-        engine.submit(request_of(n=3, max_tokens=40)),
-        engine.submit(request_of(n=20, max_tokens=40)),
-    ]
+    with together(engine):
+        futures = [
+            engine.submit(request_of(max_tokens=1), die),
+            engine.submit(request_of(max_tokens=1)),
+            engine.submit(request_of(n=3, max_tokens=40)),
+            engine.submit(request_of(n=20, max_tokens=40)),
+        ]
     for future in futures:
         with pytest.raises(InferenceError, match="closed"):
             future.result(timeout=60)

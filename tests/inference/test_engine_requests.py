@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import bits, engine_of, request_of, result_of
+from seeds import told_seed
 from slow import others_slow
 from tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
@@ -376,9 +377,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
 
 
 def test_bitwise_the_same_alone_and_beside_any_wishes(engine):
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(told_seed())
     requests = random_requests(rng, 24)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from engines import bits, engine_of, request_of, result_of
+from seeds import told_seed
 from tiny_models import tiny_model
 
 from marin_rl.inference.attention import SHARE, times_cached
@@ -94,9 +95,7 @@ def test_different_prompts_side_by_side_are_not_shared(engines):
 
 def test_the_same_bits_under_any_load(engines):
     sharing, apart = engines
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(told_seed())
     requests = [
         request_of(
             rng.randint(BLOCK_MIN - 2, 75),

@@ -9,12 +9,21 @@ from concurrent.futures import wait
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import bits, engine_of, random_requests, request_of, result_of
+from engines import (
+    bits,
+    engine_of,
+    random_requests,
+    request_of,
+    result_of,
+    together,
+    wait_until,
+)
 from levanter.models.lm_model import LmHeadModel
+from seeds import told_seed
 from tiny_models import tiny_model
 
 from marin_rl.errors import InputError
-from marin_rl.inference.engine import COPY_KEPT_S, Engine
+from marin_rl.inference.engine import Engine
 from marin_rl.inference.lanes import (
     LANE_SLOTS_MIN,
     LANE_WEIGHTS_BYTES_MAX,
@@ -61,9 +70,7 @@ def test_lanes_that_cannot_be_are_refused(model):
 
 
 def test_bitwise_the_same_with_and_without_lanes_and_under_any_load(engine, laned):
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(told_seed())
     requests = random_requests(rng, 16)
     expected = [bits(result_of(engine, request)) for request in requests]
     assert [bits(result_of(laned, request)) for request in requests] == expected
@@ -90,7 +97,8 @@ def test_what_one_lane_asks_for_is_told_and_does_not_touch_the_other(engine, lan
 
 def test_groups_are_spread_over_lanes_and_each_prompt_runs_once_in_a_lane(laned):
     before = laned.stats.snapshot()
-    futures = [laned.submit(request_of(20, prompt_seed=i, n=4, max_tokens=4)) for i in range(2)]
+    with together(laned):
+        futures = [laned.submit(request_of(20, prompt_seed=i, n=4, max_tokens=4)) for i in range(2)]
     wait(futures, timeout=120)
     after = laned.stats.snapshot()
     assert after.prefilled_prompts - before.prefilled_prompts == 2
@@ -121,10 +129,11 @@ def test_all_lanes_change_weights_between_the_same_two_chunks(model):
             engine.swap(other, 2, "two")
 
     try:
-        futures = [
-            engine.submit(request_of(prompt_seed=i, n=2, max_tokens=12), swap_once)
-            for i in range(4)
-        ]
+        with together(engine):
+            futures = [
+                engine.submit(request_of(prompt_seed=i, n=2, max_tokens=12), swap_once)
+                for i in range(4)
+            ]
         samples = [sample for future in futures for sample in future.result(timeout=120).samples]
     finally:
         engine.close()
@@ -148,34 +157,37 @@ def test_nothing_is_compiled_once_warm_whichever_lane(model):
         engine.close()
 
 
-def wait_until_the_copy_is_gone(engine: Engine, within_s: float | int) -> None:
-    deadline = time.monotonic() + within_s
-    while engine._runner._fused is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def copy_kept_s(monkeypatch: pytest.MonkeyPatch, value: float | int) -> None:
+    monkeypatch.setattr("marin_rl.inference.engine.COPY_KEPT_S", value)
 
 
-def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned):
+def wait_until_the_copy_is_gone(engine: Engine) -> None:
+    wait_until(lambda: engine._runner._fused is None)
+
+
+def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned, monkeypatch):
+    copy_kept_s(monkeypatch, 3600)
     result_of(laned, request_of())
     copy = laned._runner._fused
     assert copy is not None
     result_of(laned, request_of())
     assert laned._runner._fused is copy  # one after another share it
-    wait_until_the_copy_is_gone(laned, within_s=60)
+    copy_kept_s(monkeypatch, 0.01)
+    result_of(laned, request_of())
+    wait_until_the_copy_is_gone(laned)
 
 
 @pytest.mark.parametrize("ends", ["sleep", "pause", "swap"])
-def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends):
-    engine = engine_of(model)
+def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends, monkeypatch):
+    copy_kept_s(monkeypatch, 3600)
+    engine, other = engine_of(model), tiny_model(seed=1)
     try:
         result_of(engine, request_of())
-        began = time.monotonic()
         if ends == "swap":
-            engine.swap(tiny_model(seed=1), 2, "two")
+            engine.swap(other, 2, "two")
         else:
             getattr(engine, ends)()
-        wait_until_the_copy_is_gone(engine, within_s=COPY_KEPT_S)
-        assert time.monotonic() - began < COPY_KEPT_S
+        wait_until_the_copy_is_gone(engine)
     finally:
         engine.close()
 

@@ -78,7 +78,7 @@ class Opened:
 
     def wait_for_count(self, expected: str) -> None:
         """Until the page shows it; by looking, for the page's policy forbids to evaluate text."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while self.count() != expected and time.monotonic() < deadline:
             self.page.wait_for_timeout(50)
         assert self.count() == expected

@@ -1,7 +1,7 @@
 """Generate and evaluate against the fake server: what is asked, kept, refused, and done once."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,18 @@ def test_aborted_completions_have_no_reward(run: Run, server: FakePolicyServer) 
 
 
 def test_faults_that_pass_leave_no_trace(run: Run, server: FakePolicyServer) -> None:
-    server.faults.extend(["503", "drop"])
+    faults, asked = ["503", "drop"], set[str]()
+
+    def of_first_request(body: Mapping[str, Any]) -> str | None:
+        prompt = body["messages"][0]["content"]
+        if prompt in asked:
+            return None
+        asked.add(prompt)
+        return faults.pop()
+
+    server.fault = of_first_request  # none has both: two attempts are all there are
     ref = generate(run, server)
+    assert faults == []
     assert ref.summary["errors"] == 0
 
 
@@ -250,7 +260,7 @@ def test_a_faulty_reward_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.M
     lines = [f'{{"prompt": "say {i}"}}' for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     options = f"{{path: {tmp_path / 'prompts.jsonl'}, reward: 'faulty_rewards:reward'}}"
-    environment = f"environment={{name: chat, reward_timeout_s: 0.3, options: {options}}}"
+    environment = f"environment={{name: chat, reward_timeout_s: 1, options: {options}}}"
     says = ["fine", "hang", "raise", "good"]
     run = Run.create_or_open(configured(tmp_path, environment))
     with FakePolicyServer(MODEL, lambda _prompt, seed: says[seed % 4]) as server:
@@ -264,7 +274,7 @@ def test_a_faulty_reward_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.M
     assert told == {
         "fine": None,
         "good": None,
-        "hang": "RewardFault: the reward took longer than 0.3 s",
+        "hang": "RewardFault: the reward took longer than 1 s",
         "raise": "RewardFault: ArithmeticError: by design",
     }
     assert {(r.status, r.reward) for r in rollouts} == {("error", None), ("complete", 1.0)}

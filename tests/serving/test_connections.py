@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import orjson
@@ -21,6 +22,13 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
+def patient() -> Iterator[PolicyServer]:
+    """One that gives large bodies the time they take on a busy machine."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[PolicyServer]:
     with serving(LIMITS) as running:
         yield running
@@ -34,10 +42,10 @@ def metric(server: PolicyServer, line: str) -> float:
 
 def test_a_head_that_trickles_in_is_cut_off(server: PolicyServer) -> None:
     before = metric(server, 'marin_rl_connections_refused_total{reason="header_timeout"}')
+    started, answer = time.monotonic(), b""
     with raw(server) as slow:
         slow.sendall(HEAD)
         slow.settimeout(0.1)
-        started, answer = time.monotonic(), b""
         while not answer and time.monotonic() - started < 60:
             try:
                 slow.sendall(b"X-A: b\r\n")
@@ -54,13 +62,17 @@ def test_a_head_that_trickles_in_is_cut_off(server: PolicyServer) -> None:
 
 def test_idle_connections_are_closed_and_those_in_use_are_kept(server: PolicyServer) -> None:
     with raw(server) as idle, raw(server) as used:
-        idle_since = time.monotonic()
-        for _ in range(5):
+        idle.settimeout(0.1)
+        deadline, answer = time.monotonic() + 120, b"none yet"
+        while answer and time.monotonic() < deadline:
             used.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert status_of(read_health(used)) == 200
-            time.sleep(0.4)
-        assert read_all(idle) == b""
-        assert time.monotonic() - idle_since < 60
+            with suppress(TimeoutError):
+                answer = idle.recv(65536)
+        assert answer == b""
+        for _ in range(3):
+            used.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert status_of(read_health(used)) == 200
     assert asks_well(server)
 
 
@@ -97,13 +109,12 @@ def test_many_idle_connections_leave_room_for_a_request(server: PolicyServer) ->
 
 
 def test_a_connection_beyond_the_limit_is_refused_if_all_are_at_work() -> None:
-    limits = ServerConfig(connections_max=3, body_timeout_s=3.0)
-    with serving(limits) as server:
+    with serving(ServerConfig(connections_max=3)) as server:
         assert asks_well(server)
         busy = [raw(server) for _ in range(3)]
         for connection in busy:
-            connection.sendall(HEAD + b"Content-Length: 10\r\n\r\n")
-        time.sleep(0.3)
+            connection.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 10\r\n\r\n")
+            assert status_of(connection.recv(65536)) == 100
         with raw(server) as late:
             answer = read_all(late)
         assert status_of(answer) == 503
@@ -111,8 +122,11 @@ def test_a_connection_beyond_the_limit_is_refused_if_all_are_at_work() -> None:
         assert b"Retry-After" in answer
         for connection in busy:
             connection.close()
-        time.sleep(0.3)
-        assert asks_well(server)
+        deadline, well = time.monotonic() + 60, False
+        while not well:
+            assert time.monotonic() < deadline
+            with suppress(ConnectionError):  # refused until the server has seen a connection close
+                well = asks_well(server)
 
 
 def fill(connection: socket.socket, data: bytes) -> None:
@@ -141,10 +155,10 @@ def test_whoever_reads_no_answers_does_not_keep_the_connection(
 ) -> None:
     """Refusals cost no token, and an answer that is not read waits for its reader."""
     monkeypatch.setenv("MARIN_RL_API_KEY", "token")
-    limits = ServerConfig(connections_max=1, header_timeout_s=0.3, body_timeout_s=0.3)
+    limits = ServerConfig(connections_max=1, header_timeout_s=1.0, body_timeout_s=1.0)
     with serving(limits) as server, raw_unbuffered(server) as deaf:
         fill(deaf, 1000 * b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while talk(server, "GET", "/healthz")[0] != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -283,23 +297,23 @@ def test_a_body_declared_too_large_is_told_before_it_is_sent(server: PolicyServe
     assert b"at most 16777216 bytes" in answer
 
 
-def test_200_megabytes_in_chunks_are_cut_off(server: PolicyServer) -> None:
-    with raw(server) as connection:
+def test_200_megabytes_in_chunks_are_cut_off(patient: PolicyServer) -> None:
+    with raw(patient) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         pour(connection, 200, b"100000\r\n%s\r\n")
         answer = read_all(connection)
     assert status_of(answer) in (0, 413), answer
-    assert asks_well(server)
+    assert asks_well(patient)
 
 
 @pytest.mark.parametrize("asked", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
-def test_a_body_in_chunks_just_too_large_is_told_so(server: PolicyServer, asked: bytes) -> None:
-    with raw(server) as connection:
+def test_a_body_in_chunks_just_too_large_is_told_so(patient: PolicyServer, asked: bytes) -> None:
+    with raw(patient) as connection:
         connection.sendall(HEAD + asked + b"Transfer-Encoding: chunked\r\n\r\n")
         pour(connection, 17, b"100000\r\n%s\r\n")
         answer = read_all(connection)
     assert status_of(answer) == 413
-    assert asks_well(server)
+    assert asks_well(patient)
 
 
 def pour(connection: socket.socket, megabytes: int, shape: bytes) -> int:
@@ -334,15 +348,16 @@ def test_a_large_answer_that_nobody_reads_does_not_keep_its_connection(
     server: PolicyServer,
 ) -> None:
     body = orjson.dumps(chat_body(n=96, max_tokens=90, logprobs=True, top_logprobs=20))
+    before = server.engine.stats.requests
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # most stays over there
         connection.connect((HOST, urlsplit(server.base_url).port))
         head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection.sendall(head + body)
-        deadline = time.monotonic() + 30
-        while not server.engine.active and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while server.engine.stats.requests == before and time.monotonic() < deadline:
             time.sleep(0.001)
-        while server.engine.active and time.monotonic() < deadline:
+        while (server.engine.active or server.engine.queued) and time.monotonic() < deadline:
             time.sleep(0.01)
         while metric(server, "marin_rl_connections") > 1 and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -360,7 +375,7 @@ def test_garbage_behind_a_running_request_ends_it_and_frees_its_slots(
     body = b'{"model":"policy","messages":[{"role":"user","content":""}],"n":64,"max_tokens":90}'
     with raw(server) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not server.engine.active and time.monotonic() < deadline:
             time.sleep(0.001)
         connection.sendall(b"\x00\xff garbage\r\n\r\n" * 100)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from chat_templates import byte_level_tokenizer
+from seeds import told_seed
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -93,9 +94,7 @@ def random_container(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def test_whatever_is_sampled_under_a_schema_validates(constraints, tokenizer):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(told_seed())
     texts = set()
     for _ in range(60):
         schema = random_schema(chance)
@@ -251,7 +250,7 @@ def test_a_hard_schema_costs_little_or_is_refused(schema):
             if token == CHARACTERS.eos_token_id:
                 break
             walker.accept(token)
-    assert time.thread_time() - started < 20
+    assert time.thread_time() - started < 60
 
 
 def test_characters_that_the_tokenizer_cannot_write_are_refused():
@@ -277,9 +276,7 @@ def test_a_tokenizer_without_bytes_is_refused():
 def test_a_grammar_is_compiled_once():
     constraints = constraints_of(CHARACTERS)
     schema = {"type": "object", "properties": {f"k{index}": {} for index in range(1500)}}
-    took = []
     for _ in range(6):
-        started = time.thread_time()
         constraints.json_schema(schema, param="s")
-        took.append(time.thread_time() - started)
-    assert max(took[1:]) < took[0] / 4
+    counted = constraints._compiled.cache_info()
+    assert (counted.misses, counted.hits) == (1, 5)

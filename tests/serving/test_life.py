@@ -217,8 +217,9 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         answers: list[tuple] = []
         body = chat_body(n=64, max_tokens=60)
         asking = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, body)))
+        server.engine.pause()  # `drain` lets it go on
         asking.start()
-        wait_until(lambda: server.engine.active > 0)
+        wait_until(lambda: server.engine.queued == 64)
         drained: list[bool] = []
         draining = threading.Thread(target=lambda: drained.append(server.drain(60)))
         draining.start()
@@ -239,16 +240,16 @@ def test_what_outlives_the_drain_ends_properly() -> None:
     """A plain request gets an error, a stream an error event; neither is cut off."""
     with serving(ServerConfig(drain_timeout_s=0.2)) as server:
         assert asks_well(server)
-        streamed, plain = (chat_body(n=500, max_tokens=90, stream=s) for s in (True, False))
+        streamed, plain = (chat_body(n=2000, max_tokens=90, stream=s) for s in (True, False))
         connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
         connection.request("POST", CHAT, json.dumps(streamed))
         response = connection.getresponse()  # its head comes with the first piece
         assert response.status == 200
         found: list[tuple] = []
         asking = threading.Thread(target=lambda: found.append(talk(server, "POST", CHAT, plain)))
+        before = server.engine.stats.requests
         asking.start()
-        waiting = server.engine.stats.requests
-        wait_until(lambda: server.engine.stats.requests > waiting or server.engine.queued > 500)
+        wait_until(lambda: server.engine.stats.requests > before)
         assert not server.drain()
         server.stop()
         text = response.read().decode()
@@ -280,7 +281,7 @@ def assert_ended_properly(text: str) -> None:
         json.loads(event.removeprefix("data: "))
 
 
-def wait_until(condition, timeout_s: float | int = 60) -> None:
+def wait_until(condition, timeout_s: float | int = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -385,7 +386,7 @@ def test_sigterm_when_idle_ends_with_0_and_one_log_line_a_request() -> None:
         idle = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
         assert talk(url, "POST", CHAT, chat_body())[0] == 200
         running.send_signal(signal.SIGTERM)
-        _, log = running.communicate(timeout=30)
+        _, log = running.communicate(timeout=120)
         idle.close()
     assert running.returncode == 0
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
@@ -408,7 +409,7 @@ def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0() -> None:
         ]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        wait_for_requests(url, 2)
         running.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(timeout=60)
@@ -427,7 +428,7 @@ def test_streams_beyond_the_drain_end_with_an_event() -> None:
     with process(0.5) as (running, url):
         asking = threading.Thread(target=lambda: found.append(talk(url, "POST", CHAT, body)))
         asking.start()
-        time.sleep(1.0)
+        wait_for_requests(url, 1)
         running.send_signal(signal.SIGTERM)
         asking.join(timeout=60)
         assert running.wait(timeout=60) == 0
@@ -439,12 +440,24 @@ def test_streams_beyond_the_drain_end_with_an_event() -> None:
 def test_a_second_signal_ends_at_once() -> None:
     body = chat_body(n=2000, max_tokens=80, stream=True)
     with process(60) as (running, url), raw_request(url, body):
-        time.sleep(0.5)
-        running.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        wait_for_requests(url, 1)
+        terminate(running)
         assert running.poll() is None
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=30) == 1
+        assert running.wait(timeout=120) == 1
+
+
+def wait_for_requests(url: str, count: int) -> None:
+    """Until so many are being answered, beside the one that asks."""
+    line = f"\nmarin_rl_requests_running {count + 1}.0\n"
+    wait_until(lambda: line in talk(url, "GET", "/metrics")[2])
+
+
+def terminate(running: subprocess.Popen[str]) -> None:
+    """Send SIGTERM, and return once the server has noticed."""
+    assert running.stdout is not None
+    running.send_signal(signal.SIGTERM)
+    assert any(line.startswith("draining: ") for line in running.stdout)
 
 
 def raw_request(url: str, body: dict) -> socket.socket:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -117,17 +118,19 @@ def test_tokens_are_counted() -> None:
         check_tokens(config, prompt_tokens=1, new_tokens=6)
 
 
-def test_too_many_requests_are_told_when_to_come_again() -> None:
+def test_too_many_requests_are_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("marin_rl.serving.guard.Rates", partial(Rates, clock=clock))
     with serving(ServerConfig(requests_per_second=2.0, requests_burst=3)) as server:
         answers = [talk(server, "GET", "/v1/models") for _ in range(5)]
-        assert [status for status, _, _ in answers][:3] == [200] * 3
+        assert [status for status, _, _ in answers] == [200] * 3 + [429] * 2
         status, headers, body = answers[-1]
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
         wait_s = int(headers["retry-after-ms"]) / 1000
-        assert 0 < wait_s <= 1.01
+        assert wait_s == 0.5
         assert int(headers["retry-after"]) == 1
         assert all(talk(server, "GET", "/healthz")[0] == 200 for _ in range(20))
-        time.sleep(wait_s)
+        clock.now += wait_s
         assert talk(server, "GET", "/v1/models")[0] == 200
 
 
@@ -167,8 +170,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again() -> None:
 
 
 def test_who_finds_no_slot_in_time_is_told_and_leaves_nothing_behind() -> None:
-    with serving(ServerConfig(queue_timeout_s=0.2)) as server:
-        assert asks_well(server)
+    with serving(ServerConfig(queue_timeout_s=3.0)) as server:
         server.engine.pause()
         try:
             status, headers, answer = talk(server, "POST", CHAT, chat_body(n=3))
@@ -181,14 +183,11 @@ def test_who_finds_no_slot_in_time_is_told_and_leaves_nothing_behind() -> None:
 
 
 def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
-    with serving(ServerConfig(request_timeout_s=0.5)) as server:
+    with serving(ServerConfig(request_timeout_s=3.0, samples_max=50_000)) as server:
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] in (200, 504)  # may compile
-        body = chat_body(n=2000, max_tokens=80)
-        started = time.monotonic()
-        status, _, answer = talk(server, "POST", CHAT, body)
+        status, _, answer = talk(server, "POST", CHAT, chat_body(n=50_000, max_tokens=80))
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
-        assert time.monotonic() - started < 60
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while (server.engine.queued or server.engine.active) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (server.engine.queued, server.engine.active) == (0, 0)
@@ -196,7 +195,8 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
 
 
 def test_a_body_that_trickles_in_is_given_up() -> None:
-    with serving(ServerConfig(body_timeout_s=0.5)) as server, raw(server) as slow:
+    with serving(ServerConfig(body_timeout_s=1.0)) as server, raw(server) as slow:
+        started = time.monotonic()
         slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
         stop = threading.Event()
 
@@ -208,7 +208,6 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
                     return
 
         trickling = threading.Thread(target=trickle)
-        started = time.monotonic()
         trickling.start()
         answer = read_all(slow)
         took_s = time.monotonic() - started
@@ -216,5 +215,5 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
         trickling.join()
         assert status_of(answer) == 408
         assert b"body_timeout" in answer
-        assert 0.4 < took_s < 60
+        assert took_s > 0.9
         assert asks_well(server)

@@ -434,7 +434,7 @@ def test_every_request_has_an_id(asked: Ask) -> None:
     assert len(ids) == 3
 
 
-def _waits_for(condition: Callable[[], bool], timeout_s: float | int = 30) -> bool:
+def _waits_for(condition: Callable[[], bool], timeout_s: float | int = 120) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -443,7 +443,7 @@ def _waits_for(condition: Callable[[], bool], timeout_s: float | int = 30) -> bo
 
 def test_a_client_that_goes_away_frees_its_slots(server: PolicyServer) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
-    body = chat_body(n=64, max_tokens=90, seed=5, messages=[{"role": "user", "content": ""}])
+    body = chat_body(n=2000, max_tokens=90, seed=5, messages=[{"role": "user", "content": ""}])
     connection.request("POST", CHAT, json.dumps(body))
     assert _waits_for(lambda: server.engine.queued > 0)
     connection.close()
@@ -452,7 +452,7 @@ def test_a_client_that_goes_away_frees_its_slots(server: PolicyServer) -> None:
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_slots(server: PolicyServer) -> None:
-    body = chat_body(n=64, max_tokens=90, stream=True, messages=[{"role": "user", "content": ""}])
+    body = chat_body(n=2000, max_tokens=90, stream=True, messages=[{"role": "user", "content": ""}])
     data = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     with raw(server) as connection:
@@ -460,7 +460,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_slots(server: PolicyServer
         seen = b""
         while b"chat.completion.chunk" not in seen:
             seen += connection.recv(4096)
-        assert server.engine.active > 0
+        assert server.engine.active or server.engine.queued
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     assert _waits_for(lambda: server.engine.queued == 0 and server.engine.active == 0)
     assert len(chat(server, n=8, max_tokens=2).completions) == 8

@@ -8,8 +8,7 @@ full forward of one model, which is compared with Levanter's own first.
 import http.client
 import json
 import random
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,9 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from engines import together, wait_until
 from levanter.models.lm_model import LmHeadModel
+from seeds import told_seed
 from tiny_models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
@@ -182,26 +183,36 @@ def engine(models: Any) -> Iterator[Engine]:
     engine.close()
 
 
-def after_chunks(engine: Engine, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while engine.stats.chunks < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+def once_after_chunks(
+    engine: Engine, count: int, swap: Callable[[], object]
+) -> Callable[[Delta], None]:
+    """A listener that swaps in the first delta after so many chunks."""
+    swapped: list[object] = []
+
+    def listen(_: Delta) -> None:
+        if engine.stats.chunks >= count and not swapped:
+            swapped.append(swap())
+
+    return listen
 
 
 def test_every_token_of_64_running_requests_tells_who_drew_it(
     engine: Engine, models: Any, plain: Pair
 ) -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    requests = requests_of(random.Random(seed))
+    requests = requests_of(random.Random(told_seed()))
     deltas: list[list[Delta]] = [[] for _ in requests]
-    futures = [
-        engine.submit(request, heard.append)
-        for request, heard in zip(requests, deltas, strict=True)
-    ]
-    after_chunks(engine, 6)
-    engine.swap(models[1], *NEW)
+    swap_once = once_after_chunks(engine, 6, lambda: engine.swap(models[1], *NEW))
+
+    def first(delta: Delta) -> None:
+        deltas[0].append(delta)
+        swap_once(delta)
+
+    listeners = [first, *(heard.append for heard in deltas[1:])]
+    with together(engine):
+        futures = [
+            engine.submit(request, listener)
+            for request, listener in zip(requests, listeners, strict=True)
+        ]
     results = [future.result(timeout=120) for future in futures]
     kinds = {"old": 0, "both": 0, "new": 0}
     for request, result, heard in zip(requests, results, deltas, strict=True):
@@ -268,9 +279,14 @@ def test_64_answers_over_http_tell_it_too(models: Any, plain: Pair) -> None:
 
     try:
         with ThreadPoolExecutor(REQUESTS) as pool:
-            asking = [pool.submit(ask, index) for index in range(REQUESTS)]
-            after_chunks(server.engine, 6)
-            server.swap(models[1], *NEW)
+            with together(server.engine):
+                swap_once = once_after_chunks(
+                    server.engine, 6, lambda: server.swap(models[1], *NEW)
+                )
+                server.engine.submit(requests_of(random.Random(3))[0], swap_once)
+                own = server.engine.queued
+                asking = [pool.submit(ask, index) for index in range(REQUESTS)]
+                wait_until(lambda: server.engine.queued == own + 3 * REQUESTS // 2)
             answers = [future.result(timeout=120) for future in asking]
     finally:
         server.stop()

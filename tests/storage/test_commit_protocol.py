@@ -36,7 +36,7 @@ from schemas.manifests import Manifest
 
 SLOT = "checkpoints/round-00001"
 KEY = manifest_key(SLOT)
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 # What may become of a request: it is served; served but the reply is lost; served but a retry
 # below us makes our own write look like another's; not served. See also `hold_up`.

@@ -5,7 +5,6 @@ dies. The law: who was told that there is a fork has the arrays that it begins w
 simpler protocols must be caught: each look, at forks and at tombstones, is needed twice.
 """
 
-import os
 import random
 import threading
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from builders import configuration
+from seeds import told_seed
 from whole_runs import checkpoint
 
 from marin_rl.config import RetentionConfig
@@ -29,7 +29,7 @@ from marin_rl.storage.runs import Run, checkpoint_slot, committed, metrics_key
 SCHEDULES, SCHEDULES_SLOW = 20, 500
 ROUNDS, FORKED_FROM = 3, 1
 STAYS, DIES = 0.8, 0.01
-WAIT_S = 20.0
+WAIT_S = 120.0
 KEEP = RetentionConfig(checkpoints_last=2)
 
 _own = threading.local()
@@ -144,8 +144,7 @@ def play(seed: int) -> str:
 
 def check(count: int) -> None:
     """Play schedules from a seed that is told, and that MARIN_RL_SEED repeats."""
-    first = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**9))
-    print(f"{count} schedules from seed {first} (MARIN_RL_SEED={first} plays them again)")
+    first = told_seed()
     ends = Counter(play(seed) for seed in range(first, first + count))
     print(dict(ends))
     assert set(ends) <= {"Run", "ObjectMissing"}

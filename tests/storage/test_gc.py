@@ -30,7 +30,7 @@ from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed,
 
 ROUNDS = 5
 KEEP = RetentionConfig(checkpoints_last=2, checkpoints_every=3)
-SOON = datetime.now(UTC) + timedelta(hours=2)
+SOON = datetime.now(UTC) + timedelta(hours=20)  # also where the tests run an hour later
 
 
 @pytest.fixture(scope="module")

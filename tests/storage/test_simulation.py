@@ -5,7 +5,6 @@ The simpler protocols at the end must be caught, or the laws could not fail.
 """
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from schedules import Scheduler, play
+from seeds import told_seed
 from wrong_protocols import (
     delete_on_conflict,
     exists_then_put,
@@ -33,9 +33,8 @@ ENDS = ("Killed", "CommitUnknown", "CommitExpired", "StoreUnavailable", "Collect
 
 def seeded(count: int) -> int:
     """A seed that is told, and that MARIN_RL_SEED repeats."""
-    seed = int(os.environ.get("MARIN_RL_SEED") or random.SystemRandom().randrange(10**9))
-    print(f"{count} schedules from seed {seed} (MARIN_RL_SEED={seed} plays them again)")
-    return seed
+    print(f"{count} schedules")
+    return told_seed()
 
 
 def check(count: int) -> None:

@@ -1,6 +1,7 @@
 """What tasks share, without a server: which faults pass, what a run is opened as, what is said."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,15 @@ def test_a_run_is_opened_once_with_the_free_keys_of_its_reference(tmp_path: Path
 
 
 def test_cancelling_does_not_wait_for_blocking_work() -> None:
+    released = threading.Event()
+
     async def body() -> str:
-        work = asyncio.ensure_future(in_thread(asyncio.run, asyncio.sleep(2)))
+        work = asyncio.ensure_future(in_thread(released.wait, 120))
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
         return "left"
 
-    assert asyncio.run(asyncio.wait_for(body(), 1)) == "left"
+    assert asyncio.run(asyncio.wait_for(body(), 60)) == "left"
+    released.set()

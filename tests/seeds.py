@@ -1,0 +1,12 @@
+"""Seeds of what tests draw at random: new ones where people work, always the same one in CI."""
+
+import os
+import random
+
+
+def told_seed() -> int:
+    """The seed of MARIN_RL_SEED, else a new one; told, so that the test can be played again."""
+    asked = os.environ.get("MARIN_RL_SEED")
+    seed = int(asked) if asked else random.SystemRandom().randrange(10**9)
+    print(f"MARIN_RL_SEED={seed}")
+    return seed
