@@ -193,7 +193,7 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
     """A two-column table."""
     table = Table(title=plain(title, TITLE), show_header=False, title_justify="left")
     table.add_column(style="dim")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut is none
     for name, value in rows.items():
         table.add_row(plain(name), plain(value))
     return table
