@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import prefect  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
+import prefect.main  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
 import pytest
 from builders import commit_round, configuration, group, group_of, rollout
 from typer.testing import CliRunner, Result
