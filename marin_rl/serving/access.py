@@ -6,9 +6,7 @@ faults of ours, and the access log's thread. Leaves out the metrics (`telemetry`
 
 import logging
 import queue
-import random
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.guard import CLIENT_LEFT, as_response
+from marin_rl.serving.ids import new_id
 
 LINES_WAITING_MAX = 10_000
 LINES_GATHERED_S = 0.05  # for which the first of several lines waits, so that they go together
@@ -151,15 +150,6 @@ def _named(record: RequestRecord, send: Send) -> Send:
 
 
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-
-
-# Seeded by the system once: asking it for every id would give up the interpreter's lock each time.
-_random = random.Random(secrets.randbits(256))
-
-
-def new_id() -> str:
-    """An id that nothing else has; no secret."""
-    return f"{_random.getrandbits(128):032x}"
 
 
 def _request_id(scope: Scope) -> str:

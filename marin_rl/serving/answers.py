@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.inference.protocol import ServerTimings
 from marin_rl.inference.slots import Delta, GenerationResult, PromptScores, Sample
-from marin_rl.serving.access import new_id
+from marin_rl.serving.ids import new_id
 from marin_rl.serving.texts import UNFINISHED, GrowingText, Offsets, Texts
 from marin_rl.serving.tools import ParsedAnswer, ToolCall
 

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.protocol import error_body
+from marin_rl.serving.ids import new_id
 
 # After a refusal the rest of a body is thrown away for so long, or the client may never see why.
 LINGER_S = 2.0
@@ -374,7 +375,8 @@ def _answer(status: int, message: str, code: str) -> bytes:
     retry = "Retry-After: 1\r\n" if status == 503 else ""
     head = (
         f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n"
+        f"Content-Length: {len(body)}\r\n{retry}x-request-id: {new_id()}\r\n"
+        "Connection: close\r\n\r\n"
     )
     return head.encode() + body
 

@@ -168,7 +168,7 @@ class Exchange:
 
     def _look_at_the_clock(self) -> None:
         """One timer for both deadlines: hardly any request ever meets the first."""
-        now, deadline = time.monotonic(), self._deadline
+        now, deadline = self.reply.loop.time(), self._deadline
         if now >= deadline.total_at:
             self._fail(request_timeout())
         elif self._seated_at is None and now >= deadline.queue_at:

@@ -93,7 +93,7 @@ class Guard:
         return too_large(bytes_max)
 
     async def _within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = Deadline.starting(self._config)
+        deadline = Deadline.starting(self._config, asyncio.get_running_loop().time())
         scope["state"]["deadline"] = deadline
         body = BoundedBody(receive, self._config, client_of(scope))
         begun = False

@@ -127,16 +127,15 @@ def draining_error() -> ApiError:
 class Deadline:
     """Until when a request may wait for a slot, and until when its answer must be complete.
 
-    Times are those of the event loop's clock, `time.monotonic`, counted from the request's arrival.
+    Times are those of the event loop's clock, which timers go by, from the request's arrival on.
     """
 
     queue_at: float
     total_at: float
 
     @staticmethod
-    def starting(config: ServerConfig) -> "Deadline":
-        """The deadlines of a request that arrives now."""
-        now = time.monotonic()
+    def starting(config: ServerConfig, now: float) -> "Deadline":
+        """The deadlines of a request that arrives `now`."""
         return Deadline(
             queue_at=now + config.queue_timeout_s, total_at=now + config.request_timeout_s
         )

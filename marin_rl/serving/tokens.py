@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from marin_rl.inference.protocol import DETOKENIZE_ROUTE, GENERATE_ROUTE, TOKENIZE_ROUTE
 from marin_rl.inference.slots import GenerationResult, Sample
-from marin_rl.serving.access import new_id
 from marin_rl.serving.answers import Scores, whole
 from marin_rl.serving.bodies import parse
 from marin_rl.serving.exchange import Order
@@ -26,6 +25,7 @@ from marin_rl.serving.generation import (
     TokenizeBody,
 )
 from marin_rl.serving.guard import read_body
+from marin_rl.serving.ids import new_id
 from marin_rl.serving.service import Prompt, Service, json_response
 from marin_rl.serving.streaming import SamplingEndpoint
 

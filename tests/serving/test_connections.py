@@ -55,6 +55,7 @@ def test_a_head_that_trickles_in_is_cut_off(server: PolicyServer) -> None:
         took_s = time.monotonic() - started
     assert status_of(answer) == 408
     assert b'"code":"header_timeout"' in answer
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", answer)
     assert took_s > 0.8
     assert metric(server, 'marin_rl_connections_refused_total{reason="header_timeout"}') > before
     assert asks_well(server)
