@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.tokenizers import check_vocabulary, load_tokenizer
+from marin_rl.tokenizers import check_vocabulary, end_token_ids, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
     LevanterConfig,
@@ -247,7 +247,8 @@ def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str 
     """Write model.safetensors, config.json and the tokenizer; loads back to equal logits.
 
     The configuration carries `rope_theta` and `rope_parameters`, so that transformers 4 and 5 and
-    the servers built on either read the same rotary base.
+    the servers built on either read the same rotary base. Where several tokens end a completion,
+    generation_config.json lists them.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -256,8 +257,14 @@ def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str 
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
     tokenizer.save_pretrained(str(path))
-    tree = _hf_config_of(model, tokenizer)
-    (path / "config.json").write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")
+    _write_json(path / "config.json", _hf_config_of(model, tokenizer))
+    ends = end_token_ids(tokenizer)
+    if len(ends) > 1:
+        _write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
+
+
+def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

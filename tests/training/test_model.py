@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from marin_rl.errors import InputError
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
 from marin_rl.training.model import (
     build_model,
     check_hf_support,
@@ -269,3 +269,14 @@ def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused(tmp_path):
     save_hf(model, character_tokenizer(), tmp_path / "small")
     with pytest.raises(InputError, match="ids up to 102"):
         load_hf(tmp_path / "small")
+
+
+def test_all_tokens_that_end_a_completion_go_with_the_model(tmp_path):
+    tokenizer, first, second = character_tokenizer(), tmp_path / "first", tmp_path / "second"
+    model = build_model(tiny_policy(), 128, 0)
+    save_hf(model, tokenizer, first)
+    assert not (first / "generation_config.json").exists()
+    (first / "generation_config.json").write_text('{"eos_token_id": [4, 1], "top_p": 0.8}')
+    save_hf(model, load_tokenizer(first), second)
+    assert json.loads((second / "generation_config.json").read_text()) == {"eos_token_id": [1, 4]}
+    assert end_token_ids(load_tokenizer(second)) == (1, 4)
