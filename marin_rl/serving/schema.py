@@ -23,6 +23,7 @@ from marin_rl.inference.protocol import (
     MODELS_ROUTE,
     TOKENIZE_ROUTE,
     UPDATE_WEIGHTS_ROUTE,
+    ServerTimings,
 )
 from marin_rl.serving.admin import ADMIN, DrainBody, UpdateWeightsBody
 from marin_rl.serving.generation import (
@@ -174,6 +175,7 @@ class ChatCompletion(Answered):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    timings: ServerTimings
     prompt_token_ids: list[int] | None = None
 
 

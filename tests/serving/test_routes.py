@@ -414,7 +414,9 @@ def test_answers_are_as_the_schema_describes_them(asked: Ask) -> None:
     check(asked("GET", "/v1/models")[2], "get", "/v1/models")
     check(asked("GET", "/readyz")[2], "get", "/readyz")
     body = chat_body(logprobs=True, top_logprobs=2, return_token_ids=True, n=2)
-    check(asked("POST", CHAT, body)[2], "post", CHAT)
+    answer = asked("POST", CHAT, body)[2]
+    check(answer, "post", CHAT)
+    assert set(answer) == set(shapes["ChatCompletion"]["properties"])
     jsonschema.validate(body, shapes["ChatBody"] | {"components": document["components"]})
     plain = {"model": "policy", "prompt": "ab", "logprobs": 2, "echo": True, "max_tokens": 3}
     check(asked("POST", PLAIN, plain)[2], "post", PLAIN)
