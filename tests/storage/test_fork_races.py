@@ -6,6 +6,7 @@ simpler protocols must be caught: each look, at forks and at tombstones, is need
 """
 
 import random
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -117,7 +118,8 @@ def raced(run: Run, fork: Callable[[], Run], choices: random.Random) -> Any:
 
 def play(seed: int) -> str:
     """One schedule; how the fork ended in it. Raises AssertionError where the law is broken."""
-    choices, root = random.Random(seed), f"memory://fork-races-{seed}"
+    # A root of its own each time: gc remembers what it saw of a root before.
+    choices, root = random.Random(seed), f"memory://fork-races-{seed}-{secrets.token_hex(8)}"
     made = parent_of(root)
     overrides = choices.choice(([], ["objective.kl_coefficient=0.1"]))
 
@@ -162,10 +164,12 @@ def test_gc_never_takes_what_a_fork_begins_with_in_many_schedules() -> None:
 
 def gc_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: what was found before the tombstones stood is believed after them."""
-    look, seen = forks.borrowed_from, dict[int, Any]()
+    look, seen = forks.borrowed_from, dict[Process, Any]()
 
     def remembered(run: Run, _known: Any = None) -> forks.Borrowed:
-        process = threading.get_ident()
+        process = getattr(_own, "process", None)  # no thread's id, which a later one may have, too
+        if process is None:
+            return look(run)
         return seen.pop(process, None) or seen.setdefault(process, look(run))
 
     monkeypatch.setattr(gc, "borrowed_from", remembered)
