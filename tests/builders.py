@@ -13,6 +13,7 @@ from marin_rl.types import (
     Example,
     InferenceMetadata,
     Message,
+    PreferencePair,
     RewardComponent,
     Rollout,
     RolloutGroup,
@@ -139,3 +140,24 @@ def commit_round(run: Run, round: int, shards: Sequence[Sequence[RolloutGroup]])
         for shard, groups in enumerate(shards)
     ]
     return seal_round(run, round, refs, [CHECKPOINT])
+
+
+def sampled_pair() -> PreferencePair:
+    """A preference pair with everything that one from rollouts has."""
+    return PreferencePair(
+        id="run/round-00000/group-00001",
+        messages=(Message(role="system", content="é"), Message(role="user", content="say")),
+        chosen="yes",
+        rejected="",
+        margin=0.5,
+        split="eval",
+        source="run",
+        chosen_id="r/1",
+        rejected_id="r/2",
+        chosen_reward=1.0,
+        rejected_reward=-0.25,
+        chosen_token_ids=np.array([3, 4], np.int32),
+        rejected_token_ids=np.array([3], np.int32),
+        tokenizer_digest="t",
+        chat_template_digest="c",
+    )

@@ -79,6 +79,19 @@ def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
     return engine.submit(request).result(timeout=120)
 
 
+def results_under_load(
+    engine: Engine, requests: Sequence[GenerationRequest], rng: random.Random
+) -> Iterator[tuple[int, GenerationResult]]:
+    """Every request's number and result, all submitted in a random order, some a little later."""
+    order = rng.sample(range(len(requests)), len(requests))
+    futures = {}
+    for index in order:
+        futures[index] = engine.submit(requests[index])
+        time.sleep(rng.choice((0, 0, 0.02)))
+    for index in order:
+        yield index, futures[index].result(timeout=120)
+
+
 def wait_until(met: Callable[[], bool]) -> None:
     """Return once it is so, within two minutes."""
     deadline = time.monotonic() + 120

@@ -7,17 +7,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from played_runs import play_round
 
-from marin_rl.batching.build import build_round
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
 from marin_rl.resident import Resident
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rounds import Stopwatch, close_round, rates, rlhf_metrics, transfer_metrics
+from marin_rl.rounds import close_round, rates, rlhf_metrics, transfer_metrics
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.rollouts import iter_shards, seal_round
 from marin_rl.storage.runs import Run, shard_key
-from marin_rl.types import SlotRef
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -37,23 +36,6 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
-    """One round as the flow plays it."""
-    watch = Stopwatch()
-    policy = resident.serve(checkpoint)
-    shards = range(run.config.rollouts.shards_per_round)
-
-    async def generate() -> list[SlotRef]:
-        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in shards))
-
-    parts = asyncio.run(generate())
-    watch.lap("generate")
-    batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
-    trained = resident.train_round(round, batches, checkpoint)
-    close_round(run, round, watch.metrics())
-    return trained
-
-
 def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: list[str]) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     resident = Resident(run)
@@ -61,7 +43,7 @@ def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: l
         checkpoint = resident.init_policy()
         counts = []
         for round in range(5):
-            checkpoint = play(resident, run, round, checkpoint)
+            checkpoint = play_round(resident, run, round, checkpoint)
             counts.append(len(compilations))
     finally:
         resident.close()
@@ -73,7 +55,7 @@ def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> Non
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     resident = Resident(run)
     try:
-        play(resident, run, 0, resident.init_policy())
+        play_round(resident, run, 0, resident.init_policy())
     finally:
         resident.close()
     (row,) = read_metrics(run).to_pylist()

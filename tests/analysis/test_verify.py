@@ -1,6 +1,5 @@
 """A true run passes; whatever was altered after it is found, by metric and round."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import Sequence
@@ -9,23 +8,17 @@ from pathlib import Path
 import polars as pl
 import pyarrow as pa
 import pytest
+from played_runs import play_two_rounds
 from typer.testing import CliRunner
 
 from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
 from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_run
-from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ObjectMissing
-from marin_rl.resident import Resident
-from marin_rl.rollouts.evaluate import evaluate_round
-from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rounds import Stopwatch, close_round, transfer_metrics
 from marin_rl.storage.audit import audit_run
 from marin_rl.storage.metrics import _encode, read_metrics
-from marin_rl.storage.rollouts import seal_round
 from marin_rl.storage.runs import Run, metrics_key
-from marin_rl.types import SlotRef
 from schemas.manifests import sealed_json
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -38,35 +31,12 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
-    watch, policy = Stopwatch(), resident.serve(checkpoint)
-    if round == 0:
-        asyncio.run(evaluate_round(run, round, policy))
-
-    async def generate() -> list[SlotRef]:
-        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in (0, 1)))
-
-    parts = asyncio.run(generate())
-    watch.lap("generate")
-    batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
-    trained = resident.train_round(round, batches, checkpoint)
-    steps = int(batches.summary["steps"])
-    close_round(run, round, watch.metrics() | transfer_metrics(policy.transfer, steps))
-    return trained
-
-
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a run of two rounds of three steps each, with a reference and an evaluation."""
     root = tmp_path_factory.mktemp("runs")
     run = Run.create_or_open(load_config(DEBUG, [f"root={root}", *SETTINGS]))
-    resident = Resident(run)
-    try:
-        checkpoint = resident.init_policy()
-        for round in range(2):
-            checkpoint = play(resident, run, round, checkpoint)
-    finally:
-        resident.close()
+    play_two_rounds(run, evaluated=True)
     return root
 
 
@@ -103,13 +73,7 @@ OBJECTIVES = {
 def test_runs_of_every_kind_of_objective_and_rows_pass(tmp_path: Path, choices) -> None:
     reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
-    resident = Resident(run)
-    try:
-        checkpoint = resident.init_policy()
-        for round in range(2):
-            checkpoint = play(resident, run, round, checkpoint)
-    finally:
-        resident.close()
+    play_two_rounds(run, evaluated=True)
     findings = list(verify_run(run))
     assert [found.told for found in findings if found.problem] == []
     found_in = {found.metric: found.found for found in findings if found.round == 1}
@@ -157,13 +121,7 @@ CRITICS = {
 def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, choices) -> None:
     reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
-    resident = Resident(run)
-    try:
-        checkpoint = resident.init_policy()
-        for round in range(2):
-            checkpoint = play(resident, run, round, checkpoint)
-    finally:
-        resident.close()
+    play_two_rounds(run, evaluated=True)
     findings = list(verify_run(run))
     assert [found.told for found in findings if found.problem] == []
     found_in = {found.metric: found.found for found in findings if found.round == 1}
@@ -191,13 +149,7 @@ def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, cho
 def test_a_run_of_several_passes_over_several_minibatches_passes(tmp_path: Path, choices) -> None:
     choices = (*choices, "training.epochs=3")
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *SETTINGS, *choices]))
-    resident = Resident(run)
-    try:
-        checkpoint = resident.init_policy()
-        for round in range(2):
-            checkpoint = play(resident, run, round, checkpoint)
-    finally:
-        resident.close()
+    play_two_rounds(run, evaluated=True)
     rows = read_metrics(run).to_pylist()
     assert [row["updates/steps"] for row in rows] == [9, 18]  # three batches, each three times
     findings = list(verify_run(run))

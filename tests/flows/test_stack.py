@@ -28,6 +28,8 @@ from flows.server import free_port, healthy
 from flows.session import settled
 from flows.stack import POOL, automations, declare_crashed, may_live
 from marin_rl.errors import RunLocked
+from marin_rl.storage.audit import audit_run
+from marin_rl.storage.fsck import check_run
 from marin_rl.storage.locks import holder_in
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 
@@ -327,3 +329,7 @@ def test_a_killed_flow_is_crashed_and_goes_on_by_command_and_by_itself(
     stack.call(*PREFECT, "automation", "pause", going_on.name)
     client.set_flow_run_state(flow_run, Cancelling())
     wait(lambda: state(client, flow_run) == "Cancelled", "the flow to end")
+    wait(lambda: is_free(stack, "killed"), "the process to let go of the run")
+    run = Run.open(str(stack.runs), "killed")
+    assert [audited.problems for audited in audit_run(run) if audited.problems] == []
+    assert check_run(str(stack.runs), "killed").whole

@@ -1,7 +1,6 @@
 """The engine against the model's own forward pass, under load, across swaps and faults."""
 
 import random
-import time
 from concurrent.futures import Future, wait
 
 import equinox as eqx
@@ -9,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import amid, bits, engine_of, random_requests, request_of, result_of
+from engines import (
+    amid,
+    bits,
+    engine_of,
+    random_requests,
+    request_of,
+    result_of,
+    results_under_load,
+)
 from seeds import told_seed
 from slow import others_slow
 from tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
@@ -51,13 +58,8 @@ def test_bitwise_the_same_alone_and_under_any_load(engine, model):
     requests = random_requests(rng, 16)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):
-        order = rng.sample(range(len(requests)), len(requests))
-        futures = {}
-        for index in order:
-            futures[index] = engine.submit(requests[index])
-            time.sleep(rng.choice((0, 0, 0.02)))
-        for index in order:
-            assert bits(futures[index].result(timeout=120)) == alone[index], index
+        for index, result in results_under_load(engine, requests, rng):
+            assert bits(result) == alone[index], index
 
 
 def test_bitwise_the_same_in_another_engine(engine, model):

@@ -2,13 +2,12 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import bits, engine_of, request_of, result_of
+from engines import bits, engine_of, request_of, result_of, results_under_load
 from seeds import told_seed
 from slow import others_slow
 from tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
@@ -381,10 +380,5 @@ def test_bitwise_the_same_alone_and_beside_any_wishes(engine):
     requests = random_requests(rng, 24)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):
-        order = rng.sample(range(len(requests)), len(requests))
-        futures = {}
-        for index in order:
-            futures[index] = engine.submit(requests[index])
-            time.sleep(rng.choice((0, 0, 0.02)))
-        for index in order:
-            assert bits(futures[index].result(timeout=120)) == alone[index], index
+        for index, result in results_under_load(engine, requests, rng):
+            assert bits(result) == alone[index], index

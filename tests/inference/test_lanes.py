@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 
@@ -15,6 +14,7 @@ from engines import (
     random_requests,
     request_of,
     result_of,
+    results_under_load,
     together,
     wait_until,
 )
@@ -75,13 +75,8 @@ def test_bitwise_the_same_with_and_without_lanes_and_under_any_load(engine, lane
     expected = [bits(result_of(engine, request)) for request in requests]
     assert [bits(result_of(laned, request)) for request in requests] == expected
     for _ in range(2):
-        order = rng.sample(range(len(requests)), len(requests))
-        futures = {}
-        for index in order:
-            futures[index] = laned.submit(requests[index])
-            time.sleep(rng.choice((0, 0, 0.02)))
-        for index in order:
-            assert bits(futures[index].result(timeout=120)) == expected[index], index
+        for index, result in results_under_load(laned, requests, rng):
+            assert bits(result) == expected[index], index
 
 
 def test_what_one_lane_asks_for_is_told_and_does_not_touch_the_other(engine, laned):
@@ -183,6 +178,7 @@ def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends, monke
     engine, other = engine_of(model), tiny_model(seed=1)
     try:
         result_of(engine, request_of())
+        assert engine._runner._fused is not None
         if ends == "swap":
             engine.swap(other, 2, "two")
         else:

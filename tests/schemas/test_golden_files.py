@@ -12,13 +12,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import FINGERPRINT, group, group_of, policy, rollout
+from builders import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
 
 from marin_rl.storage.pairs import encode_pairs, read_pairs
 from marin_rl.storage.rollouts import decode_shard, encode_shard, groups_of, identify_shard
 from marin_rl.storage.scores import ScoredStep, score_table, scores_writer
 from marin_rl.storage.tables import TableReader, TableWriter
-from marin_rl.types import Message, PreferencePair, RolloutGroup
+from marin_rl.types import PreferencePair, RolloutGroup
 from schemas.batches import DISPOSITIONS, batches_schema
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
@@ -206,25 +206,8 @@ def test_every_reader_reads_scores() -> None:
 
 def pairs_v1() -> list[PreferencePair]:
     """What the golden pairs were written from: one from rollouts, one that people gave."""
-    asked = (Message(role="system", content="é"), Message(role="user", content="say"))
-    sampled = PreferencePair(
-        id="run/round-00000/group-00001",
-        messages=asked,
-        chosen="yes",
-        rejected="",
-        margin=0.5,
-        split="eval",
-        source="run",
-        chosen_id="r/1",
-        rejected_id="r/2",
-        chosen_reward=1.0,
-        rejected_reward=-0.25,
-        chosen_token_ids=np.array([3, 4], np.int32),
-        rejected_token_ids=np.array([3], np.int32),
-        tokenizer_digest="t",
-        chat_template_digest="c",
-    )
-    return [sampled, PreferencePair(id="b", messages=asked, chosen="x", rejected="y")]
+    sampled = sampled_pair()
+    return [sampled, PreferencePair(id="b", messages=sampled.messages, chosen="x", rejected="y")]
 
 
 def encode_pairs_v1() -> bytes:

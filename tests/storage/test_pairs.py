@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import sampled_pair
 
 from marin_rl.config import parse_config
 from marin_rl.errors import CommitConflict, InputError
@@ -15,26 +15,6 @@ from marin_rl.storage.runs import Run
 from marin_rl.types import Message, PreferencePair
 
 TOKENS = {"tokenizer_digest": "t", "chat_template_digest": "c"}
-
-
-def full() -> PreferencePair:
-    """A pair with everything."""
-    return PreferencePair(
-        id="run/round-00000/group-00001",
-        messages=(Message(role="system", content="é"), Message(role="user", content="say")),
-        chosen="yes",
-        rejected="",
-        margin=0.5,
-        split="eval",
-        source="run",
-        chosen_id="r/1",
-        rejected_id="r/2",
-        chosen_reward=1.0,
-        rejected_reward=-0.25,
-        chosen_token_ids=np.array([3, 4], np.int32),
-        rejected_token_ids=np.array([3], np.int32),
-        **TOKENS,
-    )
 
 
 def file_of(folder: Path, *rows: object) -> Path:
@@ -51,10 +31,10 @@ def fields(pair: PreferencePair) -> dict[str, object]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_what_is_written_is_read_again(tmp_path, suffix):
-    plain = PreferencePair(id="b", messages=full().messages, chosen="x", rejected="y")
-    write_pairs(tmp_path / f"pairs.{suffix}", [full(), plain])
+    plain = PreferencePair(id="b", messages=sampled_pair().messages, chosen="x", rejected="y")
+    write_pairs(tmp_path / f"pairs.{suffix}", [sampled_pair(), plain])
     found = read_pairs(tmp_path / f"pairs.{suffix}").pairs
-    assert [fields(pair) for pair in found] == [fields(full()), fields(plain)]
+    assert [fields(pair) for pair in found] == [fields(sampled_pair()), fields(plain)]
 
 
 def test_a_prompt_is_enough_and_a_name_is_made_from_the_words(tmp_path):
@@ -118,10 +98,10 @@ def test_what_is_no_file_of_pairs_is_refused(tmp_path):
 
 def test_a_run_keeps_its_pairs_and_refuses_others(tmp_path):
     run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "r"}))
-    ref = commit_pairs(run, [full()], decided="f" * 64, extra={"file": "x"})
+    ref = commit_pairs(run, [sampled_pair()], decided="f" * 64, extra={"file": "x"})
     assert ref.slot == "pairs"
     assert ref.summary == {"pairs": 1.0, "held_out": 1.0}
-    assert [fields(pair) for pair in committed_pairs(run, ref)] == [fields(full())]
-    assert commit_pairs(run, [full()], decided="f" * 64, extra={}).reused
+    assert [fields(pair) for pair in committed_pairs(run, ref)] == [fields(sampled_pair())]
+    assert commit_pairs(run, [sampled_pair()], decided="f" * 64, extra={}).reused
     with pytest.raises(CommitConflict):
-        commit_pairs(run, [full()], decided="e" * 64, extra={})
+        commit_pairs(run, [sampled_pair()], decided="e" * 64, extra={})

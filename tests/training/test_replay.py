@@ -1,33 +1,29 @@
 """A round done again gives the same bits; other settings differ as far as they should."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from played_runs import play_round, play_two_rounds
 from small_runs import small_config
 from typer.testing import CliRunner
 
-from marin_rl.batching.build import build_round, preview_round
+from marin_rl.batching.build import preview_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.resident import Resident
-from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rollouts.rescore import rescore_round
-from marin_rl.rounds import close_round
 from marin_rl.serving.loading import export_hf, read_checkpoint
 from marin_rl.storage.forks import fork_run
 from marin_rl.storage.fsck import check_run
 from marin_rl.storage.gc import collect, rule_of
 from marin_rl.storage.rewards import read_rewards
-from marin_rl.storage.rollouts import seal_round
 from marin_rl.storage.runs import Run
 from marin_rl.training.model import load_hf
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
-from marin_rl.types import SlotRef
 
 pytestmark = pytest.mark.slow
 
@@ -38,31 +34,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def play(resident: Resident, run: Run, round: int, checkpoint: SlotRef) -> SlotRef:
-    policy = resident.serve(checkpoint)
-
-    async def generate() -> list[SlotRef]:
-        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in (0, 1)))
-
-    batches = build_round(
-        run, round, seal_round(run, round, asyncio.run(generate()), (checkpoint,))
-    )
-    trained = resident.train_round(round, batches, checkpoint)
-    close_round(run, round, {"timing_s/round": 1.0})
-    return trained
-
-
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     run = Run.create_or_open(small_config(root, *SETTINGS))
-    resident = Resident(run)
-    try:
-        checkpoint = resident.init_policy()
-        for round in range(2):
-            checkpoint = play(resident, run, round, checkpoint)
-    finally:
-        resident.close()
+    play_two_rounds(run)
     return root
 
 
@@ -115,7 +91,7 @@ def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(
 
         start = latest_checkpoint(fork)
         assert start is not None
-        play(resident, fork, 1, start)
+        play_round(resident, fork, 1, start)
     finally:
         resident.close()
     assert check_run(str(tmp_path), "fork").faults == ()
