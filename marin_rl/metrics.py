@@ -30,7 +30,7 @@ class Definition:
     where each batch is trained on once, for the scores are those of the first pass (for
     more see `KL_OF_REWARDS`). Then found and expected agree within `relative` of the expected or
     `absolute`, the larger. `over_steps` is how the numbers of several optimizer steps become that
-    of the round.
+    of the round. Rows of earlier versions lack all that are `late`.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Definition:
     relative: float = 1e-9
     absolute: float = 1e-9
     over_steps: OverSteps = "mean"
+    late: bool = False
 
     def allows(self, expected: float, found: float) -> bool:
         """Whether `found` may stand for `expected`; NaN may for NaN."""
@@ -80,6 +81,7 @@ def _scored(
     over_steps: OverSteps = "mean",
     absolute: float = 1e-6,
     fixed: bool = False,
+    late: bool = False,
 ) -> Definition:
     """Over trained tokens, computed on the device in float32; again from the scores in float64.
 
@@ -95,6 +97,7 @@ def _scored(
         relative=1e-3,
         absolute=absolute,
         over_steps=over_steps,
+        late=late,
     )
 
 
@@ -302,6 +305,29 @@ DEFINITIONS: tuple[Definition, ...] = (
         "nats",
         "mean over tokens of r - log r - 1, r = exp(trainer - sampler)",
         over_steps="first",
+    ),
+    _scored(
+        "sampling/rejected",
+        "fraction",
+        "trained tokens that `objective.rejection` gives weight 0, over all steps; absent without",
+        absolute=1e-3,
+    ),
+    _scored(
+        "sampling/perplexity/*",
+        "",
+        "mean over completions of exp(-mean log-probability) by the trainer and by the sampler, "
+        "and of the one over the other",
+        over_steps="first",
+        late=True,
+    ),
+    _scored(
+        "sampling/chi2/*",
+        "",
+        "chi-square of trainer to sampler, E[r^2] - 1 over what was sampled: of tokens, and of "
+        "completions, where r is the product of their tokens'",
+        over_steps="first",
+        absolute=1e-4,
+        late=True,
     ),
     # ------------------------------------------------------------ what it cost
     _followed("eps", "episodes/s", "rollouts of the round / timing_s/round"),

@@ -45,9 +45,12 @@ def step_metrics(scores: StepScores, objective: ObjectiveConfig) -> dict[str, fl
         "policy/approxkl_avg": mean(np.square(trainer_N - _old(scores)) / 2),
         **_clip_fractions(scores, objective, low_N, high_N),
         **_mismatch(trainer_N - sampler_N),
+        **_completion_mismatch(scores, trainer_N, sampler_N),
     }
     if objective.importance_correction != "none":
         result["sampling/correction_weight/mean"] = mean(_corrections(scores, objective))
+    if objective.rejection is not None:
+        result["sampling/rejected"] = mean(~_accepted(scores, objective))
     if scores.floats["reference_logprobs"] is not None and objective.kl_placement == "loss":
         d_N = trainer_N - column_of(scores, "reference_logprobs")
         result["kl"] = mean(_kl(d_N, objective.kl_estimator))
@@ -223,18 +226,60 @@ def _beyond(
         case "dppo":
             moved_N = np.exp(column_of(scores, "trainer_logprobs")) - np.exp(_old(scores))
             return moved_N < -low, moved_N > high
-        case "reinforce" | "sapo":
+        case "dppo_kl":
+            now_N, old_N = column_of(scores, "trainer_logprobs"), _old(scores)
+            divergence_N = _binary_kl(old_N, now_N)
+            return (
+                (now_N < old_N) & (divergence_N > low),
+                (now_N > old_N) & (divergence_N > high),
+            )
+        case "gmpo":
+            log_N = column_of(scores, "trainer_logprobs") - _old(scores)
+            return log_N < -low, log_N > high
+        case "reinforce" | "sapo" | "dro":
             return none_N, none_N
 
 
 def _corrections(scores: StepScores, objective: ObjectiveConfig) -> Float64[np.ndarray, " N"]:
     """The weights of the importance correction."""
     log_N = _old(scores) - column_of(scores, "sampler_logprobs")
-    weight_N = _at_level(scores, log_N, objective.correction_level)
+    weight_N = np.ones(len(log_N))
+    if objective.importance_correction != "rejected":
+        weight_N = _at_level(scores, log_N, objective.correction_level)
     low, high = objective.correction_low, objective.correction_high
     if objective.importance_correction == "truncated":
-        return np.minimum(weight_N, high)
-    return np.where((weight_N >= low) & (weight_N <= high), weight_N, 0.0)
+        weight_N = np.clip(weight_N, low, high)
+    if objective.importance_correction == "masked":
+        weight_N = np.where((weight_N >= low) & (weight_N <= high), weight_N, 0.0)
+    if objective.rejection is not None:
+        weight_N = np.where(_accepted(scores, objective), weight_N, 0.0)
+    return weight_N
+
+
+def _accepted(scores: StepScores, objective: ObjectiveConfig) -> np.ndarray:
+    """Tokens that rejection leaves; see `marin_rl.training.losses.accepted_tokens`."""
+    assert objective.rejection is not None, "asked of an objective that rejects"
+    assert objective.rejection_high is not None, "it goes with rejection"
+    log_N = np.clip(_old(scores) - column_of(scores, "sampler_logprobs"), -LOG_MAX, LOG_MAX)
+    value_N, counts_S = _kl(-log_N, objective.rejection), scores.counts
+    match objective.rejection_level:
+        case "sequence_sum":
+            value_N = np.repeat(_by_segment(scores, value_N), counts_S)
+        case "sequence_mean":
+            value_N = np.repeat(_by_segment(scores, value_N) / np.maximum(counts_S, 1), counts_S)
+        case "sequence_max":
+            largest_S = np.zeros(len(counts_S))
+            segment_N = np.repeat(np.arange(len(counts_S)), counts_S)
+            np.maximum.at(largest_S, segment_N, np.abs(value_N))
+            value_N = np.repeat(largest_S, counts_S)
+    return np.abs(value_N) <= objective.rejection_high
+
+
+def _binary_kl(old_N: np.ndarray, now_N: np.ndarray) -> np.ndarray:
+    """KL of old to new probability of each token against all others."""
+    others_N, old_others_N = (np.maximum(-np.expm1(np.minimum(x, 0)), 1e-8) for x in (now_N, old_N))
+    of_token_N = np.exp(np.minimum(old_N, 0.0)) * (old_N - now_N)
+    return of_token_N + old_others_N * np.log(old_others_N / others_N)
 
 
 def _mismatch(difference_N: np.ndarray) -> dict[str, float]:
@@ -248,7 +293,24 @@ def _mismatch(difference_N: np.ndarray) -> dict[str, float]:
         "sampling/importance_ratio/mean": float(ratio_N.sum() / count),
         "sampling/importance_ratio/max": float(ratio_N.max(initial=0.0)),
         "mismatch_kl": float((np.expm1(difference_N) - difference_N).sum() / count),
+        "sampling/chi2/token": float(np.expm1(2 * difference_N).sum() / count),
     }
+
+
+def _completion_mismatch(
+    scores: StepScores, trainer_N: np.ndarray, sampler_N: np.ndarray
+) -> dict[str, float]:
+    """Perplexities and chi-square as means over completions with trained tokens; 0 of none."""
+    some_S = scores.counts > 0
+    trainer_S, sampler_S = (_by_segment(scores, x)[some_S] for x in (trainer_N, sampler_N))
+    tokens_S, count = scores.counts[some_S], max(int(some_S.sum()), 1)
+    values = {
+        "perplexity/trainer": np.exp(-trainer_S / tokens_S),
+        "perplexity/sampler": np.exp(-sampler_S / tokens_S),
+        "perplexity/ratio": np.exp((sampler_S - trainer_S) / tokens_S),
+        "chi2/sequence": np.expm1(2 * (trainer_S - sampler_S)),
+    }
+    return {f"sampling/{name}": float(value_S.sum() / count) for name, value_S in values.items()}
 
 
 def _kl(d_N: np.ndarray, estimator: str) -> np.ndarray:
@@ -256,7 +318,8 @@ def _kl(d_N: np.ndarray, estimator: str) -> np.ndarray:
         return d_N
     if estimator == "k2":
         return np.square(d_N) / 2
-    return np.expm1(np.clip(-d_N, -LOG_MAX, LOG_MAX)) + d_N
+    beyond_N = np.maximum(-d_N - LOG_MAX, 0.0)
+    return np.expm1(np.minimum(-d_N, LOG_MAX)) + d_N + np.exp(LOG_MAX) * beyond_N
 
 
 def _old(scores: StepScores) -> Float64[np.ndarray, " N"]:

@@ -236,7 +236,10 @@ def _next(scored: Iterator[StepScores], run: Run, checkpoint: Manifest, step: in
 def _compare(
     run: Run, round: int, said: Mapping[str, float], expected: Mapping[str, float]
 ) -> Iterator[Finding]:
+    earlier = not any(_is_late(name) for name in said)
     for name in sorted({*said, *expected}):
+        if earlier and _is_late(name):
+            continue
         if name.startswith("scores/"):
             yield _contradiction(round, name, expected[name])
             continue
@@ -258,6 +261,12 @@ def _compare(
             found=found,
             problem=_problem(definition, value, found),
         )
+
+
+def _is_late(name: str) -> bool:
+    """Return True for metrics that rows of earlier versions lack."""
+    definition = definition_of(name)
+    return definition is not None and definition.late
 
 
 def _unchecked(name: str, definition: Definition, config: Config, said: Mapping[str, float]) -> str:

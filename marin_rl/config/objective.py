@@ -16,6 +16,18 @@ SCALES_NEEDING_A_BASELINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"reinforce": ("group_std", "batch_std"), "reinforce_batch": ("group_std",)}
 )
 
+# Surrogates that say what their ratio is taken over.
+RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
+    {"gspo": "sequence_mean", "gmpo": "sequence_mean", "dppo": "token", "dppo_kl": "token"}
+)
+SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "clip_dual": ("ppo_clip", "gspo"),
+        "cispo_clip_low": ("cispo",),
+        "dro_beta": ("dro",),
+    }
+)
+
 
 class ObjectiveConfig(Section):
     """What is maximised: orthogonal choices instead of named trainers (docs/objectives.md)."""
@@ -43,15 +55,19 @@ class ObjectiveConfig(Section):
         "the group's turns of its place; null: the rollout's reward counts for all of it",
         json_schema_extra=ABSENT,
     )
-    surrogate: Literal["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"] = Field(
-        default="ppo_clip", description="how the importance ratio enters"
-    )
+    surrogate: Literal[
+        "reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "dro"
+    ] = Field(default="ppo_clip", description="how the importance ratio enters")
     ratio_level: Literal["token", "sequence", "sequence_mean"] = Field(
         default="sequence",
         description="ratio of a token, of the completion, or its geometric mean per token",
     )
     clip_low: float = Field(
-        default=0.2, ge=0, lt=1, description="ratio is clipped below 1 - clip_low"
+        default=0.2,
+        ge=0,
+        lt=1,
+        description="ratio is clipped below 1 - clip_low; gmpo, dppo and dppo_kl bound log-ratios, "
+        "probabilities and KL by it",
     )
     clip_high: float = Field(
         default=0.2, ge=0, le=100, description="ratio is clipped above 1 + clip_high"
@@ -72,11 +88,19 @@ class ObjectiveConfig(Section):
     sapo_temperature_negative: float = Field(
         default=1.05, gt=0, le=1000, description="sapo's steepness elsewhere"
     )
+    dro_beta: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="dro: weight of the squared log-ratio",
+        json_schema_extra=ABSENT,
+    )
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
+        "token_sum",
     ] = Field(default="sequence_mean_token_sum", description="how token losses become one number")
     kl_coefficient: float = Field(
         default=0.0, ge=0, le=100, description="weight of KL to the reference"
@@ -109,17 +133,42 @@ class ObjectiveConfig(Section):
     entropy_coefficient: float = Field(
         default=0.0, ge=0, le=100, description="weight of the policy's entropy, maximised"
     )
-    importance_correction: Literal["none", "truncated", "masked"] = Field(
-        default="none", description="weight of trainer over sampler probability, beside the ratio"
+    importance_correction: Literal["none", "truncated", "masked", "rejected"] = Field(
+        default="none",
+        description="weight of trainer over sampler probability, next to the ratio; rejected: 1, "
+        "for what `rejection` accepts",
     )
     correction_level: Literal["token", "sequence"] = Field(
         default="token", description="what that weight is taken over"
     )
     correction_low: float = Field(
-        default=0.0, ge=0, le=1, description="masked: smaller weights become 0"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="smaller weights are raised to it (truncated) or 0 (masked)",
     )
     correction_high: float = Field(
         default=2.0, ge=1, le=1000, description="larger weights are cut (truncated) or 0 (masked)"
+    )
+    rejection: Literal["k1", "k2", "k3"] | None = Field(
+        default=None,
+        description="weight 0 where this estimate of the sampler's KL to the trainer is above "
+        "rejection_high; null: nothing is rejected",
+        json_schema_extra=ABSENT,
+    )
+    rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] | None = (
+        Field(
+            default=None,
+            description="rejection: of each token, or of its completion the sum, mean or maximum",
+            json_schema_extra=ABSENT,
+        )
+    )
+    rejection_high: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="rejection: largest estimate in nats that is accepted; of k1 both ways",
+        json_schema_extra=ABSENT,
     )
     overlong: Literal["keep", "mask", "soft_penalty"] = Field(
         default="keep", description="completions that reach, or come near, max_tokens"
@@ -134,21 +183,47 @@ class ObjectiveConfig(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> "ObjectiveConfig":
         self._surrogate_goes_together()
+        self._rejection_goes_together()
         self._advantage_goes_together()
         self._kl_goes_together()
         return self
 
     def _surrogate_goes_together(self) -> None:
-        if self.surrogate == "gspo" and self.ratio_level != "sequence_mean":
+        level = RATIO_LEVELS.get(self.surrogate, self.ratio_level)
+        if self.ratio_level != level:
             raise ValueError(
-                f"surrogate gspo needs ratio_level sequence_mean, found {self.ratio_level}"
+                f"surrogate {self.surrogate} needs ratio_level {level}, found {self.ratio_level}"
             )
-        if self.surrogate == "dppo" and self.ratio_level != "token":
-            raise ValueError(f"surrogate dppo needs ratio_level token, found {self.ratio_level}")
-        if self.clip_dual is not None and self.surrogate not in ("ppo_clip", "gspo"):
-            raise ValueError(f"clip_dual is for ppo_clip and gspo, found {self.surrogate}")
-        if self.cispo_clip_low is not None and self.surrogate != "cispo":
-            raise ValueError(f"cispo_clip_low is for cispo, found {self.surrogate}")
+        for name, users in SURROGATE_KEYS.items():
+            if getattr(self, name) is not None and self.surrogate not in users:
+                raise ValueError(f"{name} is for {' and '.join(users)}, found {self.surrogate}")
+        if self.surrogate == "dro" and self.dro_beta is None:
+            raise ValueError("surrogate dro needs dro_beta: found null; Tinker's is 0.05")
+
+    def _rejection_goes_together(self) -> None:
+        keys = ("rejection", "rejection_level", "rejection_high")
+        missing = [name for name in keys if getattr(self, name) is None]
+        if missing and len(missing) < len(keys):
+            raise ValueError(f"{', '.join(keys)} go together: found {' and '.join(missing)} null")
+        if not missing and self.importance_correction == "none":
+            raise ValueError(
+                "rejection compares the sampler with the trainer before its first update, whose "
+                "log-probabilities importance_correction none does not ask for: expected rejected "
+                "(weights of 1), truncated or masked"
+            )
+        if missing and self.importance_correction == "rejected":
+            raise ValueError(
+                "importance_correction rejected needs rejection, rejection_level and "
+                "rejection_high: found null"
+            )
+        if (
+            self.importance_correction == "truncated"
+            and self.correction_low >= self.correction_high
+        ):
+            raise ValueError(
+                f"correction_low ({self.correction_low:g}) must be below correction_high "
+                f"({self.correction_high:g}): truncated weights would all be equal"
+            )
 
     def _advantage_goes_together(self) -> None:
         if self.turn_discount is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.training.critic import Critic, Parameters
+from marin_rl.training.losses import weighted_sum
 from marin_rl.training.model import with_parameters
 from marin_rl.training.reports import critic_losses, row_weights, step_losses
 from marin_rl.training.rows import StepArrays, StepSettings
@@ -127,7 +128,7 @@ def accumulate(
         if frozen is not None:
             referred = jax.lax.stop_gradient(score(frozen, None, rows)[0]).logprobs
         losses, regularisers = step_losses(settings, scores, referred, coefficient, rows)
-        total = jnp.sum(weights * (losses + regularisers))
+        total = weighted_sum(weights, losses + regularisers)
         if values is not None and tokens is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
         return total, Found(scores, referred, values)

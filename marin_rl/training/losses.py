@@ -1,17 +1,20 @@
 """What is minimised: ratios, surrogates, KL estimators and aggregations, as pure functions.
 
-Every function maps per-token arrays to per-token arrays; a loss is the sum of `weights * losses`,
+Every function maps per-token arrays to per-token arrays; a loss is `weighted_sum(weights, losses)`,
 where the weights are those of the whole step. A sum is the same however the rows are split, so
-microbatches and devices change nothing but rounding.
+microbatches and devices change nothing but rounding. Off the mask nothing counts, in values or
+gradients: not even NaN or infinity.
 
 Axes: B rows, T positions. `mask` is 1, or true, on trained tokens, `segment_ids` tells the
 sequences of a row apart (0 is padding), log-probabilities are in nats.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from marin_rl.config import ObjectiveConfig
 
@@ -26,6 +29,8 @@ MaskBT = Shaped[Array | np.ndarray, "B T"]
 # Logs of ratios are held within this, in nats, before exp is taken of them: float32 ends at 88, and
 # an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
 LOG_RATIO_MAX = 20.0
+# Probabilities of all other tokens are at least this where dppo_kl divides by them; verl's.
+OTHERS_MIN = 1e-8
 
 
 def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
@@ -34,6 +39,16 @@ def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
 
     def of_row(values_T: Array, ids_T: Array) -> Array:
         return jax.ops.segment_sum(values_T, ids_T, num_segments=segments)[ids_T]
+
+    return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
+
+
+def segment_maxima(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
+    """At every position, the largest of `values` in the position's own segment."""
+    segments = segment_ids_BT.shape[1] + 1
+
+    def of_row(values_T: Array, ids_T: Array) -> Array:
+        return jax.ops.segment_max(values_T, ids_T, num_segments=segments)[ids_T]
 
     return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
 
@@ -51,6 +66,19 @@ def sequence_shares(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
 def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
     """How many sequences have a trained token, to rounding; 1 where none has."""
     return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
+
+
+def on_mask(values_BT: GivenBT, mask_BT: MaskBT) -> FloatBT:
+    """The values on the mask, 0 elsewhere, whatever stands there; so are their gradients."""
+    return jnp.where(jnp.asarray(mask_BT) != 0, values_BT, 0.0)
+
+
+def weighted_sum(weights: Given, losses: Given) -> Float[Array, ""]:
+    """Sum of `weights * losses` where weights are not 0.
+
+    A product alone would give NaN for a loss of NaN or infinity that has no weight.
+    """
+    return jnp.sum(weights * on_mask(losses, weights))
 
 
 def scores_of_logits(
@@ -73,6 +101,7 @@ def token_weights(
     sequence_mean_token_mean      1 / (sequences * own tokens)  (GRPO, arXiv:2402.03300, eq. 3)
     sequence_mean_token_sum       1 / sequences                 (RLOO, arXiv:2402.14740, eq. 6)
     sequence_mean_token_sum_norm  1 / (sequences * length_norm) (Dr. GRPO, arXiv:2503.20783)
+    token_sum                     1                           (Tinker's losses)
 
     Only sequences with a trained token count. Weights are 0 off the mask; all are 0 when nothing
     is trained on. Raises ValueError for another aggregation.
@@ -90,9 +119,11 @@ def token_weights(
             return mask_BT / sequences
         case "sequence_mean_token_sum_norm":
             return mask_BT / (sequences * length_norm)
+        case "token_sum":
+            return mask_BT
     raise ValueError(
         "expected aggregation of token_mean, sequence_mean_token_mean, sequence_mean_token_sum, "
-        f"sequence_mean_token_sum_norm: found {aggregation}"
+        f"sequence_mean_token_sum_norm, token_sum: found {aggregation}"
     )
 
 
@@ -111,13 +142,17 @@ def log_ratios(
 
     Held within -20 and 20, where exp is finite.
     """
-    mask_BT = _zeros_and_ones(mask_BT)
-    log_BT = (jnp.asarray(logprobs_BT) - old_logprobs_BT) * mask_BT
+    log_BT = on_mask(jnp.asarray(logprobs_BT) - old_logprobs_BT, mask_BT)
     if level != "token":
         log_BT = segment_sums(log_BT, segment_ids_BT)
     if level == "sequence_mean":
-        log_BT = log_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
+        log_BT = log_BT / _trained_tokens(mask_BT, segment_ids_BT).astype(log_BT.dtype)
     return jnp.clip(log_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
+
+
+def _trained_tokens(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
+    """Trained tokens of the sequence of each position, at least 1."""
+    return jnp.maximum(segment_sums(_zeros_and_ones(mask_BT), segment_ids_BT), 1.0)
 
 
 def reinforce(logprobs_BT: Given, advantages_BT: Given) -> Values:
@@ -201,6 +236,61 @@ def dppo(
     return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
 
 
+def dppo_kl(
+    logprobs_BT: Given,
+    log_ratios_BT: Given,
+    advantages_BT: Given,
+    low: float,
+    high: float,
+) -> Values:
+    """-r A, but 0 where the update would push a token's binary KL further than `low` or `high`.
+
+    The KL is that of old to new, of the token against all others, in nats (`binary_kl`); `high`
+    bounds what has risen and is to rise (A > 0), `low` what has fallen and is to fall (A < 0). DPPO
+    with binary KL, arXiv:2602.04879, section 4.
+    """
+    divergence_BT = binary_kl(logprobs_BT, log_ratios_BT)
+    risen_BT = (advantages_BT > 0) & (log_ratios_BT > 0) & (divergence_BT > high)
+    fallen_BT = (advantages_BT < 0) & (log_ratios_BT < 0) & (divergence_BT > low)
+    kept_BT = jax.lax.stop_gradient(jnp.where(risen_BT | fallen_BT, 0.0, 1.0))
+    return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
+
+
+def binary_kl(logprobs_BT: Given, log_ratios_BT: Given) -> Values:
+    """KL of old to new probability of the token against all others; no gradient is taken of it.
+
+    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), with 1 - p of at least 1e-8.
+    """
+    old_BT = jnp.minimum(logprobs_BT - log_ratios_BT, 0.0)
+    others_BT = jnp.maximum(-jnp.expm1(jnp.minimum(logprobs_BT, 0.0)), OTHERS_MIN)
+    old_others_BT = jnp.maximum(-jnp.expm1(old_BT), OTHERS_MIN)
+    of_token_BT = -jnp.exp(old_BT) * log_ratios_BT
+    return jax.lax.stop_gradient(
+        of_token_BT + old_others_BT * (jnp.log(old_others_BT) - jnp.log(others_BT))
+    )
+
+
+def gmpo_log_ratios(
+    log_ratios_BT: Given, advantages_BT: Given, clip_low: float, clip_high: float
+) -> Values:
+    """Log-ratios of tokens, held where their advantage drives them further; 0 where that is 0.
+
+    `s min(s l, s clip(l, -clip_low, clip_high))` with s the sign of A: the bounds are on log-ratios
+    (GMPO, arXiv:2507.20673, equation 4; the paper's are 0.4).
+    """
+    sign_BT = jnp.sign(advantages_BT)
+    held_BT = _held(jnp.asarray(log_ratios_BT), -clip_low, clip_high)
+    return sign_BT * jnp.minimum(sign_BT * log_ratios_BT, sign_BT * held_BT)
+
+
+def dro_penalty(log_ratios_BT: Given, beta: float) -> Values:
+    """`beta / 2 (log r)^2`: what DRO adds to -A log pi, so that the policy stays near the sampler.
+
+    Richemond et al. 2024, arXiv:2405.19107, equation 3; token by token as in Tinker's `dro`.
+    """
+    return beta / 2 * jnp.square(jnp.asarray(log_ratios_BT))
+
+
 def kl_estimate(logprobs_BT: Given, reference_logprobs_BT: Given, estimator: str) -> Values:
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
@@ -223,7 +313,13 @@ def kl_estimate(logprobs_BT: Given, reference_logprobs_BT: Given, estimator: str
 
 
 def _k3(d_BT: Values) -> Values:
-    return jnp.expm1(jnp.clip(-d_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)) + d_BT
+    """exp(-d) + d - 1; below -20 nats its tangent there, for exp(-d) itself leaves float32 at -88.
+
+    So it is continuous, and so is its derivative, which is -exp(20) from there on.
+    """
+    held_BT = jnp.minimum(-d_BT, LOG_RATIO_MAX)
+    beyond_BT = jnp.maximum(-d_BT - LOG_RATIO_MAX, 0.0)
+    return jnp.expm1(held_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
 
 
 def correction_weights(
@@ -233,24 +329,56 @@ def correction_weights(
     mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
-    """What each token's loss is multiplied with for having been drawn by another program.
+    """Weight of each token's loss for having been drawn by another program than the trainer.
 
-    The ratio of the trainer's probability, before any update, to the sampler's. truncated: cut at
-    `correction_high` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-    RL Training"). masked: 0 outside `correction_low` to `correction_high` (IcePop, Ling team 2025).
+    The ratio of the trainer's probability, before any update, to the sampler's. truncated: held
+    within `correction_low` and `correction_high` (Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"). masked: 0 outside of these (IcePop, Ling team
+    2025). rejected: 1. With `rejection`, 0 for what it rejects (`accepted_tokens`).
     """
+    ones_BT = jnp.ones_like(_zeros_and_ones(mask_BT))
     if objective.importance_correction == "none":
-        return jnp.ones_like(_zeros_and_ones(mask_BT))
-    level = objective.correction_level
-    log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, level)
-    weight_BT = jnp.exp(log_BT)
+        return ones_BT
+    logs = (old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT)
+    low, high = objective.correction_low, objective.correction_high
+    weight_BT = ones_BT
+    if objective.importance_correction != "rejected":
+        weight_BT = jnp.exp(log_ratios(*logs, objective.correction_level))
     if objective.importance_correction == "truncated":
-        weight_BT = jnp.minimum(weight_BT, objective.correction_high)
-    else:
-        inside_BT = weight_BT >= objective.correction_low
-        inside_BT &= weight_BT <= objective.correction_high
-        weight_BT = jnp.where(inside_BT, weight_BT, 0.0)
+        weight_BT = jnp.clip(weight_BT, low, high)
+    if objective.importance_correction == "masked":
+        weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
+    if objective.rejection is not None:
+        weight_BT = jnp.where(accepted_tokens(objective, *logs), weight_BT, 0.0)
     return jax.lax.stop_gradient(weight_BT)
+
+
+def accepted_tokens(
+    objective: ObjectiveConfig,
+    old_logprobs_BT: GivenBT,
+    sampler_logprobs_BT: GivenBT,
+    mask_BT: MaskBT,
+    segment_ids_BT: IntBT,
+) -> Bool[Array, "B T"]:
+    """False for tokens, or whole completions, on which sampler and trainer lie too far apart.
+
+    What is at most `rejection_high`, in nats, is accepted: of each token |k1|, k2 or k3 of the
+    sampler's KL to the trainer (k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1, with r trainer
+    over sampler), or their sum, mean or maximum over a completion (of k1 the sum or mean is made
+    before its absolute value). As verl's `rollout_rs`.
+    """
+    assert objective.rejection is not None, "asked of an objective that rejects"
+    log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
+    value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
+    match objective.rejection_level:
+        case "sequence_sum":
+            value_BT = segment_sums(value_BT, segment_ids_BT)
+        case "sequence_mean":
+            tokens_BT = _trained_tokens(mask_BT, segment_ids_BT)
+            value_BT = segment_sums(value_BT, segment_ids_BT) / tokens_BT
+        case "sequence_max":
+            value_BT = segment_maxima(jnp.abs(value_BT), segment_ids_BT)
+    return jnp.abs(value_BT) <= objective.rejection_high
 
 
 def policy_losses(
@@ -268,14 +396,25 @@ def policy_losses(
     it. On policy, every surrogate at every level has the gradient of `reinforce`.
     """
     mask_BT = _zeros_and_ones(mask_BT)
+    logprobs_BT, old_logprobs_BT, advantages_BT = (
+        on_mask(values_BT, mask_BT) for values_BT in (logprobs_BT, old_logprobs_BT, advantages_BT)
+    )
     if objective.surrogate == "reinforce":
         return reinforce(logprobs_BT, advantages_BT) * mask_BT
-    log_ratio_BT = log_ratios(
-        logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT, objective.ratio_level
-    )
+    logs = (logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT)
+    if objective.surrogate == "gmpo":
+        log_ratio_BT = gmpo_log_ratios(
+            log_ratios(*logs, "token"), advantages_BT, objective.clip_low, objective.clip_high
+        )
+        log_ratio_BT = segment_sums(log_ratio_BT, segment_ids_BT)
+        log_ratio_BT = log_ratio_BT / _trained_tokens(mask_BT, segment_ids_BT)
+    else:
+        log_ratio_BT = log_ratios(*logs, objective.ratio_level)
     losses_BT = _surrogate(objective, logprobs_BT, log_ratio_BT, advantages_BT)
     if objective.ratio_level == "sequence" and objective.surrogate != "cispo":
-        losses_BT = losses_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
+        losses_BT = losses_BT / _trained_tokens(mask_BT, segment_ids_BT)
+    if objective.surrogate == "dro":
+        losses_BT = losses_BT + reinforce(logprobs_BT, advantages_BT)
     return losses_BT * mask_BT
 
 
@@ -289,6 +428,8 @@ def _surrogate(
     match objective.surrogate:
         case "ppo_clip" | "gspo":
             return ppo_clip(log_ratios_BT, advantages_BT, low, high, objective.clip_dual)
+        case "gmpo":
+            return -jnp.exp(log_ratios_BT) * advantages_BT
         case "cispo":
             lowest = objective.cispo_clip_low
             return cispo(logprobs_BT, log_ratios_BT, advantages_BT, high, lowest)
@@ -300,4 +441,9 @@ def _surrogate(
             return sapo(log_ratios_BT, advantages_BT, positive, negative)
         case "dppo":
             return dppo(logprobs_BT, log_ratios_BT, advantages_BT, low, high)
+        case "dppo_kl":
+            return dppo_kl(logprobs_BT, log_ratios_BT, advantages_BT, low, high)
+        case "dro":
+            assert objective.dro_beta is not None, "the configuration asks for it with dro"
+            return dro_penalty(log_ratios_BT, objective.dro_beta)
     raise AssertionError(objective.surrogate)

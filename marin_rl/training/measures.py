@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
-from marin_rl.training.losses import log_ratios, policy_losses, sequence_shares, trained_sequences
+from marin_rl.training.losses import (
+    binary_kl,
+    log_ratios,
+    on_mask,
+    policy_losses,
+    sequence_shares,
+    trained_sequences,
+    weighted_sum,
+)
 
 FloatBT = Float[Array, "B T"]
 IntBT = Int[Array, "B T"]
@@ -69,7 +77,7 @@ def clipped_tokens(
         losses_BT = policy_losses(
             objective, logprobs, old_logprobs_BT, advantages_BT, mask_BT, segment_ids_BT
         )
-        return jnp.sum(losses_BT * corrections_BT)
+        return weighted_sum(corrections_BT, losses_BT)
 
     gradient_BT = jax.grad(surrogate)(logprobs_BT)
     return (mask_BT > 0) & (advantages_BT != 0) & (gradient_BT == 0)
@@ -92,13 +100,15 @@ def beyond_bounds(
 
     ppo_clip, gspo   a ratio below 1 - clip_low, or above 1 + clip_high
     cispo            a ratio above 1 + clip_high, which is cut there; one below 1 - cispo_clip_low
+    gmpo             a log-ratio of the token itself below -clip_low, or above clip_high
     dppo             a probability that fell by more than clip_low, or rose by more than clip_high
-    reinforce, sapo  none: they have no bounds
+    dppo_kl          one that fell, or rose, with a binary KL of more than clip_low or clip_high
+    reinforce, sapo, dro  none: they have no bounds
     """
     low, high = objective.clip_low, objective.clip_high
     none_BT = jnp.zeros(ratios_BT.shape, bool)
     match objective.surrogate:
-        case "reinforce" | "sapo":
+        case "reinforce" | "sapo" | "dro":
             return Beyond(none_BT, none_BT)
         case "cispo":
             lowest = objective.cispo_clip_low
@@ -107,6 +117,13 @@ def beyond_bounds(
         case "dppo":
             moved_BT = jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT)
             return Beyond(moved_BT < -low, moved_BT > high)
+        case "dppo_kl":
+            divergence_BT = binary_kl(logprobs_BT, logprobs_BT - old_logprobs_BT)
+            fell_BT, rose_BT = logprobs_BT < old_logprobs_BT, logprobs_BT > old_logprobs_BT
+            return Beyond(fell_BT & (divergence_BT > low), rose_BT & (divergence_BT > high))
+        case "gmpo":
+            log_BT = logprobs_BT - old_logprobs_BT
+            return Beyond(log_BT < -low, log_BT > high)
         case "ppo_clip" | "gspo":
             return Beyond(ratios_BT < 1 - low, ratios_BT > 1 + high)
 
@@ -146,4 +163,4 @@ def sequence_entropy(
     logprobs_BT: FloatBT, mask_BT: FloatBT, segment_ids_BT: IntBT
 ) -> Float[Array, ""]:
     """Mean over the trained sequences of minus their summed log-probability."""
-    return -jnp.sum(logprobs_BT * mask_BT) / trained_sequences(mask_BT, segment_ids_BT)
+    return -jnp.sum(on_mask(logprobs_BT, mask_BT)) / trained_sequences(mask_BT, segment_ids_BT)

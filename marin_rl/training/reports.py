@@ -14,11 +14,16 @@ from jaxtyping import Array, Bool, Float
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses, value_metrics
 from marin_rl.training.losses import (
+    accepted_tokens,
     correction_weights,
     kl_estimate,
+    on_mask,
     policy_losses,
+    segment_sums,
+    sequence_shares,
     token_weights,
     trained_sequences,
+    weighted_sum,
 )
 from marin_rl.training.measures import (
     TokenMeasures,
@@ -55,13 +60,14 @@ def step_losses(
     """Per token the surrogate, and its weighted KL less its weighted entropy; 0 off the mask."""
     objective, mask = settings.objective, rows.mask.astype(jnp.float32)
     if objective is None:
-        return -scores.logprobs * mask, jnp.zeros_like(scores.logprobs)
+        return -on_mask(scores.logprobs, rows.mask), jnp.zeros_like(scores.logprobs)
     old = _old_logprobs(objective, scores.logprobs, rows)
     losses = policy_losses(objective, scores.logprobs, old, rows.advantages, mask, rows.segment_ids)
     losses *= _corrections(objective, old, rows)
-    regularisers = -objective.entropy_coefficient * scores.entropies * mask
+    regularisers = -objective.entropy_coefficient * on_mask(scores.entropies, rows.mask)
     if referred is not None:
-        kl = kl_estimate(scores.logprobs, referred, objective.kl_estimator) * mask
+        logprobs, references = (on_mask(array, rows.mask) for array in (scores.logprobs, referred))
+        kl = kl_estimate(logprobs, references, objective.kl_estimator) * mask
         regularisers += coefficient * kl
     return losses, regularisers
 
@@ -140,11 +146,11 @@ def report(
     logprobs = scores.logprobs
     referred = None if reference_logprobs is None else _rows(reference_logprobs)
     losses, regularisers = step_losses(settings, scores, referred, coefficient, rows)
-    loss = jnp.sum(weights_BT * (losses + regularisers))
+    loss = weighted_sum(weights_BT, losses + regularisers)
     metrics = {"loss": loss, "entropy": _mean(scores.entropies, rows.mask)}
     if settings.objective is not None:
         mask = rows.mask.astype(jnp.float32)
-        metrics["loss/policy_avg"] = jnp.sum(weights_BT * losses)
+        metrics["loss/policy_avg"] = weighted_sum(weights_BT, losses)
         metrics["policy/entropy_avg"] = metrics["entropy"]
         metrics["objective/entropy"] = sequence_entropy(logprobs, mask, rows.segment_ids)
         metrics |= _ratio_metrics(settings.objective, logprobs, rows)
@@ -153,7 +159,7 @@ def report(
         estimate = kl_estimate(logprobs, referred, settings.objective.kl_estimator)
         metrics["kl"] = _mean(estimate, rows.mask)
         sequences = trained_sequences(rows.mask.astype(jnp.float32), rows.segment_ids)
-        metrics["objective/kl"] = jnp.sum((logprobs - referred) * rows.mask) / sequences
+        metrics["objective/kl"] = jnp.sum(on_mask(logprobs - referred, rows.mask)) / sequences
         metrics["objective/kl_coefficient"] = coefficient
     if values is not None:
         critic, told = _of_critic(settings, _rows(values), rows)
@@ -202,6 +208,10 @@ def _ratio_metrics(
     if objective.importance_correction != "none":
         weights = _corrections(objective, old, rows)
         metrics["sampling/correction_weight/mean"] = _mean(weights, rows.mask)
+    if objective.rejection is not None:
+        logs = (old, rows.policy_logprobs, rows.mask, rows.segment_ids)
+        rejected = ~accepted_tokens(objective, *logs)
+        metrics["sampling/rejected"] = _mean(rejected.astype(jnp.float32), rows.mask)
     return metrics
 
 
@@ -219,6 +229,29 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
         "sampling/importance_ratio/mean": _mean(ratio, rows.mask),
         "sampling/importance_ratio/max": jnp.max(jnp.where(rows.mask, ratio, 0.0)),
         "mismatch_kl": _mean(jnp.expm1(difference) - difference, rows.mask),
+        "sampling/chi2/token": _mean(jnp.expm1(2 * difference), rows.mask),
+        **_completion_mismatch(logprobs, rows),
+    }
+
+
+def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
+    """Perplexities of trainer and sampler, and their chi-square, as means over completions."""
+    share = sequence_shares(rows.mask, rows.segment_ids)
+    count = trained_sequences(rows.mask, rows.segment_ids)
+    trainer, sampler = (on_mask(a, rows.mask) for a in (logprobs, rows.policy_logprobs))
+
+    def mean(values: Array) -> Array:
+        return jnp.sum(jnp.where(rows.mask, share * values, 0.0)) / count
+
+    def of_completion(values: Array) -> Array:
+        return segment_sums(share * values, rows.segment_ids)
+
+    apart = segment_sums(trainer - sampler, rows.segment_ids)
+    return {
+        "sampling/perplexity/trainer": mean(jnp.exp(-of_completion(trainer))),
+        "sampling/perplexity/sampler": mean(jnp.exp(-of_completion(sampler))),
+        "sampling/perplexity/ratio": mean(jnp.exp(of_completion(sampler - trainer))),
+        "sampling/chi2/sequence": mean(jnp.expm1(2 * apart)),
     }
 
 
