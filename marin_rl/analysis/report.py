@@ -5,28 +5,16 @@ caller's business, and a picture is never a slot: it can be drawn anew at any ti
 """
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marin_rl.rollouts.estimates import wilson
 from marin_rl.storage.runs import Run
 
 Rows = Sequence[Mapping[str, Any]]
 
 DPI = 120
-WILSON_Z = 1.96
-
-
-def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927, eq. for the score interval)."""
-    if trials <= 0:
-        return 0.0, 1.0
-    share = successes / trials
-    shrink = 1 + WILSON_Z**2 / trials
-    centre = (share + WILSON_Z**2 / (2 * trials)) / shrink
-    half = WILSON_Z * math.sqrt(share * (1 - share) / trials + (WILSON_Z / (2 * trials)) ** 2)
-    return max(0.0, centre - half / shrink), min(1.0, centre + half / shrink)
 
 
 def learning_curve(rows: Rows, title: str) -> bytes:
@@ -69,7 +57,7 @@ def _draw_accuracy(axes: Any, rows: Rows) -> None:
     x = [row["round"] for row in evaluated]
     y = [row["eval/accuracy"] for row in evaluated]
     trials = [row.get("eval/examples") or 0.0 for row in evaluated]
-    bounds = [wilson_interval(share * n, n) for share, n in zip(y, trials, strict=True)]
+    bounds = [wilson(share, n) for share, n in zip(y, trials, strict=True)]
     low, high = zip(*bounds, strict=True)
     axes.fill_between(x, low, high, color="#2563eb", alpha=0.15, linewidth=0, label="95 % interval")
     axes.plot(x, y, color="#2563eb", linewidth=2, marker="o", label="held-out accuracy")

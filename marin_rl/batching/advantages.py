@@ -1,12 +1,12 @@
 """Advantages: what each rollout's reward is worth against a baseline.
 
 An estimator names the baseline, a scale what the difference is divided by; the methods of the field
-are pairs of the two (docs/objectives.md). One function per estimator over one group, and one over a
-whole round of adjacent groups (what processing uses; tested equal). Rewards are numbers of any
-type, in arrays or lists; NaN or None marks a rollout that has none or is masked out: it is left out
-of every mean and gets 0. What is computed is float64. A group with fewer than two valid rewards
-carries no signal against its own mean: all 0, and the caller filters it. Returns over time are made
-in returns.py, and can be had here too.
+are pairs of the two (docs/objectives.md). One function per estimator, over all groups of a round:
+that of a single group is the round of this one. Facts of estimators are in config/objective.py.
+Rewards are numbers of any type, in arrays or lists; NaN or None marks a rollout that has none or is
+masked out: it is left out of every mean and gets 0. What is computed is float64. A group with fewer
+than two valid rewards carries no signal against its own mean: all 0, and the caller filters it.
+Returns over time are made in returns.py, and can be had here too.
 
 Axes: G members of a group, N rollouts of a round, P groups.
 """
@@ -20,6 +20,8 @@ from jaxtyping import Bool, Float64, Int, Int64, Real
 
 from marin_rl.batching.returns import discounted_returns as discounted_returns
 from marin_rl.batching.returns import gae as gae
+from marin_rl.config.objective import ESTIMATORS as FACTS
+from marin_rl.config.objective import Estimator
 
 # TRL's; it only matters where the spread is of that order. Added to the root, not under it.
 EPSILON = 1e-4
@@ -44,11 +46,7 @@ def rloo(reward_G: Rewards) -> Advantages:
 
     Ahmadian et al. 2024, "Back to Basics", equation 8 (REINFORCE leave-one-out).
     """
-    reward_G = rewards_array(reward_G)
-    n = int(np.isfinite(reward_G).sum())
-    if n < 2:
-        return np.zeros_like(reward_G)
-    return dr_grpo(reward_G) * (n / (n - 1))
+    return _of_group(reward_G, AdvantageChoice(estimator="rloo"))
 
 
 def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
@@ -56,11 +54,7 @@ def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.2.
     """
-    reward_G = rewards_array(reward_G)
-    valid = np.isfinite(reward_G)
-    if valid.sum() < 2:
-        return np.zeros_like(reward_G)
-    return dr_grpo(reward_G) / (reward_G[valid].std(ddof=1) + epsilon)
+    return _of_group(reward_G, AdvantageChoice(estimator="grpo", epsilon=epsilon))
 
 
 def dr_grpo(reward_G: Rewards) -> Advantages:
@@ -69,11 +63,7 @@ def dr_grpo(reward_G: Rewards) -> Advantages:
     Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2. Rewards that are all equal
     give exactly 0, whatever the rounding of their mean.
     """
-    reward_G = rewards_array(reward_G)
-    valid = np.isfinite(reward_G)
-    if valid.sum() < 2 or np.ptp(reward_G[valid]) == 0.0:
-        return np.zeros_like(reward_G)
-    return np.where(valid, reward_G - reward_G[valid].mean(), 0.0)
+    return _of_group(reward_G, AdvantageChoice(estimator="dr_grpo"))
 
 
 def maxrl(reward_G: Rewards) -> Advantages:
@@ -83,12 +73,7 @@ def maxrl(reward_G: Rewards) -> Advantages:
     group whose mean is 0 has no success to learn from and gives 0. Raises ValueError for a negative
     reward.
     """
-    reward_G = rewards_array(reward_G)
-    valid = np.isfinite(reward_G)
-    if (reward_G[valid] < 0).any():
-        raise ValueError(f"maxrl needs rewards of at least 0, found {reward_G[valid].min():g}")
-    mean = reward_G[valid].mean() if valid.any() else 0.0
-    return dr_grpo(reward_G) / mean if mean > 0 else np.zeros_like(reward_G)
+    return _of_group(reward_G, AdvantageChoice(estimator="maxrl"))
 
 
 def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
@@ -99,15 +84,26 @@ def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
     `(1 - R) / s` and a failure `(1 - R - C(f - 1, k - 1) / C(n - 1, k - 1)) / s`. All 0 where every
     subset, or none, has a success. Raises ValueError unless 1 <= k <= n.
     """
+    choice = AdvantageChoice(estimator="pass_at_k", pass_k=k, success_threshold=threshold)
+    return _of_group(reward_G, choice)
+
+
+def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, " G"]) -> Advantages:
+    """`A_i = r_i - sum_j l_j r_j / sum_j l_j`, l the trained tokens of a member.
+
+    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585, section 3: the
+    baseline of least variance where the squared norm of a completion's gradient grows with its
+    length. Rewards that are all equal give exactly 0.
+    """
+    return _of_group(reward_G, AdvantageChoice(estimator="opo"), tokens_G)
+
+
+def _of_group(
+    reward_G: Rewards, choice: "AdvantageChoice", tokens_G: Int[np.ndarray, " G"] | None = None
+) -> Advantages:
+    """The round of this one group."""
     reward_G = rewards_array(reward_G)
-    valid = np.isfinite(reward_G)
-    n = int(valid.sum())
-    if n < 2:
-        return np.zeros_like(reward_G)
-    success = np.greater_equal(reward_G, threshold, where=valid, out=np.zeros(len(valid), bool))
-    failed = n - int(success.sum())
-    good, bad = _pass_at_k_values(np.array([n]), np.array([failed]), k)
-    return np.where(valid, np.where(success, good[0], bad[0]), 0.0)
+    return round_advantages(reward_G, np.zeros(len(reward_G), np.int64), 1, choice, tokens_G)
 
 
 def _pass_at_k_values(
@@ -184,32 +180,36 @@ class AdvantageChoice:
 
     def __post_init__(self) -> None:
         for what, found, known in (
-            ("estimator", self.estimator, tuple(_BASELINES)),
+            ("estimator", self.estimator, tuple(FACTS)),
             ("scale", self.scale, SCALES),
         ):
             if found not in known:
                 raise ValueError(f"expected {what} of {', '.join(known)}: found {found}")
 
     @property
+    def facts(self) -> Estimator:
+        """Return what is known of the estimator."""
+        return FACTS[self.estimator]
+
+    @property
     def within_groups(self) -> bool:
-        """Whether a group of equal rewards has no signal, whatever the other groups did."""
-        return self.estimator not in ("reinforce", "reinforce_batch", "gae")
+        """Return True where a group of equal rewards has no signal, whatever other groups did."""
+        return self.facts.within_groups
 
     @property
     def over_round(self) -> bool:
-        """Whether an advantage depends on the rewards of other groups of the round too."""
-        return self.estimator == "reinforce_batch" or self.scale not in (
-            "default",
-            "none",
-            "group_std",
-        )
+        """Return True where an advantage depends on rewards of other groups of the round too."""
+        return self.facts.over_round or self.scale not in ("default", "none", "group_std")
 
     @property
     def members_min(self) -> int:
         """The fewest valid rewards of a group that is trained on."""
-        if self.estimator == "pass_at_k":
-            return self.pass_k
-        return 2 if self.within_groups else 1
+        return self.facts.members_min(self.pass_k)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Return True where advantages depend on the trained tokens of rollouts."""
+        return self.facts.weighs_tokens or self.scale == "token_whitening"
 
 
 def round_advantages(
@@ -228,17 +228,20 @@ def round_advantages(
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
     2025, section 3); `default` is group_std for grpo, none for others. Raises ValueError where
-    token_whitening is not told the tokens, where maxrl finds a negative reward, and where pass_at_k
+    token_whitening or opo lack the tokens, where maxrl finds a negative reward, and where pass_at_k
     finds a group of fewer than `pass_k`.
     """
     reward_N = rewards_array(reward_N)
+    if tokens_N is None:
+        if choice.needs_tokens:
+            name = choice.estimator if choice.facts.weighs_tokens else choice.scale
+            raise ValueError(f"{name} needs the number of tokens of every rollout")
+        tokens_N = np.zeros(len(reward_N), np.int64)
     statistics = group_statistics(reward_N, group_N, groups)
     valid_N: Bool[np.ndarray, " N"] = np.isfinite(reward_N)
-    raw_N = _BASELINES[choice.estimator](reward_N, group_N, statistics, choice)
-    raw_N = np.where(valid_N, raw_N, 0.0)
+    of = _Round(reward_N, group_N, tokens_N, statistics, choice)
+    raw_N = np.where(valid_N, _BASELINES[choice.estimator](of), 0.0)
     if choice.scale == "token_whitening":
-        if tokens_N is None:
-            raise ValueError("token_whitening needs the number of tokens of every rollout")
         return np.where(valid_N, whitened(raw_N, np.where(valid_N, tokens_N, 0)), 0.0)
     return _scaled(raw_N, reward_N, group_N, statistics, choice)
 
@@ -253,90 +256,95 @@ def whitened(
     return (value_N - mean) / np.sqrt(squares / max(total - 1, 1) + WHITENING_VARIANCE_MIN)
 
 
-_Baseline = Callable[
-    [np.ndarray, np.ndarray, GroupStatistics, AdvantageChoice], Float64[np.ndarray, " N"]
-]
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What a baseline is made of: rewards (NaN for none), groups and tokens of N rollouts."""
+
+    reward_N: Float64[np.ndarray, " N"]
+    group_N: Int[np.ndarray, " N"]
+    tokens_N: Int[np.ndarray, " N"]
+    groups: GroupStatistics
+    choice: AdvantageChoice
+
+    def against(self, baseline_P: Float64[np.ndarray, " P"]) -> Float64[np.ndarray, " N"]:
+        """r - baseline of the group; exactly 0 in groups of one or of equal rewards."""
+        signal_P = (self.groups.count >= 2) & (self.groups.spread > 0)
+        return np.where(signal_P[self.group_N], self.reward_N - baseline_P[self.group_N], 0.0)
 
 
-def _against_group(reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics) -> np.ndarray:
-    """r - mean of the group; exactly 0 in groups of one or of equal rewards."""
-    signal_P = (s.count >= 2) & (s.spread > 0)
-    return np.where(signal_P[group_N], reward_N - s.mean[group_N], 0.0)
+_Baseline = Callable[[_Round], Float64[np.ndarray, " N"]]
 
 
-def _rloo_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    factor_P = s.count / np.maximum(s.count - 1, 1)
-    return _against_group(reward_N, group_N, s) * factor_P[group_N]
+def _against_mean(of: _Round) -> np.ndarray:
+    return of.against(of.groups.mean)
 
 
-def _mean_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    return _against_group(reward_N, group_N, s)
+def _rloo(of: _Round) -> np.ndarray:
+    factor_P = of.groups.count / np.maximum(of.groups.count - 1, 1)
+    return _against_mean(of) * factor_P[of.group_N]
 
 
-def _maxrl_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    if np.nanmin(reward_N, initial=0.0) < 0:
-        raise ValueError(f"maxrl needs rewards of at least 0, found {np.nanmin(reward_N):g}")
-    divisor_P = np.where(s.mean > 0, s.mean, np.inf)
-    return _against_group(reward_N, group_N, s) / divisor_P[group_N]
+def _maxrl(of: _Round) -> np.ndarray:
+    lowest = np.nanmin(of.reward_N, initial=0.0)
+    if lowest < 0:
+        raise ValueError(f"maxrl needs rewards of at least 0, found {lowest:g}")
+    mean_P = of.groups.mean
+    return _against_mean(of) / np.where(mean_P > 0, mean_P, np.inf)[of.group_N]
 
 
-def _pass_at_k_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, choice: AdvantageChoice
-) -> np.ndarray:
-    valid_N = np.isfinite(reward_N)
-    threshold = choice.success_threshold
+def _pass_at_k(of: _Round) -> np.ndarray:
+    valid_N, count_P = np.isfinite(of.reward_N), of.groups.count
+    threshold = of.choice.success_threshold
     success_N = np.greater_equal(
-        reward_N, threshold, where=valid_N, out=np.zeros(len(valid_N), bool)
+        of.reward_N, threshold, where=valid_N, out=np.zeros(len(valid_N), bool)
     )
-    failed_P = np.bincount(group_N[valid_N & ~success_N], minlength=len(s.count))
-    good_P, bad_P = _pass_at_k_values(s.count, failed_P, choice.pass_k)
-    values_N = np.where(success_N, good_P[group_N], bad_P[group_N])
-    return np.where(s.count[group_N] >= 2, values_N, 0.0)
+    failed_P = np.bincount(of.group_N[valid_N & ~success_N], minlength=len(count_P))
+    good_P, bad_P = _pass_at_k_values(count_P, failed_P, of.choice.pass_k)
+    values_N = np.where(success_N, good_P[of.group_N], bad_P[of.group_N])
+    return np.where(count_P[of.group_N] >= 2, values_N, 0.0)
 
 
-def _reinforce_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    return reward_N
+def _opo(of: _Round) -> np.ndarray:
+    valid_N, groups = np.isfinite(of.reward_N), len(of.groups.count)
+    group_n, tokens_n = of.group_N[valid_N], of.tokens_N[valid_N].astype(np.float64)
+    tokens_P = np.bincount(group_n, weights=tokens_n, minlength=groups)
+    weighed_P = np.bincount(group_n, weights=tokens_n * of.reward_N[valid_N], minlength=groups)
+    return of.against(np.where(tokens_P > 0, weighed_P / np.maximum(tokens_P, 1), of.groups.mean))
 
 
-def _no_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    return np.zeros_like(reward_N)
+def _reinforce(of: _Round) -> np.ndarray:
+    return of.reward_N
 
 
-def _batch_round(
-    reward_N: np.ndarray, group_N: np.ndarray, s: GroupStatistics, _: AdvantageChoice
-) -> np.ndarray:
-    valid = reward_N[np.isfinite(reward_N)]
+def _nothing(of: _Round) -> np.ndarray:
+    return np.zeros_like(of.reward_N)
+
+
+def _against_round(of: _Round) -> np.ndarray:
+    valid = of.reward_N[np.isfinite(of.reward_N)]
     if len(valid) < 2 or np.ptp(valid) == 0.0:
-        return np.zeros_like(reward_N)
-    return reward_N - valid.mean()
+        return np.zeros_like(of.reward_N)
+    return of.reward_N - valid.mean()
 
 
-ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
+ESTIMATORS: Mapping[str, Callable[[Rewards], Advantages]] = MappingProxyType(
     {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
 )
 
 _BASELINES: Mapping[str, _Baseline] = MappingProxyType(
     {
-        "rloo": _rloo_round,
-        "grpo": _mean_round,
-        "dr_grpo": _mean_round,
-        "maxrl": _maxrl_round,
-        "pass_at_k": _pass_at_k_round,
-        "reinforce": _reinforce_round,
-        "reinforce_batch": _batch_round,
-        "gae": _no_round,
+        "rloo": _rloo,
+        "grpo": _against_mean,
+        "dr_grpo": _against_mean,
+        "maxrl": _maxrl,
+        "pass_at_k": _pass_at_k,
+        "opo": _opo,
+        "reinforce": _reinforce,
+        "reinforce_batch": _against_round,
+        "gae": _nothing,
     }
 )
+assert set(_BASELINES) == set(FACTS), "every estimator of the configuration has a baseline"
 
 
 def _scaled(

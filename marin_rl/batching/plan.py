@@ -230,8 +230,8 @@ def _spreads(
 
 def looks_at_turns(objective: ObjectiveConfig) -> bool:
     """Whether advantages depend on where a rollout's trained tokens and rewards are."""
-    by_token = advantage_choice(objective).scale == "token_whitening"
-    return objective.turn_discount is not None or (by_token and objective.advantage != "gae")
+    needs_tokens = advantage_choice(objective).needs_tokens and objective.advantage != "gae"
+    return objective.turn_discount is not None or needs_tokens
 
 
 def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:

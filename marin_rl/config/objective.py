@@ -4,6 +4,7 @@ Leaves out the critic's own settings and the optimizer (training.py).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,10 +12,72 @@ from pydantic import Field, model_validator
 
 from marin_rl.config.section import ABSENT, Count, Section
 
-# What is divided by a spread must be 0 where that is: less the mean of those it is the spread of.
-SCALES_NEEDING_A_BASELINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"reinforce": ("group_std", "batch_std"), "reinforce_batch": ("group_std",)}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """Facts of an advantage estimator; batching/advantages.py has what it computes.
+
+    `within_groups`: members are compared with one another, so a group of equal rewards has no
+    signal and one of a single member no baseline. `over_round`: the baseline is the round's.
+    `linear`: the advantage of a sum of rewards is the sum of their advantages. `by_turns`: returns
+    of turns can stand for rewards. `weighs_tokens`: the baseline depends on the trained tokens of
+    rollouts. `scales_refused` divide by a spread that may be 0 where the advantage is not.
+    `no_penalty` says why rewards cannot be lowered by a penalty; empty where they can.
+    """
+
+    name: str
+    within_groups: bool = True
+    over_round: bool = False
+    linear: bool = False
+    by_turns: bool = True
+    weighs_tokens: bool = False
+    scales_refused: tuple[str, ...] = ()
+    no_penalty: str = ""
+
+    @property
+    def groups_of_one(self) -> bool:
+        """Return True where a group may have a single member."""
+        return not self.within_groups
+
+    def members_min(self, pass_k: int) -> int:
+        """Return the fewest valid rewards of a group that is trained on."""
+        if self.name == "pass_at_k":
+            return pass_k
+        return 2 if self.within_groups else 1
+
+
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Estimator(name="rloo", linear=True),
+            Estimator(name="grpo"),
+            Estimator(name="dr_grpo", linear=True),
+            Estimator(
+                name="reinforce",
+                within_groups=False,
+                linear=True,
+                scales_refused=("group_std", "batch_std"),
+            ),
+            Estimator(
+                name="reinforce_batch",
+                within_groups=False,
+                over_round=True,
+                linear=True,
+                scales_refused=("group_std",),
+            ),
+            Estimator(name="maxrl", no_penalty="needs rewards of at least 0"),
+            Estimator(
+                name="pass_at_k",
+                by_turns=False,
+                no_penalty="would count a success that is penalised at all as a failure",
+            ),
+            Estimator(name="opo", weighs_tokens=True),
+            Estimator(name="gae", within_groups=False, by_turns=False),
+        )
+    }
 )
+GROUPS_OF_ONE = tuple(sorted(e.name for e in ESTIMATORS.values() if e.groups_of_one))
 
 # Surrogates that say what their ratio is taken over.
 RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
@@ -33,7 +96,15 @@ class ObjectiveConfig(Section):
     """What is maximised: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
     advantage: Literal[
-        "rloo", "grpo", "dr_grpo", "reinforce", "reinforce_batch", "maxrl", "pass_at_k", "gae"
+        "rloo",
+        "grpo",
+        "dr_grpo",
+        "reinforce",
+        "reinforce_batch",
+        "maxrl",
+        "pass_at_k",
+        "opo",
+        "gae",
     ] = Field(
         default="rloo", description="baseline that a reward is held against; gae: training.critic"
     )
@@ -230,20 +301,16 @@ class ObjectiveConfig(Section):
             self._turns_go_together()
         if self.advantage == "gae":
             self._goes_with_a_critic()
-        if self.advantage_scale in SCALES_NEEDING_A_BASELINE.get(self.advantage, ()):
+        if self.advantage_scale in self.estimator.scales_refused:
             raise ValueError(
                 f"advantage_scale {self.advantage_scale} divides by a spread that is 0 where "
                 f"rewards are equal, and advantage {self.advantage} is not 0 there: expected none, "
                 "batch_whitening or token_whitening"
             )
-        if self.overlong == "soft_penalty" and self.advantage in ("maxrl", "pass_at_k"):
-            needs = {
-                "maxrl": "needs rewards of at least 0",
-                "pass_at_k": "would count a success that is penalised at all as a failure",
-            }
+        if self.overlong == "soft_penalty" and self.estimator.no_penalty:
             raise ValueError(
                 f"overlong soft_penalty takes something off rewards, and advantage "
-                f"{self.advantage} {needs[self.advantage]}: expected keep or mask"
+                f"{self.advantage} {self.estimator.no_penalty}: expected keep or mask"
             )
 
     def _kl_goes_together(self) -> None:
@@ -259,10 +326,10 @@ class ObjectiveConfig(Section):
             )
         if self.advantage == "gae":
             return
-        linear = ("rloo", "dr_grpo", "reinforce", "reinforce_batch")
+        linear = [each.name for each in ESTIMATORS.values() if each.linear]
         scales = ("default", "none", "token_whitening")
         if self.kl_placement == "reward" and (
-            self.advantage not in linear or self.advantage_scale not in scales
+            not self.estimator.linear or self.advantage_scale not in scales
         ):
             raise ValueError(
                 f"kl_placement reward needs an advantage that is linear in the rewards "
@@ -283,7 +350,7 @@ class ObjectiveConfig(Section):
             )
 
     def _turns_go_together(self) -> None:
-        if self.advantage in ("gae", "pass_at_k"):
+        if not self.estimator.by_turns:
             raise ValueError(
                 f"turn_discount has no meaning with advantage {self.advantage}: expected null "
                 "(training.critic.gamma discounts from token to token)"
@@ -310,6 +377,11 @@ class ObjectiveConfig(Section):
                 "advantage gae differs from token to token and needs ratio_level token, found "
                 f"{self.ratio_level}"
             )
+
+    @property
+    def estimator(self) -> Estimator:
+        """Return the facts of the chosen `advantage`."""
+        return ESTIMATORS[self.advantage]
 
     @property
     def kl_in_reward(self) -> bool:

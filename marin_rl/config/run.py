@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
-from marin_rl.config.objective import ObjectiveConfig
+from marin_rl.config.objective import GROUPS_OF_ONE, ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
     FlowConfig,
@@ -20,9 +20,6 @@ from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, Sampling
 from marin_rl.config.section import ABSENT, FREE, Count, Section
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
-
-# Baselines that no group has: of nothing, of the round, of a critic.
-GROUPS_OF_ONE = ("gae", "reinforce", "reinforce_batch")
 
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -102,7 +99,7 @@ class Config(Section):
                 "training.critic is for objective.advantage gae: found "
                 f"{self.objective.advantage}, which would not look at its values"
             )
-        needs_others = self.objective.advantage not in GROUPS_OF_ONE
+        needs_others = not self.objective.estimator.groups_of_one
         if needs_others and min(rollouts.group_size, rollouts.group_size_min) < 2:
             raise ValueError(
                 "rollouts.group_size and group_size_min are at least 2, for a baseline of the "

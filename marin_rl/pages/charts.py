@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from marin_rl.analysis.report import wilson_interval
 from marin_rl.pages.records import Chart, Line, Number
+from marin_rl.rollouts.estimates import estimate_of_groups, wilson
 
 Rows = Sequence[Mapping[str, Any]]
 
-Z95 = 1.96
 CURVE_POINTS_MAX = 1000
 
 
@@ -196,22 +193,14 @@ def make_charts(
 
 
 def spread_of(round: int, groups: Sequence[Sequence[float]]) -> Spread | None:
-    """Mean of all rewards, and its interval by groups: rollouts of one prompt are not independent.
+    """Mean of all rewards and its interval, for which rollouts of a group are not independent.
 
-    None without rewards. With one group there is no interval, and the bounds are the mean.
+    None without rewards.
     """
-    filled = [group for group in groups if len(group)]
-    if not filled:
+    found = estimate_of_groups(groups)
+    if found is None:
         return None
-    sizes = np.array([len(group) for group in filled], np.float64)
-    sums = np.array([math.fsum(group) for group in filled], np.float64)
-    mean = float(sums.sum() / sizes.sum())
-    n = len(filled)
-    if n < 2:
-        return Spread(round=round, mean=mean, low=mean, high=mean)
-    residual = sums - mean * sizes  # the ratio estimator's, which weighs groups by their size
-    half = Z95 * math.sqrt(n / (n - 1) * float((residual**2).sum())) / float(sizes.sum())
-    return Spread(round=round, mean=mean, low=mean - half, high=mean + half)
+    return Spread(round=round, mean=found.value, low=found.low, high=found.high)
 
 
 def _rewards(rows: Rows, training: Sequence[Spread], held_out: Sequence[Spread]) -> Chart:
@@ -245,7 +234,7 @@ def _accuracy(rows: Rows) -> Line | None:
         return None
     trials = [row.get("eval/examples") or 0.0 for row in found]
     y = [row["eval/accuracy"] for row in found]
-    bounds = [wilson_interval(share * n, n) for share, n in zip(y, trials, strict=True)]
+    bounds = [wilson(share, n) for share, n in zip(y, trials, strict=True)]
     return Line(
         name="held-out accuracy",
         x=[row["round"] for row in found],
