@@ -258,7 +258,8 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     whole_sections = {key.rpartition(".")[0] for key in free} | {"mesh", "trackers", "flow"}
     null = (
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
-        "objective.cispo_clip_low", "objective.turn_discount", "evaluation.sets",
+        "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
+        "objective.rejection", "evaluation.sets",
     )  # fmt: skip
     for key in set(known_keys()) - inside - free:
         assert key in whole_sections or key.startswith(null), key

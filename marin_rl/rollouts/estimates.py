@@ -71,7 +71,7 @@ def _winner_is_right(right_N: Bool[np.ndarray, " N"], answers: Sequence[str | No
     return bool(right_N[list(answers).index(winner)])
 
 
-def wilson(mean: float, effective: float) -> tuple[float, float]:
+def wilson(mean: float, effective: float | int) -> tuple[float, float]:
     """Wilson's score interval (1927) for a mean in [0, 1] of `effective` independent draws.
 
     95 %; with nothing drawn, all of [0, 1].
@@ -98,7 +98,9 @@ def estimate(value_E: Float64[np.ndarray, " E"]) -> Estimate:
     return Estimate(value=p, low=low, high=high)
 
 
-def estimate_of_groups(groups: Sequence[Sequence[float]]) -> Estimate | None:
+def estimate_of_groups(
+    groups: Sequence[Sequence[float] | Float64[np.ndarray, " _"]],
+) -> Estimate | None:
     """The mean of all rewards of groups of rollouts, and its 95 % interval; None without rewards.
 
     Wilson's interval on the scale from the lowest to the highest reward, [0, 1] included, with an
@@ -107,10 +109,10 @@ def estimate_of_groups(groups: Sequence[Sequence[float]]) -> Estimate | None:
     outcomes is in about ten groups, and in 93 to 99 % where it is in fewer; docs/report.md has the
     figures. It has a width where all rewards are equal.
     """
-    value_N = np.array([value for group in groups for value in group], np.float64)
-    if not len(value_N):
+    filled = [np.asarray(group, np.float64) for group in groups if len(group)]
+    if not filled:
         return None
-    size_P = np.array([len(group) for group in groups if len(group)], np.int64)
+    value_N, size_P = np.concatenate(filled), np.array([len(group) for group in filled], np.int64)
     low, high = min(0.0, float(value_N.min())), max(1.0, float(value_N.max()))
     share_N = (value_N - low) / (high - low)
     below, above = wilson(float(share_N.mean()), effective_draws(share_N, size_P))

@@ -1,11 +1,10 @@
 """Curves: which metrics make which chart, and intervals that are known by hand."""
 
-import math
-
 import pytest
 
 from marin_rl.pages.charts import CURVE_POINTS_MAX, PLANS, make_charts, spread_of
 from marin_rl.pages.records import Chart
+from marin_rl.rollouts.estimates import wilson
 
 
 def charts_of(rows: list[dict[str, float | None]]) -> dict[str, Chart]:
@@ -13,27 +12,33 @@ def charts_of(rows: list[dict[str, float | None]]) -> dict[str, Chart]:
 
 
 def test_an_interval_is_by_groups_not_by_rollouts() -> None:
-    spread = spread_of(3, [[1.0, 1.0], [0.0, 0.0], [], [1.0, 0.0]])
-    assert spread is not None
-    # Means of groups 1, 0, 1/2: their standard error is sqrt(1/4 / 3).
-    assert (spread.round, spread.mean) == (3, 0.5)
-    half = 1.96 * math.sqrt(0.25 / 3)
-    assert (spread.low, spread.high) == pytest.approx((0.5 - half, 0.5 + half))
+    apart = spread_of(3, [[1.0, 0.0]] * 40)
+    alike = spread_of(3, [[1.0, 1.0], [0.0, 0.0], []] * 20)
+    assert apart is not None
+    assert alike is not None
+    assert (apart.round, apart.mean, alike.mean) == (3, 0.5, 0.5)
+    # Of 40 groups that are alike within, each is one draw; the others are at least one a rollout.
+    assert (alike.low, alike.high) == pytest.approx(wilson(0.5, 40))
+    low, high = wilson(0.5, 80)
+    assert low - 1e-3 < apart.low < apart.high < high + 1e-3
 
 
 def test_groups_of_different_sizes_weigh_by_their_size() -> None:
     spread = spread_of(0, [[1.0] * 3, [0.0]])
     assert spread is not None
-    # Mean 3/4; residuals 3 - 9/4 and 0 - 3/4; sqrt(2/1 * (9/16 + 9/16)) / 4 = 3/8.
     assert spread.mean == 0.75
-    assert spread.high - spread.mean == pytest.approx(1.96 * 0.375)
+    assert 0 < spread.low < 0.75 < spread.high < 1
 
 
-def test_no_reward_no_spread_and_one_group_no_interval() -> None:
+def test_no_reward_no_spread_and_a_width_for_one_group_and_for_equal_rewards() -> None:
     assert spread_of(0, [[], []]) is None
     spread = spread_of(0, [[0.0, 1.0]])
     assert spread is not None
-    assert (spread.low, spread.mean, spread.high) == (0.5, 0.5, 0.5)
+    assert spread.low < 0.2 < spread.mean == 0.5 < 0.8 < spread.high
+    nothing = spread_of(0, [[0.0] * 8] * 16)
+    assert nothing is not None
+    assert (nothing.low, nothing.mean) == (0.0, 0.0)
+    assert nothing.high == pytest.approx(0.1936, abs=1e-4)  # Wilson's of 0 in 16
 
 
 def test_charts_without_data_are_named_and_gaps_are_left_out() -> None:

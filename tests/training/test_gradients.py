@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config import ObjectiveConfig
+from marin_rl.training.losses import correction_weights
 from marin_rl.training.reports import step_loss
 from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.training.scoring import TokenScores
@@ -23,7 +24,10 @@ LENGTH_NORM = 7
 SURROGATES = [
     ("reinforce", "token"),
     ("gspo", "sequence_mean"),
+    ("gmpo", "sequence_mean"),
     ("dppo", "token"),
+    ("dppo_kl", "token"),
+    *itertools.product(["dro"], ["token", "sequence", "sequence_mean"]),
     *itertools.product(["ppo_clip", "cispo", "sapo"], ["token", "sequence", "sequence_mean"]),
 ]
 AGGREGATIONS = [
@@ -31,11 +35,29 @@ AGGREGATIONS = [
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
+    "token_sum",
 ]
 ESTIMATORS = ["k1", "k2", "k3", "k3_k2_gradient"]
 CORRECTIONS = [
     {"importance_correction": kind, "correction_level": level, "correction_low": 0.8}
     for kind, level in itertools.product(["truncated", "masked"], ["token", "sequence"])
+]
+REJECTIONS = [
+    {
+        "importance_correction": kind,
+        "rejection": estimator,
+        "rejection_level": level,
+        "rejection_high": 0.1 if level == "sequence_max" else 0.06,
+    }
+    for kind, estimator, level in [
+        ("rejected", "k1", "token"),
+        ("rejected", "k2", "token"),
+        ("truncated", "k3", "token"),
+        ("rejected", "k3", "sequence_mean"),
+        ("truncated", "k2", "sequence_max"),
+        ("masked", "k3", "sequence_sum"),
+        ("rejected", "k1", "sequence_mean"),
+    ]
 ]
 
 
@@ -100,6 +122,7 @@ def loss_of(choice, rows, logprobs, entropies, held):
             "sequence_mean_token_mean": 1 / (len(sequences) * len(at[0])),
             "sequence_mean_token_sum": 1 / len(sequences),
             "sequence_mean_token_sum_norm": 1 / (len(sequences) * LENGTH_NORM),
+            "token_sum": 1.0,
         }[choice.aggregation]
         now, then, frozen = logprobs[at], old[at], held[at]
         losses = surrogate(choice, now, then, frozen, rows.advantages[at])
@@ -111,7 +134,26 @@ def loss_of(choice, rows, logprobs, entropies, held):
     return total
 
 
-def surrogate(choice, now, old, frozen, advantage):
+def dppo_kl(choice, ratio, new, old, advantage):
+    losses = []
+    for r, p, q, a in zip(ratio, new, old, advantage, strict=True):
+        kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+        bound = choice.clip_high if a > 0 else choice.clip_low
+        driven = p > q if a > 0 else p < q
+        losses.append(0.0 if driven and kl > bound else -r * a)
+    return np.array(losses)
+
+
+def gmpo(choice, differences, advantage):
+    low, high = -choice.clip_low, choice.clip_high
+    held = [
+        min(log, high) if a > 0 else max(log, low)
+        for log, a in zip(differences, advantage, strict=True)
+    ]
+    return -np.exp(sum(held) / len(held)) * advantage
+
+
+def surrogate(choice, now, old, frozen, advantage):  # noqa: C901, one formula a case
     ratio, capped = leveled(choice, now - old), leveled(choice, frozen - old)
     low, high = 1 - choice.clip_low, 1 + choice.clip_high
     match choice.surrogate:
@@ -124,6 +166,14 @@ def surrogate(choice, now, old, frozen, advantage):
             moved = np.exp(frozen) - np.exp(old)
             far = np.where(advantage > 0, moved > choice.clip_high, moved < -choice.clip_low)
             return np.where(far, 0.0, -ratio * advantage)
+        case "dppo_kl":
+            return dppo_kl(choice, ratio, np.exp(frozen), np.exp(old), advantage)
+        case "gmpo":
+            return gmpo(choice, now - old, advantage)
+        case "dro":
+            far = choice.dro_beta / 2 * np.log(ratio) ** 2
+            spread = len(now) if choice.ratio_level == "sequence" else 1
+            return -advantage * now + far / spread
         case "sapo":
             up, down = choice.sapo_temperature_positive, choice.sapo_temperature_negative
             tau = np.where(advantage > 0, up, down)
@@ -166,10 +216,35 @@ def correction(choice, differences):
     weight = np.exp(differences)
     if choice.correction_level == "sequence":
         weight = np.full(len(differences), np.exp(differences.sum()))
-    if choice.importance_correction == "truncated":
-        return np.minimum(weight, choice.correction_high)
-    outside = (weight < choice.correction_low) | (weight > choice.correction_high)
-    return np.where(outside, 0.0, weight)
+    match choice.importance_correction:
+        case "truncated":
+            weight = np.clip(weight, choice.correction_low, choice.correction_high)
+        case "masked":
+            outside = (weight < choice.correction_low) | (weight > choice.correction_high)
+            weight = np.where(outside, 0.0, weight)
+        case "rejected":
+            weight = np.ones(len(differences))
+    return np.where(rejected(choice, differences), 0.0, weight)
+
+
+def rejected(choice, differences):
+    """Tokens of one completion that are too far from the sampler; trainer less sampler, in nats."""
+    if choice.rejection is None:
+        return np.zeros(len(differences), bool)
+    values = [
+        {"k1": -log, "k2": log * log / 2, "k3": np.exp(log) - log - 1}[choice.rejection]
+        for log in differences
+    ]
+    match choice.rejection_level:
+        case "token":
+            return np.array([abs(value) > choice.rejection_high for value in values])
+        case "sequence_sum":
+            value = abs(sum(values))
+        case "sequence_mean":
+            value = abs(sum(values) / len(values))
+        case _:
+            value = max(abs(value) for value in values)
+    return np.full(len(values), value > choice.rejection_high)
 
 
 def central_differences(function, at, step=1e-6):
@@ -231,6 +306,10 @@ def check(choice, rows):
 
 def choice_of(surrogate, level, **others):
     bounds = {"clip_low": 0.15, "clip_high": 0.25, "sapo_temperature_negative": 2.0}
+    if surrogate == "dppo_kl":
+        bounds = {"clip_low": 0.004, "clip_high": 0.006}
+    if surrogate == "dro":
+        bounds = {"dro_beta": 0.4}
     kl = {"kl_coefficient": 0.3, "entropy_coefficient": 0.05}
     return ObjectiveConfig(surrogate=surrogate, ratio_level=level, **(bounds | kl | others))
 
@@ -244,12 +323,16 @@ def choice_of(surrogate, level, **others):
         (3, "ppo_clip", "sequence"),
         (4, "cispo", "sequence_mean"),
         (5, "sapo", "token"),
+        (6, "gmpo", "sequence_mean"),
+        (7, "dppo_kl", "token"),
+        (8, "dro", "token"),
+        (9, "dro", "sequence"),
     ],
 )
 def test_gradients_are_those_of_float64(number, surrogate, level):
     """Each surrogate once; between them every level, aggregation, estimator and correction."""
-    aggregation, estimator = AGGREGATIONS[number % 4], ESTIMATORS[(number + 1) % 4]
-    extra = [{}, *CORRECTIONS][number % 5]
+    aggregation, estimator = AGGREGATIONS[number % 5], ESTIMATORS[(number + 1) % 4]
+    extra = [{}, *CORRECTIONS, *REJECTIONS][number % 12]
     if surrogate in ("ppo_clip", "gspo"):
         extra = extra | {"clip_dual": 1.05}
     if surrogate == "cispo":
@@ -262,7 +345,7 @@ def test_gradients_are_those_of_float64(number, surrogate, level):
 @pytest.mark.parametrize(("surrogate", "level"), SURROGATES)
 def test_gradients_of_every_combination_are_those_of_float64(surrogate, level):
     for number, (aggregation, estimator) in enumerate(itertools.product(AGGREGATIONS, ESTIMATORS)):
-        extra = [{}, *CORRECTIONS][number % 5]
+        extra = [{}, *CORRECTIONS, *REJECTIONS][number % 12]
         together = {"aggregation": aggregation, "kl_estimator": estimator, **extra}
         check(choice_of(surrogate, level, **together), rows_of(99))
 
@@ -278,3 +361,25 @@ def test_the_rows_reach_every_branch():
         [(rows.old - rows.sampler)[rows.mask > 0] for rows in map(rows_of, (1, 3, 99))]
     )
     assert (np.exp(weights) < 0.8).any()
+    # dppo_kl: tokens that it stops and tokens that it does not, of those that move as they are told
+    rows = rows_of(3)
+    then, new = np.exp(rows.sampler), np.exp(rows.logprobs)
+    kl = then * np.log(then / new) + (1 - then) * np.log((1 - then) / (1 - new))
+    driven = (rows.mask > 0) & ((new > then) == (rows.advantages > 0))
+    assert (kl[driven] > 0.006).any()
+    assert (kl[driven] < 0.004).any()
+
+
+@pytest.mark.parametrize("number", range(len(REJECTIONS)))
+def test_every_rejection_has_the_weights_of_float64(number):
+    choice = ObjectiveConfig(**REJECTIONS[number])
+    reached = set()
+    for seed in range(6):
+        rows = rows_of(seed)
+        arrays = (rows.old, rows.sampler, rows.mask, rows.segments)
+        found = correction_weights(choice, *map(jnp.asarray, arrays))
+        for at in rows.sequences:
+            expected = correction(choice, rows.old[at] - rows.sampler[at])
+            np.testing.assert_allclose(np.asarray(found)[at], expected, rtol=1e-5)
+            reached |= {bool(weight) for weight in expected}
+    assert reached == {True, False}  # what is accepted, and what is not

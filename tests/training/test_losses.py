@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.config import ObjectiveConfig
+from marin_rl.config.objective import RATIO_LEVELS
 from marin_rl.training.losses import (
+    binary_kl,
+    cispo,
     correction_weights,
     dppo,
+    dppo_kl,
+    dro_penalty,
+    gmpo_log_ratios,
     kl_estimate,
     log_ratios,
     policy_losses,
@@ -25,6 +31,7 @@ from marin_rl.training.losses import (
     scores_of_logits,
     segment_sums,
     token_weights,
+    weighted_sum,
 )
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
@@ -245,6 +252,7 @@ SEGMENTS = jnp.array([[1, 1, 1, 0, 0, 0], [1, 1, 2, 2, 2, 2]])
             "sequence_mean_token_sum_norm",
             [[0, 1 / 30, 1 / 30, 0, 0, 0], [0, 1 / 30, 0, *[1 / 30] * 3]],
         ),
+        ("token_sum", MASK),
     ],
 )
 def test_weights_of_packed_rows_by_hand(aggregation, expected):
@@ -339,8 +347,15 @@ def test_cispo_has_a_lower_bound_where_one_is_set():
     np.testing.assert_allclose(jax.grad(loss)(new), [[-1.5, -0.75, -1.25]], rtol=1e-6)
 
 
+SURROGATES = get_args(ObjectiveConfig.model_fields["surrogate"].annotation)
 FAR = [("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence_mean"),
-       ("cispo", "token"), ("sapo", "token"), ("dppo", "token")]  # fmt: skip
+       ("gmpo", "sequence_mean"), ("cispo", "token"), ("sapo", "token"), ("dppo", "token"),
+       ("dppo_kl", "token"), ("dro", "token"), ("dro", "sequence")]  # fmt: skip
+
+
+def objective_of(surrogate, level, **others):
+    beta = 0.3 if surrogate == "dro" else None
+    return ObjectiveConfig(surrogate=surrogate, ratio_level=level, dro_beta=beta, **others)
 
 
 @pytest.mark.parametrize(("surrogate", "level"), FAR)
@@ -348,7 +363,7 @@ FAR = [("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence_mean"
 def test_a_ratio_that_float32_cannot_hold_gives_finite_losses_and_gradients(
     surrogate, level, apart
 ):
-    objective = ObjectiveConfig(surrogate=surrogate, ratio_level=level)
+    objective = objective_of(surrogate, level)
     mask, ids = jnp.ones((2, 3)), jnp.ones((2, 3), int)
     advantages = jnp.array([[1.0] * 3, [-1.0] * 3])
     old = jnp.full((2, 3), -600.0)
@@ -415,18 +430,15 @@ def test_kl_estimators_by_hand(estimator, expected):
 
 @given(
     seed=st.integers(0, 2**31),
-    surrogate=st.sampled_from(["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"]),
+    surrogate=st.sampled_from(SURROGATES),
     level=st.sampled_from(["token", "sequence", "sequence_mean"]),
 )
 def test_on_policy_every_choice_has_the_policy_gradient(seed, surrogate, level):
-    if surrogate == "gspo":
-        level = "sequence_mean"
-    if surrogate == "dppo":
-        level = "token"
+    level = RATIO_LEVELS.get(surrogate, level)
     rng = np.random.default_rng(seed)
     logprobs = jnp.asarray(rng.normal(-1, 1, (2, 6)), jnp.float32) * MASK
     advantages = jnp.asarray([[0.7] * 6, [-1.3, -1.3, 0.4, 0.4, 0.4, 0.4]], jnp.float32)
-    objective = ObjectiveConfig(surrogate=surrogate, ratio_level=level)
+    objective = objective_of(surrogate, level)
 
     def loss(values):
         return jnp.sum(policy_losses(objective, values, logprobs, advantages, MASK, SEGMENTS))
@@ -496,3 +508,118 @@ def test_tokens_permuted_across_rows_change_nothing(seed, name):
         gradients.append(np.asarray(gradient).reshape(-1)[places])
     np.testing.assert_allclose(*losses, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-6)
+
+
+# Values beyond, at and within every bound, from -1e4 to 1e4 nats.
+NATS = np.array(
+    [-1e4, -1e3, -90, -21, -20.5, -19.5, -5, -1, -0.3, -0.05, 0.05, 0.3, 1, 5, 19.5, 20.5, 21, 90,
+     1e3, 1e4]
+)  # fmt: skip
+
+
+def ratios_of(level):
+    return lambda d: jnp.exp(log_ratios(d[:, None], np.zeros((20, 1)), *ROWS_OF_ONE, level)[:, 0])
+
+
+ROWS_OF_ONE = (np.ones((20, 1), bool), np.ones((20, 1), int))
+OF_DISTANCE = {
+    **{name: partial(kl_estimate, reference_logprobs_BT=np.zeros(20), estimator=name)
+       for name in ("k1", "k2", "k3")},
+    **{level: ratios_of(level) for level in ("token", "sequence", "sequence_mean")},
+    **{f"ppo_clip {sign:+}": lambda d, sign=sign: ppo_clip(
+        jnp.clip(d, -20.0, 20.0), np.full(20, sign), 0.2, 0.3, 3.0) for sign in (1.0, -1.0)},
+    **{f"gmpo {sign:+}": lambda d, sign=sign: gmpo_log_ratios(d, np.full(20, sign), 0.2, 0.4)
+       for sign in (1.0, -1.0)},
+    **{f"sapo {sign:+}": lambda d, sign=sign: sapo(
+        jnp.clip(d, -20.0, 20.0), np.full(20, sign), 1.0, 2.0) for sign in (1.0, -1.0)},
+    "dro": lambda d: dro_penalty(d, 0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_DISTANCE)
+def test_value_and_gradient_agree_at_any_distance(name):
+    """In float64, by central differences; a distance is of log-probabilities, in nats."""
+    with jax.experimental.enable_x64():
+        function = OF_DISTANCE[name]
+        at = jnp.asarray(NATS, jnp.float64)
+        gradient = np.asarray(jax.grad(lambda d: jnp.sum(function(d)))(at))
+        step = 1e-6 * np.maximum(1.0, np.abs(NATS))
+        above, below = (np.asarray(function(at + move)) for move in (step, -step))
+    assert np.isfinite(gradient).all()
+    scale = np.maximum(1e-6, np.abs(above) / np.abs(NATS))  # rounding of what is subtracted
+    assert (
+        np.abs(gradient - (above - below) / (2 * step)) <= 1e-4 * np.abs(gradient) + scale
+    ).all()
+
+
+@pytest.mark.parametrize("precision", [np.float32, np.float64])
+def test_k3_drives_the_policy_to_its_reference_from_anywhere(precision):
+    """Value 0 and gradient 0 at the reference, else above 0 and away from it; and no jumps."""
+    with jax.experimental.enable_x64(precision is np.float64):
+        d = jnp.asarray(np.concatenate([NATS, [0.0]]), precision)
+        value, gradient = (
+            kl_estimate(d, jnp.zeros_like(d), "k3"),
+            jax.vmap(jax.grad(lambda x: kl_estimate(x, jnp.zeros_like(x), "k3")))(d),
+        )
+        near = jnp.asarray([-20 - 1e-5, -20.0, -20 + 1e-5], precision)
+        around = np.asarray(kl_estimate(near, jnp.zeros_like(near), "k3"), np.float64)
+    assert np.isfinite(value).all()
+    assert (np.asarray(value)[:-1] > 0).all()
+    assert np.array_equal(np.sign(gradient), np.sign(np.asarray(d)))
+    assert np.ptp(around) < 1e-4 * around[1]
+    # Beyond the bound the tangent: e^20 for every nat.
+    np.testing.assert_allclose(gradient[0], 1 - np.exp(20.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nothing_off_the_mask_gets_through(surrogate, bad):
+    level = RATIO_LEVELS.get(surrogate, "token")
+    objective = objective_of(
+        surrogate, level, aggregation="token_mean", importance_correction="masked"
+    )
+    rng = np.random.default_rng(5)
+    clean = [jnp.asarray(rng.normal(-1, 0.1, (2, 6)), jnp.float32) for _ in range(4)]
+    dirty = [jnp.where(MASK > 0, values, bad) for values in clean]
+
+    def loss(logprobs, old, sampler, advantages):
+        losses = policy_losses(objective, logprobs, old, advantages, MASK, SEGMENTS)
+        losses *= correction_weights(objective, old, sampler, MASK, SEGMENTS)
+        return weighted_sum(token_weights(MASK, SEGMENTS, "token_mean", 1), losses)
+
+    expected, found = (jax.value_and_grad(loss)(*arrays) for arrays in (clean, dirty))
+    assert np.isfinite(expected[0])
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert (np.asarray(found[1])[np.asarray(MASK) == 0] == 0).all()
+
+
+def test_a_weight_of_0_leaves_a_loss_of_nan_out():
+    losses, weights = jnp.array([1.0, np.nan, np.inf]), jnp.array([2.0, 0.0, 0.0])
+    value, gradient = jax.value_and_grad(lambda x: weighted_sum(weights, x))(losses)
+    assert value == 2.0
+    np.testing.assert_array_equal(gradient, weights)
+
+
+def test_binary_kl_by_hand_and_at_its_ends():
+    # 0.5 -> 0.9: 0.5 ln(0.5 / 0.9) + 0.5 ln(0.5 / 0.1)
+    old, new = np.log(np.array([0.5, 0.3, 1.0, 1.0])), np.log(np.array([0.9, 0.3, 1.0, 0.5]))
+    found = binary_kl(new, new - old)
+    np.testing.assert_allclose(found[:2], [0.5108256, 0.0], atol=1e-6)
+    np.testing.assert_allclose(found[2:], [0.0, np.log(2)], atol=1e-6)  # certain, and no longer
+
+
+def test_dppo_kl_stops_what_is_driven_too_far_and_no_other():
+    old = jnp.log(jnp.array([0.5, 0.5, 0.5, 1e-4]))
+    new = jnp.log(jnp.array([0.9, 0.1, 0.6, 1e-2]))  # KL 0.51, 0.51, 0.020, 0.0095
+
+    def gradient(sign):
+        return jax.grad(lambda x: jnp.sum(dppo_kl(x, x - old, jnp.full(4, sign), 0.05, 0.05)))(new)
+
+    np.testing.assert_allclose(gradient(1.0), [0.0, -0.2, -1.2, -100.0], rtol=1e-5)
+    np.testing.assert_allclose(gradient(-1.0), [1.8, 0.0, 1.2, 100.0], rtol=1e-5)
+
+
+def test_cispo_keeps_its_weight_at_any_distance():
+    found = cispo(jnp.zeros(20), np.clip(NATS, -20, 20), np.ones(20), 0.2)
+    assert np.isfinite(found).all()
