@@ -69,6 +69,7 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
 
 
 KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
+REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_high": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,46 @@ KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
         ({"objective": {"surrogate": "dppo"}}, "needs ratio_level token, found sequence"),
         ({"objective": {"surrogate": "sapo", "clip_dual": 3}}, "clip_dual is for ppo_clip"),
         ({"objective": {"cispo_clip_low": 0.5}}, "cispo_clip_low is for cispo, found ppo_clip"),
+        ({"objective": {"surrogate": "gmpo"}}, "gmpo needs ratio_level sequence_mean, found seq"),
+        ({"objective": {"surrogate": "dppo_kl"}}, "dppo_kl needs ratio_level token, found seq"),
+        ({"objective": {"surrogate": "dro"}}, "surrogate dro needs dro_beta: found null"),
+        ({"objective": {"dro_beta": 0.1}}, "dro_beta is for dro, found ppo_clip"),
+        (
+            {"objective": {"rejection": "k2", "importance_correction": "truncated"}},
+            "go together: found rejection_level and rejection_high null",
+        ),
+        ({"objective": REJECTION}, "importance_correction none does not ask for"),
+        ({"objective": {"importance_correction": "rejected"}}, "rejected needs rejection, rejec"),
+        (
+            {
+                "objective": {
+                    "importance_correction": "truncated",
+                    "correction_low": 1,
+                    "correction_high": 1,
+                }
+            },
+            "correction_low (1) must be below correction_high (1)",
+        ),
+        ({"objective": {"advantage": "remax"}}, "true need each other: found remax and null"),
+        (
+            {"rollouts": {"greedy_baseline": True}},
+            "true need each other: found rloo and true",
+        ),
+        (
+            {
+                "objective": {"advantage": "remax"},
+                "rollouts": {"greedy_baseline": True},
+                "sampling": {"temperature": 0},
+            },
+            "expected a temperature above 0",
+        ),
+        (
+            {
+                "objective": {"advantage": "remax", "advantage_scale": "token_whitening"},
+                "rollouts": {"greedy_baseline": True},
+            },
+            "has a baseline of its own that is not trained on: expected none, group_std, batch_std",
+        ),
         ({"objective": {"kl_target": 6}}, "expected a first kl_coefficient above 0"),
         ({"objective": {"reference": "average"}}, "expected a kl_coefficient above 0, or referen"),
         (
@@ -192,6 +233,8 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"objective": {"advantage": "reinforce_batch", "advantage_scale": "batch_std"}},
         {"objective": {"advantage": "pass_at_k", "pass_k": 3}, "rollouts": {"group_size": 4}},
         {"objective": {"advantage": "reinforce"}, "rollouts": ALONE},
+        {"objective": {"advantage": "remax"}, "rollouts": {"greedy_baseline": True}},
+        {"objective": {**REJECTION, "importance_correction": "rejected"}},
         {"objective": {**KL_IN_REWARD, "advantage": "reinforce", "overlong": "mask"}},
         {"objective": {"kl_coefficient": 0.1, "overlong": "mask"}},
         {"objective": {"advantage": "reinforce_batch"}, "rollouts": ALONE},
@@ -259,7 +302,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     null = (
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
-        "objective.rejection", "evaluation.sets",
+        "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
     )  # fmt: skip
     for key in set(known_keys()) - inside - free:
         assert key in whole_sections or key.startswith(null), key

@@ -43,7 +43,8 @@ ROLLOUT_COLUMNS = (
     "n_completion_tokens", "turns", "attempt", "worker",
 )  # fmt: skip
 ROLLOUTS_MAX = 64
-COMPARED = ("zero_signal", "overlong")  # reasons to drop what counts in baselines (batching.plan)
+# Reasons to drop what counts in baselines all the same (batching.plan).
+COMPARED = ("zero_signal", "overlong", "greedy")
 BASELINE = "through the baseline"
 
 Facts = Mapping[str, Any]

@@ -98,6 +98,18 @@ def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, " G"]) -> Advantages:
     return _of_group(reward_G, AdvantageChoice(estimator="opo"), tokens_G)
 
 
+def remax(reward_G: Rewards, greedy: int) -> Advantages:
+    """`A_i = r_i - r_greedy`, with the member `greedy` as the baseline; its own is 0.
+
+    Li et al. 2024, "ReMax", arXiv:2310.10505, section 4.
+    """
+    reward_G = rewards_array(reward_G)
+    greedy_G = np.arange(len(reward_G)) == greedy
+    groups = np.zeros(len(reward_G), np.int64)
+    choice = AdvantageChoice(estimator="remax")
+    return round_advantages(reward_G, groups, 1, choice, greedy_N=greedy_G)
+
+
 def _of_group(
     reward_G: Rewards, choice: "AdvantageChoice", tokens_G: Int[np.ndarray, " G"] | None = None
 ) -> Advantages:
@@ -218,6 +230,7 @@ def round_advantages(
     groups: int,
     choice: AdvantageChoice,
     tokens_N: Int[np.ndarray, " N"] | None = None,
+    greedy_N: Bool[np.ndarray, " N"] | None = None,
 ) -> Float64[np.ndarray, " N"]:
     """The advantages of all rollouts of a round, 0 where there is no reward.
 
@@ -227,7 +240,8 @@ def round_advantages(
     the std (ddof 1) of the rewards of the group or round; `batch_whitening`, which subtracts the
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
-    2025, section 3); `default` is group_std for grpo, none for others. Raises ValueError where
+    2025, section 3); `default` is group_std for grpo, none for others. `greedy_N` marks the
+    baselines of remax, at most one in a group. Raises ValueError where remax lacks them, where
     token_whitening or opo lack the tokens, where maxrl finds a negative reward, and where pass_at_k
     finds a group of fewer than `pass_k`.
     """
@@ -239,7 +253,9 @@ def round_advantages(
         tokens_N = np.zeros(len(reward_N), np.int64)
     statistics = group_statistics(reward_N, group_N, groups)
     valid_N: Bool[np.ndarray, " N"] = np.isfinite(reward_N)
-    of = _Round(reward_N, group_N, tokens_N, statistics, choice)
+    if choice.estimator == "remax" and greedy_N is None:
+        raise ValueError("remax needs to know the greedy member of every group")
+    of = _Round(reward_N, group_N, tokens_N, statistics, choice, greedy_N)
     raw_N = np.where(valid_N, _BASELINES[choice.estimator](of), 0.0)
     if choice.scale == "token_whitening":
         return np.where(valid_N, whitened(raw_N, np.where(valid_N, tokens_N, 0)), 0.0)
@@ -265,6 +281,7 @@ class _Round:
     tokens_N: Int[np.ndarray, " N"]
     groups: GroupStatistics
     choice: AdvantageChoice
+    greedy_N: Bool[np.ndarray, " N"] | None = None
 
     def against(self, baseline_P: Float64[np.ndarray, " P"]) -> Float64[np.ndarray, " N"]:
         """r - baseline of the group; exactly 0 in groups of one or of equal rewards."""
@@ -312,6 +329,29 @@ def _opo(of: _Round) -> np.ndarray:
     return of.against(np.where(tokens_P > 0, weighed_P / np.maximum(tokens_P, 1), of.groups.mean))
 
 
+def _remax(of: _Round) -> np.ndarray:
+    assert of.greedy_N is not None, "checked before"
+    baseline_P = greedy_rewards(of.reward_N, of.group_N, len(of.groups.count), of.greedy_N)
+    known_P = np.isfinite(baseline_P)
+    apart_N = of.against(np.where(known_P, baseline_P, 0.0))
+    return np.where(known_P[of.group_N] & ~of.greedy_N, apart_N, 0.0)
+
+
+def greedy_rewards(
+    reward_N: Float64[np.ndarray, " N"],
+    group_N: Int[np.ndarray, " N"],
+    groups: int,
+    greedy_N: Bool[np.ndarray, " N"],
+) -> Float64[np.ndarray, " P"]:
+    """The reward of each group's greedy member, NaN where it has none.
+
+    The baseline of ReMax (Li et al. 2024, arXiv:2310.10505, section 4).
+    """
+    baseline_P = np.full(groups, np.nan)
+    baseline_P[group_N[greedy_N]] = reward_N[greedy_N]
+    return baseline_P
+
+
 def _reinforce(of: _Round) -> np.ndarray:
     return of.reward_N
 
@@ -339,6 +379,7 @@ _BASELINES: Mapping[str, _Baseline] = MappingProxyType(
         "maxrl": _maxrl,
         "pass_at_k": _pass_at_k,
         "opo": _opo,
+        "remax": _remax,
         "reinforce": _reinforce,
         "reinforce_batch": _against_round,
         "gae": _nothing,

@@ -21,6 +21,7 @@ from marin_rl.batching.light import LIGHT, light_metrics
 from marin_rl.batching.packing import Kept, fill_packed
 from marin_rl.batching.plan import (
     RoundPlan,
+    columns_needed,
     dispositions_table,
     looks_at_turns,
     numbers,
@@ -186,10 +187,11 @@ def _decisive(config: Config) -> dict[str, object]:
 
 
 def _light(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table:
+    columns = (*LIGHT, *columns_needed(objective))
     if looks_at_turns(objective):
-        row_groups = map(with_turns, iter_row_groups(run, manifest, (*LIGHT, *READ)))
+        row_groups = map(with_turns, iter_row_groups(run, manifest, (*columns, *READ)))
     else:
-        row_groups = iter_row_groups(run, manifest, LIGHT)
+        row_groups = iter_row_groups(run, manifest, columns)
     table = pa.concat_tables(row_groups).combine_chunks()
     ids = table["rollout_id"]
     if pc.count_distinct(ids).as_py() != len(ids):

@@ -14,7 +14,12 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float64, Int64
 
-from marin_rl.batching.advantages import AdvantageChoice, group_statistics, round_advantages
+from marin_rl.batching.advantages import (
+    AdvantageChoice,
+    greedy_rewards,
+    group_statistics,
+    round_advantages,
+)
 from marin_rl.batching.packing import Packing, pack
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import BatchingConfig, Config, ObjectiveConfig
@@ -98,6 +103,9 @@ def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
     statistics = group_statistics(eligible_N, group_N, groups)
     fewest = max(config.rollouts.group_size_min, choice.members_min)
     short_P = filters.short(statistics.count, fewest)
+    greedy_N = _greedy(light) if choice.estimator == "remax" else None
+    if greedy_N is not None:
+        short_P |= np.isnan(greedy_rewards(eligible_N, group_N, groups, greedy_N))
     _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     worth = _worth(light, compared_N, group_N, groups, objective)
@@ -108,6 +116,8 @@ def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
             apart_P = _worth(light, own_N, group_N, groups, objective).spread_P
         flat_P = filters.zero_signal(apart_P)
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
+    if greedy_N is not None:
+        _drop(disposition_N, reason_N, greedy_N, "filtered", "greedy")
     if objective.overlong == "mask":
         _drop(disposition_N, reason_N, filters.truncated(statuses(light)), "filtered", "overlong")
     kept_N = disposition_N == ""
@@ -200,11 +210,12 @@ def _worth(
 ) -> _Worth:
     choice, discount = advantage_choice(objective), objective.turn_discount
     parted = Turns.of(light) if looks_at_turns(objective) else None
+    greedy_N = _greedy(light) if choice.estimator == "remax" else None
     try:
         if parted is None or discount is None:
             tokens_N = None if parted is None else parted.trained_n
             return _Worth(
-                advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N),
+                advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N, greedy_N),
                 spread_P=_spreads(reward_N, group_N, groups, choice),
             )
         found = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
@@ -232,6 +243,11 @@ def looks_at_turns(objective: ObjectiveConfig) -> bool:
     """Whether advantages depend on where a rollout's trained tokens and rewards are."""
     needs_tokens = advantage_choice(objective).needs_tokens and objective.advantage != "gae"
     return objective.turn_discount is not None or needs_tokens
+
+
+def columns_needed(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Columns without tokens that a plan reads in addition to the light ones."""
+    return ("index_in_group", "group_size") if objective.advantage == "remax" else ()
 
 
 def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
@@ -276,6 +292,11 @@ def _drop(
     newly_N = mask_N & (disposition_N == "")
     disposition_N[newly_N] = kind
     reason_N[newly_N] = reason
+
+
+def _greedy(light: pa.Table) -> Bool[np.ndarray, " N"]:
+    """The last member of each group, which `rollouts.greedy_baseline` has sampled greedily."""
+    return numbers(light, "index_in_group") == numbers(light, "group_size") - 1
 
 
 def _groups(light: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:

@@ -21,7 +21,7 @@ class Estimator:
     signal and one of a single member no baseline. `over_round`: the baseline is the round's.
     `linear`: the advantage of a sum of rewards is the sum of their advantages. `by_turns`: returns
     of turns can stand for rewards. `weighs_tokens`: the baseline depends on the trained tokens of
-    rollouts. `scales_refused` divide by a spread that may be 0 where the advantage is not.
+    rollouts. `scales_refused` make no sense with it, for `scales_reason`.
     `no_penalty` says why rewards cannot be lowered by a penalty; empty where they can.
     """
 
@@ -32,6 +32,7 @@ class Estimator:
     by_turns: bool = True
     weighs_tokens: bool = False
     scales_refused: tuple[str, ...] = ()
+    scales_reason: str = ""
     no_penalty: str = ""
 
     @property
@@ -58,6 +59,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 within_groups=False,
                 linear=True,
                 scales_refused=("group_std", "batch_std"),
+                scales_reason="divides by a spread that is 0 where rewards are equal, and "
+                "advantage reinforce is not 0 there",
             ),
             Estimator(
                 name="reinforce_batch",
@@ -65,6 +68,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 over_round=True,
                 linear=True,
                 scales_refused=("group_std",),
+                scales_reason="divides by a spread that is 0 where rewards are equal, and "
+                "advantage reinforce_batch is not 0 there",
             ),
             Estimator(name="maxrl", no_penalty="needs rewards of at least 0"),
             Estimator(
@@ -73,6 +78,13 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 no_penalty="would count a success that is penalised at all as a failure",
             ),
             Estimator(name="opo", weighs_tokens=True),
+            Estimator(
+                name="remax",
+                by_turns=False,
+                scales_refused=("batch_whitening", "token_whitening"),
+                scales_reason="takes the mean of advantages over all members, and remax has a "
+                "baseline of its own that is not trained on",
+            ),
             Estimator(name="gae", within_groups=False, by_turns=False),
         )
     }
@@ -104,6 +116,7 @@ class ObjectiveConfig(Section):
         "maxrl",
         "pass_at_k",
         "opo",
+        "remax",
         "gae",
     ] = Field(
         default="rloo", description="baseline that a reward is held against; gae: training.critic"
@@ -301,11 +314,13 @@ class ObjectiveConfig(Section):
             self._turns_go_together()
         if self.advantage == "gae":
             self._goes_with_a_critic()
-        if self.advantage_scale in self.estimator.scales_refused:
+        refused = self.estimator.scales_refused
+        if self.advantage_scale in refused:
+            scales = ("none", "group_std", "batch_std", "batch_whitening", "token_whitening")
+            others = ", ".join(scale for scale in scales if scale not in refused)
             raise ValueError(
-                f"advantage_scale {self.advantage_scale} divides by a spread that is 0 where "
-                f"rewards are equal, and advantage {self.advantage} is not 0 there: expected none, "
-                "batch_whitening or token_whitening"
+                f"advantage_scale {self.advantage_scale} {self.estimator.scales_reason}: "
+                f"expected {others}"
             )
         if self.overlong == "soft_penalty" and self.estimator.no_penalty:
             raise ValueError(

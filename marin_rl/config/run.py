@@ -106,6 +106,7 @@ class Config(Section):
                 f"group needs others: found {rollouts.group_size} and {rollouts.group_size_min}; 1 "
                 f"needs objective.advantage {', '.join(GROUPS_OF_ONE)}"
             )
+        self._greedy_goes_together()
         k = self.objective.pass_k
         if self.objective.advantage == "pass_at_k" and k >= rollouts.group_size:
             raise ValueError(
@@ -113,6 +114,19 @@ class Config(Section):
                 "of k tells members of a group apart only where k is less than there are of them"
             )
         return self
+
+    def _greedy_goes_together(self) -> None:
+        remax, greedy = self.objective.advantage == "remax", self.rollouts.greedy_baseline
+        if remax != bool(greedy):
+            raise ValueError(
+                "objective.advantage remax and rollouts.greedy_baseline true need each other: "
+                f"found {self.objective.advantage} and {'true' if greedy else 'null'}"
+            )
+        if greedy and self.sampling.temperature == 0:
+            raise ValueError(
+                "rollouts.greedy_baseline with sampling.temperature 0: every completion would be "
+                "the baseline itself; expected a temperature above 0"
+            )
 
     @model_validator(mode="after")
     def _kl_is_of_all_tokens(self) -> "Config":

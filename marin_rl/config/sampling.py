@@ -3,7 +3,7 @@
 Leaves out where completions come from (serving.py) and what is evaluated (orchestration.py).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -86,6 +86,12 @@ class RolloutsConfig(Section):
         default=2,
         le=4096,
         description="valid completions below which a group is marked short; 1 as group_size",
+    )
+    greedy_baseline: Literal[True] | None = Field(
+        default=None,
+        description="true: the last completion of each group is sampled at temperature 0, as the "
+        "baseline of objective.advantage remax, and not trained on; null: none is",
+        json_schema_extra=ABSENT,
     )
     shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(

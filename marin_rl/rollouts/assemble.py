@@ -33,13 +33,22 @@ _STATUS_OF: dict[str, Status] = {"length": "truncated", "abort": "aborted", "err
 class GroupRequest:
     """One group to sample: its example, its name, and the sampling with the request's seed.
 
-    Sample i is drawn with `sampling.seed + i`.
+    Sample i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
     """
 
     group_id: str
     example: Example
     size: int
     sampling: Sampling
+    greedy: bool = False
+
+    def sampling_of(self, index: int) -> Sampling:
+        """Return the sampling of one member."""
+        seed = self.sampling.seed
+        sampling = replace(self.sampling, seed=None if seed is None else seed + index)
+        if self.greedy and index == self.size - 1:
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return sampling
 
 
 class RolloutMaker:
@@ -124,8 +133,7 @@ class RolloutMaker:
         return f"{self._request.group_id}/{index:03d}"
 
     def _sampling(self, index: int) -> Sampling:
-        seed = self._request.sampling.seed
-        return replace(self._request.sampling, seed=None if seed is None else seed + index)
+        return self._request.sampling_of(index)
 
     def _prompt_turns(self, n_prompt: int | None) -> tuple[Turn, ...]:
         """The messages; a single one has all the prompt's tokens, of several nobody knows."""

@@ -136,7 +136,7 @@ def effective_draws(share_N: Float64[np.ndarray, " N"], size_P: Int64[np.ndarray
     `D = 1 + (M - 1) r`, M = sum of squared sizes / N, r the correlation within groups by analysis
     of variance (Fisher), in [0, 1]. Where few groups have the rarer outcome, that is known badly
     and low more often than not: with i such groups, r is first raised by the factor
-    `1 + 2 / (i + 1)`, and then averaged with 1, with weights i^3 and 3^3. Both numbers were chosen
+    `1 + 4 / (i + 1)`, and then averaged with 1, with weights i^3 and 3^3. Both numbers were chosen
     by simulation (tests/rollouts/test_estimates.py). k is 1 for shares of 0 and 1; two draws of
     the widest kind are added to it, so that equal shares do not make it 0.
     """
@@ -148,7 +148,7 @@ def effective_draws(share_N: Float64[np.ndarray, " N"], size_P: Int64[np.ndarray
     between = float((size_P * (mean_P - p) ** 2).sum())
     rarer = min(int((mean_P > 0).sum()), int((mean_P < 1).sum()))
     correlation = _correlation(within, between, size_P) if groups > 1 else 1.0
-    correlation = min(1.0, correlation * (1 + 2 / (rarer + 1)))
+    correlation = min(1.0, correlation * (1 + 4 / (rarer + 1)))
     correlation = (rarer**3 * correlation + 3**3) / (rarer**3 + 3**3)
     design = 1 + (float((size_P**2).sum()) / n - 1) * correlation
     wide = (p * n + 2) / (n + 4)  # Agresti and Coull's centre: above 0 and below 1

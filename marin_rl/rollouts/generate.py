@@ -131,6 +131,7 @@ def shard_requests(
             group_id=f"{round_name(round)}/group-{first + place:05d}",
             example=example,
             size=config.rollouts.group_size,
+            greedy=bool(config.rollouts.greedy_baseline),
             sampling=Sampling(
                 **config.sampling.model_dump(), seed=run.seed_of("sample", round, first + place)
             ),
@@ -186,20 +187,20 @@ async def _sample(
 ) -> RolloutGroup:
     started_at = datetime.now(UTC)
     try:
-        answer = await client.chat(request.example.messages, request.size, request.sampling)
+        answers = await _answers(client, request)
     except _GROUP_FAULTS as error:
         maker = RolloutMaker(policy, request, started_at)
         rollouts = [maker.failed(index, error) for index in range(request.size)]
     else:
-        _check_identity(answer, policy)
-        texts = [completion.text for completion in answer.completions]
+        for answer in answers:
+            _check_identity(answer, policy)
+        sampled = [(answer, completion) for answer in answers for completion in answer.completions]
+        texts = [completion.text for _, completion in sampled]
         scores = await scorer.score(request.example, texts)
         maker = RolloutMaker(policy, request, started_at)
         rollouts = [
             maker.sampled(index, answer, completion, score)
-            for index, (completion, score) in enumerate(
-                zip(answer.completions, scores, strict=True)
-            )
+            for index, ((answer, completion), score) in enumerate(zip(sampled, scores, strict=True))
         ]
     group = RolloutGroup(
         group_id=request.group_id,
@@ -209,6 +210,18 @@ async def _sample(
     )
     count(group)
     return group
+
+
+async def _answers(client: PolicyClient, request: GroupRequest) -> Sequence[ChatAnswer]:
+    """Completions in the order of the members; the greedy one is a request of its own."""
+    messages = request.example.messages
+    if not request.greedy:
+        return [await client.chat(messages, request.size, request.sampling)]
+    last = request.size - 1
+    return await asyncio.gather(
+        client.chat(messages, last, request.sampling),
+        client.chat(messages, 1, request.sampling_of(last)),
+    )
 
 
 def _check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:

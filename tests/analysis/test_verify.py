@@ -61,6 +61,24 @@ OBJECTIVES = {
         "objective.importance_correction=truncated", "objective.correction_level=sequence",
         "objective.kl_estimator=k3_k2_gradient", "objective.cispo_clip_low=0.001",
     ),
+    "gmpo, opo, rejection": (
+        "objective.surrogate=gmpo", "objective.ratio_level=sequence_mean",
+        "objective.advantage=opo", "objective.clip_low=0.01", "objective.clip_high=0.01",
+        "objective.importance_correction=truncated", "objective.correction_low=0.9",
+        "objective.rejection=k3", "objective.rejection_level=sequence_max",
+        "objective.rejection_high=0.01", "sampling.top_p=0.8",
+    ),
+    "dppo_kl, remax, token_sum": (
+        "objective.surrogate=dppo_kl", "objective.ratio_level=token",
+        "objective.advantage=remax", "rollouts.greedy_baseline=true",
+        "objective.clip_low=0.001", "objective.clip_high=0.001", "objective.aggregation=token_sum",
+    ),
+    "dro, rejection alone": (
+        "objective.surrogate=dro", "objective.dro_beta=0.5", "batching.packing=sequences",
+        "batching.row_tokens=64", "objective.importance_correction=rejected",
+        "objective.rejection=k1", "objective.rejection_level=sequence_mean",
+        "objective.rejection_high=1e-8",
+    ),
     "packed reinforce++": (
         "recipe=recipes/reinforce_pp.yaml", "objective.kl_coefficient=0.5",
         "batching.packing=sequences", "batching.row_tokens=64",

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,11 +22,15 @@ from marin_rl.batching.advantages import (
     group_statistics,
     grpo,
     maxrl,
+    opo,
     pass_at_k,
+    remax,
     rewards_array,
     rloo,
     round_advantages,
 )
+from marin_rl.config.objective import ESTIMATORS as FACTS
+from marin_rl.config.objective import GROUPS_OF_ONE, ObjectiveConfig
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl-advantages.json").read_text())
 
@@ -278,13 +283,58 @@ def test_only_group_baselines_are_blind_to_a_group_of_equal_rewards() -> None:
 
 
 def test_a_group_of_one_is_enough_where_its_mean_is_no_baseline() -> None:
-    found = {
-        name: AdvantageChoice(estimator=name, pass_k=3).members_min
-        for name in (*ESTIMATORS, "pass_at_k", "reinforce", "reinforce_batch", "gae")
-    }
-    assert found == dict.fromkeys(ESTIMATORS, 2) | {
+    found = {name: AdvantageChoice(estimator=name, pass_k=3).members_min for name in FACTS}
+    assert found == dict.fromkeys([*ESTIMATORS, "opo", "remax"], 2) | {
         "pass_at_k": 3, "reinforce": 1, "reinforce_batch": 1, "gae": 1,
     }  # fmt: skip
+
+
+def test_opo_by_hand_and_by_loops() -> None:
+    # (1 * 2 + 0 * 6) / 8 = 1/4
+    assert_array_equal(opo([1.0, 0.0], np.array([2, 6])), [0.75, -0.25])
+    rng = np.random.default_rng(11)
+    groups = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    rewards, tokens = rng.normal(0, 1, 10), rng.integers(1, 30, 10)
+    rewards[1] = np.nan
+    expected = np.zeros(10)
+    for i in range(10):
+        if np.isnan(rewards[i]) or groups[i] == 3:  # missing, and a group of one
+            continue
+        total = weight = 0.0
+        for j in range(10):
+            if groups[j] == groups[i] and not np.isnan(rewards[j]):
+                total += tokens[j] * rewards[j]
+                weight += tokens[j]
+        expected[i] = rewards[i] - total / weight
+    choice = AdvantageChoice(estimator="opo")
+    assert_allclose(round_advantages(rewards, groups, 4, choice, tokens), expected, rtol=1e-12)
+    assert_array_equal(opo([0.3] * 3, np.array([1, 2, 4])), np.zeros(3))
+    with pytest.raises(ValueError, match="opo needs the number of tokens of every rollout"):
+        round_advantages(rewards, groups, 4, choice)
+
+
+def test_remax_by_hand_and_by_loops() -> None:
+    assert_array_equal(remax([1.0, 0.0, 0.25], 2), [0.75, -0.25, 0.0])
+    assert_array_equal(remax([1.0, 0.0, None], 2), np.zeros(3))  # no baseline
+    rng = np.random.default_rng(12)
+    groups, rewards = np.repeat(np.arange(5), 3), rng.normal(0, 1, 15)
+    greedy = np.arange(15) % 3 == 2
+    expected = np.zeros(15)
+    for i in range(15):
+        for j in range(15):
+            if greedy[j] and groups[j] == groups[i] and not greedy[i]:
+                expected[i] = rewards[i] - rewards[j]
+    choice = AdvantageChoice(estimator="remax")
+    found = round_advantages(rewards, groups, 5, choice, greedy_N=greedy)
+    assert_allclose(found, expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="remax needs to know the greedy member"):
+        round_advantages(rewards, groups, 5, choice)
+
+
+def test_every_estimator_of_the_configuration_has_its_facts() -> None:
+    field = ObjectiveConfig.model_fields["advantage"]
+    assert set(FACTS) == set(get_args(field.annotation))
+    assert GROUPS_OF_ONE == ("gae", "reinforce", "reinforce_batch")
 
 
 def _numbers(row: list[float | str]) -> list[float]:

@@ -476,3 +476,30 @@ def test_rows_and_views_share_memory_with_what_was_read(tmp_path: Path) -> None:
         assert not array.flags.writeable
         assert not array.flags.owndata
         assert array.dtype in (np.int32, np.float32)
+
+
+def test_the_greedy_member_is_the_baseline_of_remax_and_not_trained_on(tmp_path: Path) -> None:
+    run = _run(
+        tmp_path,
+        objective={"advantage": "remax"},
+        rollouts={"greedy_baseline": True},
+    )
+    rewards = {"a": [1.0, 0.0, 0.25], "b": [0.5, 0.5, 0.5], "c": [1.0, 0.0, None]}
+    _built(run, [group(name, values) for name, values in rewards.items()])
+    assert _fates(run) == {
+        **dict.fromkeys(("a/0", "a/1"), "consumed"),
+        "a/2": "greedy",
+        **dict.fromkeys(("b/0", "b/1", "b/2"), "zero_signal"),
+        **dict.fromkeys(("c/0", "c/1"), "short_group"),  # nothing to hold them against
+        "c/2": "no_reward",
+    }
+    advantages = read_dispositions(run, 0)["advantage"].to_pylist()
+    assert advantages == [0.75, -0.25, *[None] * 7]
+
+
+def test_opo_weighs_rewards_by_trained_tokens(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "opo"})
+    short = rollout("g/0", reward=1.0, completion=[7, 8])
+    long = rollout("g/1", index=1, reward=0.0, completion=[4] * 6)
+    _built(run, [group_of("g", [short, long])])
+    assert read_dispositions(run, 0)["advantage"].to_pylist() == [0.75, -0.25]

@@ -352,3 +352,22 @@ def test_held_out_examples_are_not_trained_on(run: Run) -> None:
     trained = {environment.example(0, i, "train").seed for i in range(12)}
     base = run.config.environment.eval_seed
     assert not trained & {environment.example(base, i, "eval").seed for i in range(4)}
+
+
+def test_the_last_member_is_greedy_where_it_is_the_baseline(
+    tmp_path: Path, server: FakePolicyServer
+) -> None:
+    settings = ("objective.advantage=remax", "rollouts.greedy_baseline=true")
+    run = Run.create_or_open(configured(tmp_path, *settings))
+    ref = generate(run, server)
+    asked = sorted((body["n"], body["temperature"]) for body in server.requests)
+    assert asked == [(1, 0.0), (1, 0.0), (3, 1.0), (3, 1.0)]
+    for group in groups_in(run, ref.slot):
+        assert (group.group_size, len(group.rollouts)) == (4, 4)
+        assert [r.sampling.temperature for r in group.rollouts] == [1.0, 1.0, 1.0, 0.0]
+        assert [r.index_in_group for r in group.rollouts] == [0, 1, 2, 3]
+        first = group.rollouts[0].sampling.seed
+        assert first is not None
+        assert [r.sampling.seed for r in group.rollouts] == [first + i for i in range(4)]
+        answers = [r.turns[-1].inference_metadata for r in group.rollouts]
+        assert len({answer.request_id for answer in answers if answer is not None}) == 2

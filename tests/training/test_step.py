@@ -148,6 +148,16 @@ OBJECTIVES = {
     },
     "dppo": {"surrogate": "dppo", "ratio_level": "token", "clip_low": 0.01, "clip_high": 0.01},
     "reinforce": {"surrogate": "reinforce", "aggregation": "sequence_mean_token_mean"},
+    "gmpo with rejection": {
+        "surrogate": "gmpo",
+        "ratio_level": "sequence_mean",
+        "importance_correction": "rejected",
+        "rejection": "k2",
+        "rejection_level": "sequence_max",
+        "rejection_high": 0.05,
+    },
+    "dppo_kl": {"surrogate": "dppo_kl", "ratio_level": "token", "aggregation": "token_sum"},
+    "dro": {"surrogate": "dro", "dro_beta": 0.5},
 }
 
 
@@ -250,6 +260,7 @@ def test_sequences_permuted_across_packed_rows_change_no_gradient(stage):
             "sequence_mean_token_mean",
             "sequence_mean_token_sum",
             "sequence_mean_token_sum_norm",
+            "token_sum",
         ]
     ),
 )
