@@ -128,7 +128,7 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
         ),
         (
             {"objective": {"advantage": "reinforce_batch", "advantage_scale": "group_std"}},
-            "expected none, batch_whitening or token_whitening",
+            "expected none, batch_std, batch_whitening, token_whitening",
         ),
         (
             {"objective": {"advantage": "maxrl", "overlong": "soft_penalty"}},

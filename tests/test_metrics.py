@@ -71,7 +71,9 @@ completions/mean_length completions/min_length completions/max_length completion
 completions/mean_terminated_length completions/min_terminated_length
 completions/max_terminated_length clip_ratio/low clip_ratio/high clip_ratio/region
 sampling/logp_difference/mean sampling/logp_difference/max sampling/importance_ratio/min
-sampling/importance_ratio/mean sampling/importance_ratio/max staleness/mean staleness/max
+sampling/importance_ratio/mean sampling/importance_ratio/max
+sampling/perplexity/trainer sampling/perplexity/sampler sampling/perplexity/ratio
+sampling/chi2/token sampling/chi2/sequence sampling/rejected staleness/mean staleness/max
 env/echo/eps env/echo/errors env/echo/format_rate env/echo/reward
 replay/occupancy replay/enqueue replay/dequeue replay/drops
 weights/bytes weights/seconds weights/transfers_per_step weights/failures

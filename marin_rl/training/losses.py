@@ -368,6 +368,7 @@ def accepted_tokens(
     before its absolute value). As verl's `rollout_rs`.
     """
     assert objective.rejection is not None, "asked of an objective that rejects"
+    assert objective.rejection_high is not None, "it goes with rejection"
     log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
     value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
     match objective.rejection_level:

@@ -238,19 +238,16 @@ def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Arra
     """Perplexities of trainer and sampler, and their chi-square, as means over completions."""
     share = sequence_shares(rows.mask, rows.segment_ids)
     count = trained_sequences(rows.mask, rows.segment_ids)
-    trainer, sampler = (on_mask(a, rows.mask) for a in (logprobs, rows.policy_logprobs))
+    apart = segment_sums(on_mask(logprobs - rows.policy_logprobs, rows.mask), rows.segment_ids)
+    sampler = segment_sums(share * on_mask(rows.policy_logprobs, rows.mask), rows.segment_ids)
 
     def mean(values: Array) -> Array:
         return jnp.sum(jnp.where(rows.mask, share * values, 0.0)) / count
 
-    def of_completion(values: Array) -> Array:
-        return segment_sums(share * values, rows.segment_ids)
-
-    apart = segment_sums(trainer - sampler, rows.segment_ids)
     return {
-        "sampling/perplexity/trainer": mean(jnp.exp(-of_completion(trainer))),
-        "sampling/perplexity/sampler": mean(jnp.exp(-of_completion(sampler))),
-        "sampling/perplexity/ratio": mean(jnp.exp(of_completion(sampler - trainer))),
+        "sampling/perplexity/trainer": mean(jnp.exp(-sampler - apart * share)),
+        "sampling/perplexity/sampler": mean(jnp.exp(-sampler)),
+        "sampling/perplexity/ratio": mean(jnp.exp(-apart * share)),
         "sampling/chi2/sequence": mean(jnp.expm1(2 * apart)),
     }
 

@@ -175,7 +175,6 @@ CORRELATIONS = (0.0, 0.1, 0.3, 0.6, 0.9)
     ],
 )  # fmt: skip
 def test_the_interval_covers_as_often_as_it_says(mean, size, correlation):
-    """The old one, 1.96 standard errors, covers 0.65 to 0.84 in the first four."""
     found = coverage(mean, size, correlation, 128, 400, seed=1)
     assert 0.91 <= found <= 0.99, found  # 93 to 97 %, and two standard errors of 400 samples
 
@@ -183,10 +182,9 @@ def test_the_interval_covers_as_often_as_it_says(mean, size, correlation):
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [16, 32, 64, 128, 256])
 def test_the_interval_covers_over_the_whole_grid(groups):
-    """93 to 97 % within two standard errors where the rarer outcome is in ten groups or more.
+    """93 to 97 %, within two standard errors, where ten groups or more may have the rarer outcome.
 
-    Fewer groups have it in the other cells, where what can be counted is coarse: there at least
-    93 %, and more.
+    In the other cells what can be counted is coarse: there it is at least 93 %, and may be more.
     """
     samples, outside = 1500, {}
     for mean, size, correlation in product(

@@ -539,7 +539,7 @@ OF_DISTANCE = {
 @pytest.mark.parametrize("name", OF_DISTANCE)
 def test_value_and_gradient_agree_at_any_distance(name):
     """In float64, by central differences; a distance is of log-probabilities, in nats."""
-    with jax.experimental.enable_x64():
+    with jax.enable_x64(True):
         function = OF_DISTANCE[name]
         at = jnp.asarray(NATS, jnp.float64)
         gradient = np.asarray(jax.grad(lambda d: jnp.sum(function(d)))(at))
@@ -555,7 +555,7 @@ def test_value_and_gradient_agree_at_any_distance(name):
 @pytest.mark.parametrize("precision", [np.float32, np.float64])
 def test_k3_drives_the_policy_to_its_reference_from_anywhere(precision):
     """Value 0 and gradient 0 at the reference, else above 0 and away from it; and no jumps."""
-    with jax.experimental.enable_x64(precision is np.float64):
+    with jax.enable_x64(precision is np.float64):
         d = jnp.asarray(np.concatenate([NATS, [0.0]]), precision)
         value, gradient = (
             kl_estimate(d, jnp.zeros_like(d), "k3"),

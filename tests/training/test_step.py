@@ -1,6 +1,7 @@
 """The optimizer step: splitting, padding and order change nothing; NaN is refused whole."""
 
 import dataclasses
+import math
 import os
 from functools import partial
 from typing import get_args
@@ -375,7 +376,27 @@ def test_metrics_by_hand(stage):
     per_token = np.concatenate(
         [np.full((np.nonzero(mask)[0] == s).sum(), r) for s, r in zip(sequences, own, strict=True)]
     )
+    rows_N = np.nonzero(mask)[0]
+    trainer, sampler = (
+        [x[rows_N == row].astype(np.float64) for row in sequences]
+        for x in (logprobs, arrays.policy_logprobs[0][mask])
+    )
+    completions = list(zip(trainer, sampler, strict=True))
     expected = {
+        "sampling/perplexity/trainer": np.mean([math.exp(-t.sum() / len(t)) for t in trainer]),
+        "sampling/perplexity/sampler": np.mean([math.exp(-s.sum() / len(s)) for s in sampler]),
+        "sampling/perplexity/ratio": np.mean(
+            [math.exp(-t.sum() / len(t)) / math.exp(-s.sum() / len(s)) for t, s in completions]
+        ),
+        "sampling/chi2/token": np.mean(
+            [math.exp(a - b) ** 2 - 1 for t, s in completions for a, b in zip(t, s, strict=True)]
+        ),
+        "sampling/chi2/sequence": np.mean(
+            [
+                math.prod(math.exp(a - b) for a, b in zip(t, s, strict=True)) ** 2 - 1
+                for t, s in completions
+            ]
+        ),
         "entropy": entropies.mean(),
         "sampling/logp_difference/mean": np.abs(difference).mean(),
         "sampling/logp_difference/max": np.abs(difference).max(),
