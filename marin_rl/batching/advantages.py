@@ -91,7 +91,7 @@ def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
 def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, " G"]) -> Advantages:
     """`A_i = r_i - sum_j l_j r_j / sum_j l_j`, l the trained tokens of a member.
 
-    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585, section 3: the
+    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the
     baseline of least variance where the squared norm of a completion's gradient grows with its
     length. Rewards that are all equal give exactly 0.
     """
@@ -101,7 +101,7 @@ def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, " G"]) -> Advantages:
 def remax(reward_G: Rewards, greedy: int) -> Advantages:
     """`A_i = r_i - r_greedy`, with the member `greedy` as the baseline; its own is 0.
 
-    Li et al. 2024, "ReMax", arXiv:2310.10505, section 4.
+    Li et al. 2024, "ReMax", arXiv:2310.10505.
     """
     reward_G = rewards_array(reward_G)
     greedy_G = np.arange(len(reward_G)) == greedy
@@ -345,7 +345,7 @@ def greedy_rewards(
 ) -> Float64[np.ndarray, " P"]:
     """The reward of each group's greedy member, NaN where it has none.
 
-    The baseline of ReMax (Li et al. 2024, arXiv:2310.10505, section 4).
+    The baseline of ReMax (Li et al. 2024, arXiv:2310.10505).
     """
     baseline_P = np.full(groups, np.nan)
     baseline_P[group_N[greedy_N]] = reward_N[greedy_N]

@@ -276,7 +276,7 @@ def gmpo_log_ratios(
     """Log-ratios of tokens, held where their advantage drives them further; 0 where that is 0.
 
     `s min(s l, s clip(l, -clip_low, clip_high))` with s the sign of A: the bounds are on log-ratios
-    (GMPO, arXiv:2507.20673, equation 4; the paper's are 0.4).
+    (GMPO, arXiv:2507.20673, section 3; the paper's are 0.4).
     """
     sign_BT = jnp.sign(advantages_BT)
     held_BT = _held(jnp.asarray(log_ratios_BT), -clip_low, clip_high)
@@ -286,7 +286,7 @@ def gmpo_log_ratios(
 def dro_penalty(log_ratios_BT: Given, beta: float) -> Values:
     """`beta / 2 (log r)^2`: what DRO adds to -A log pi, so that the policy stays near the sampler.
 
-    Richemond et al. 2024, arXiv:2405.19107, equation 3; token by token as in Tinker's `dro`.
+    Tinker's `dro`, after Richemond et al. 2024, arXiv:2405.19107.
     """
     return beta / 2 * jnp.square(jnp.asarray(log_ratios_BT))
 
