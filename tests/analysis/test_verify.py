@@ -40,7 +40,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# Between them dppo, gspo and cispo, both corrections, every place of KL, every way to fill rows.
+# Between them all surrogates but ppo_clip, reinforce and sapo, every correction and way to reject,
+# every place of KL, every way to fill rows.
 OBJECTIVES = {
     "packed dppo": (
         "batching.packing=sequences", "batching.row_tokens=64", "objective.surrogate=dppo",
@@ -232,6 +233,23 @@ def test_what_several_passes_average_is_named_as_not_checked(copy: Run, tmp_path
         line.startswith(f"not checked ({reason}): clip_ratio/high, ")
         for line in not_checked(findings)
     )
+
+
+def test_metrics_that_rows_of_earlier_versions_lack_are_missed_in_no_such_row(copy: Run) -> None:
+    late = {
+        f"sampling/{name}": None
+        for name in ("perplexity/trainer", "perplexity/sampler", "perplexity/ratio",
+                     "chi2/token", "chi2/sequence")
+    }  # fmt: skip
+    checked = checked_in(list(verify_run(copy, 1)), 1)
+    assert set(late) <= checked
+    altered(copy, 1, **{"sampling/chi2/token": None})
+    (found,) = (found for found in verify_run(copy, 1) if found.problem)
+    assert found.told.startswith("round 1: sampling/chi2/token is missing from the row")
+    altered(copy, 1, **late)
+    findings = list(verify_run(copy, 1))
+    assert [found.told for found in findings if found.problem] == []
+    assert not set(late) & {found.metric for found in findings}
 
 
 def test_the_learning_rate_of_a_round_with_a_refused_update_is_not_known(copy: Run) -> None:
