@@ -68,9 +68,9 @@ def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""
     return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
-def on_mask(values_BT: GivenBT, mask_BT: MaskBT) -> FloatBT:
+def on_mask(values: Given, mask: Shaped[Array | np.ndarray, "*shape"]) -> Values:
     """The values on the mask, 0 elsewhere, whatever stands there; so are their gradients."""
-    return jnp.where(jnp.asarray(mask_BT) != 0, values_BT, 0.0)
+    return jnp.where(jnp.asarray(mask) != 0, values, 0.0)
 
 
 def weighted_sum(weights: Given, losses: Given) -> Float[Array, ""]:
