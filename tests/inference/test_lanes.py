@@ -1,6 +1,5 @@
 """Lanes: the same answers in whichever lane, and all of them change weights between two chunks."""
 
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -33,6 +32,7 @@ from marin_rl.inference.lanes import (
 from marin_rl.inference.programs import PROGRAMS, compiled_layers, fused_weights
 from marin_rl.inference.slots import Delta
 from marin_rl.inference.weights import read_model
+from marin_rl.machine import pool_threads
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def test_slots_are_parted_evenly_and_in_order():
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(12))
 
 
-def test_left_to_itself_a_cpu_has_a_lane_for_each_core_that_a_small_model_fills():
+def test_left_to_itself_a_cpu_has_a_lane_for_each_thread_that_a_small_model_fills():
     count = lambda slots, weights_bytes=1, on_mesh=False: (
         lanes_for(0, slots, weights_bytes=weights_bytes, on_mesh=on_mesh).count
     )
-    cores = len(os.sched_getaffinity(0))
-    full = cores * LANE_SLOTS_MIN
-    assert count(full) == cores
+    threads = pool_threads()
+    full = threads * LANE_SLOTS_MIN
+    assert count(full) == threads
     assert count(full - 1) == 1
     assert count(full, weights_bytes=LANE_WEIGHTS_BYTES_MAX + 1) == 1
     assert count(full, on_mesh=True) == 1
