@@ -69,8 +69,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec(
         "batch_invariant",
         "gauge",
-        "1: proven on this machine for these programs (slots, prompts: bits do not depend on what is "
-        "next to them; shared: a prompt's cache read once gives the same bits); else 0",
+        "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
+        "prompt's cache is read once (shared)",
         "what",
     ),
     _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
