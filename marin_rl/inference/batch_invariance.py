@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -164,7 +165,8 @@ def _write(file: Path, facts: Mapping[str, Any], outcome: Invariance, seconds: f
         temporary.replace(file)
     except OSError as error:
         _log.warning("%s cannot be written (%s): the next process proves it again", file, error)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 class Prover:
