@@ -194,6 +194,5 @@ def _device() -> str:
     """The kind of JAX's devices; empty before it has started, which this does not do."""
     if not running_pool_threads():
         return ""
-    import jax
-
-    return jax.local_devices()[0].device_kind
+    # no import: the data side reads facts too, and never depends on JAX
+    return str(sys.modules["jax"].local_devices()[0].device_kind)
