@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from marin_rl.machine import machine_key
 from marin_rl.memory import (
     M_MMAP_THRESHOLD,
     M_TOP_PAD,
@@ -33,19 +34,31 @@ _NEVER = 2**31 - 1
 _YOUNG_OBJECTS = 10_000
 
 
-@cache
-def enable_compilation_cache() -> Path | None:
-    """Keep compiled programs on disk; returns the folder, or None where it is switched off.
+def programs_folder() -> Path | None:
+    """The folder of this machine's compiled programs, or None where the cache is switched off.
 
-    The folder is that of the environment variable MARIN_RL_COMPILATION_CACHE (empty: no cache), of
-    JAX's own setting, or ~/.cache/marin-rl/xla. A program found there is the one that was compiled,
-    so it computes the same bits.
+    It lies in that of the environment variable MARIN_RL_COMPILATION_CACHE (empty: no cache), of
+    JAX's own setting, or ~/.cache/marin-rl/xla, and is named after instruction set and threads:
+    JAX's keys have the flags that it is given, but neither the processor nor the size of the pool.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen == "":
         return None
     folder = Path(chosen or os.environ.get("JAX_COMPILATION_CACHE_DIR") or "~/.cache/marin-rl/xla")
-    folder = folder.expanduser()
+    key = machine_key()
+    # JAX's setting may name such a folder already: that of the process that began this one
+    return folder.expanduser() if folder.name == key else folder.expanduser() / key
+
+
+@cache
+def enable_compilation_cache() -> Path | None:
+    """Keep compiled programs on disk; returns the folder, or None where it is switched off.
+
+    A program that is read from there is the one that was compiled, so it computes the same bits.
+    """
+    folder = programs_folder()
+    if folder is None:
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

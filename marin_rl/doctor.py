@@ -128,6 +128,26 @@ def devices(config: Config) -> str:
     return f"{len(found)} x {found[0].device_kind}"
 
 
+def machine(config: Config) -> str:
+    """The facts that bits depend on, and what engines have proven on this machine."""
+    import jax
+
+    from marin_rl.inference.batch_invariance import recorded_proofs
+    from marin_rl.machine import machine_facts
+
+    jax.devices()  # facts are those of a process that computes
+    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
+    outcomes = [outcome for _, outcome in recorded_proofs()]
+    if not outcomes:
+        return f"{facts}; no engine has proven its programs here yet: the first one to start does"
+    alike = sum(outcome.slots and outcome.prompts for outcome in outcomes)
+    shared = sum(outcome.shared for outcome in outcomes)
+    return (
+        f"{facts}; of {len(outcomes)} engine programs tried here {alike} are batch invariant, and "
+        f"{shared} may read a shared prompt's cache once"
+    )
+
+
 def endpoints(config: Config) -> str:
     """Every endpoint answers and serves the model by name."""
     if not config.inference.endpoints:
@@ -215,6 +235,7 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("model", model),
     ("prompts", prompts),
     ("devices", devices),
+    ("machine", machine),
     ("endpoints", endpoints),
     ("reward model", reward_model),
     ("Prefect API", orchestrator),

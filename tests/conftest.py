@@ -12,7 +12,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 PROGRAMS = Path(__file__).resolve().parents[1] / ".pytest_cache/d/marin-rl-programs"
 os.environ.setdefault("MARIN_RL_TEST_PROGRAMS", str(PROGRAMS))
 os.environ["MARIN_RL_COMPILATION_CACHE"] = os.environ["MARIN_RL_TEST_PROGRAMS"]
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ["MARIN_RL_TEST_PROGRAMS"])
+
+from marin_rl.machine import machine_key
+
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", f"{os.environ['MARIN_RL_TEST_PROGRAMS']}/{machine_key()}"
+)
 
 from collections.abc import Iterator
 

@@ -51,10 +51,12 @@ class RunDifference:
     """What differs. `parts_at` is the first round at which they do, `stage` what differs there.
 
     Both are None where the runs agree on all `rounds` that both have begun. `settings` has a line
-    `key: first -> second` per key.
+    `key: first -> second` per key; `changed` the code, libraries and facts of the machine in which
+    the last checkpoints before the runs part, or the last of all, differ, as (first, second).
     """
 
     settings: tuple[str, ...]
+    changed: Mapping[str, tuple[str, str]]
     curves: tuple[Curve, ...]
     rounds: int
     parts_at: int | None
@@ -76,12 +78,36 @@ def compare_runs(first: Run, second: Run) -> RunDifference:
     round, stage, detail = parting or (None, None, "")
     return RunDifference(
         settings=tuple(differences(content(first.config), content(second.config))),
+        changed=_changed(
+            first, second, rounds if round is None else [r for r in rounds if r <= round]
+        ),
         curves=_curves(first, second),
         rounds=len(rounds),
         parts_at=round,
         stage=stage,
         detail=detail,
     )
+
+
+def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tuple[str, str]]:
+    """What bits depend on, and differs in the last of the rounds that both have trained in."""
+    for round in reversed(rounds):
+        ours, theirs = (_written_by(run, round) for run in (first, second))
+        if ours and theirs:
+            names = sorted({*ours, *theirs})
+            pairs = {name: (ours.get(name, ""), theirs.get(name, "")) for name in names}
+            return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {}
+
+
+def _written_by(run: Run, round: int) -> Mapping[str, str]:
+    """Code, libraries and machine of the update that ended a round, or else that it began with."""
+    for slot in (checkpoint_slot(round + 1), checkpoint_slot(round)):
+        found = read_manifest(run.store, slot)
+        if found is not None:
+            manifest = found[0]
+            return {**manifest.code, **manifest.libraries, **manifest.extra.get("machine", {})}
+    return {}
 
 
 def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, str] | None:

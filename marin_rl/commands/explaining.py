@@ -66,6 +66,8 @@ def diff(
     else:
         for line in found.settings:
             tell(line)
+        for name, (one, other) in found.changed.items():
+            tell(f"{name}: {one} -> {other}")
         if found.curves:
             rows = [(c.metric, c.round, c.first, c.second, c.largest) for c in found.curves]
             columns = ("metric", "last round", first, second, "largest difference")

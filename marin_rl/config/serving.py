@@ -27,7 +27,7 @@ class EngineConfig(Section):
         ge=0,
         le=1024,
         description="parts of the slots that are computed side by side; "
-        "0: one per core on a CPU, for small models; else one",
+        "0: one per thread of XLA's pool on a CPU, for small models; else one",
         json_schema_extra=FREE,
     )
 

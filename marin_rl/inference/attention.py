@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# So many slots side by side that started from one prompt read its cache once for all of them.
+# Slots side by side that started from one prompt, and read its cache once for all of them.
 SHARE = 8
 
 # Added to a masked score instead of -inf, so that exp() of a difference is never NaN.
@@ -38,8 +38,9 @@ def attend(
     """Softmax over each slot's own positions, block by block (online softmax, arXiv:1805.02867).
 
     A block in which a slot has nothing leaves its maximum, sum and average bitwise as they were. A
-    block that slots share is read once for all of them (as in Hydragen, arXiv:2402.05099); each
-    slot's products are still sums of the same terms in the same order.
+    block that slots share is read once for all of them (as in Hydragen, arXiv:2402.05099): each
+    slot's products are sums of the same terms, in an order that the matrix library chooses by the
+    instruction set and the shapes. The engine shares where it has proven that order to be the same.
     """
     S, K, G, H = query_SKGH.shape
     size = blocks[0].keys.shape[-1]

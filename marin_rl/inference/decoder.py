@@ -10,10 +10,11 @@ block, K key/value heads, G query heads per key/value head, H head size, D width
 The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, B], so that both of
 attention's products read contiguous memory; each block is an array of its own, so that a block past
 the longest sequence is skipped without a copy. Every slot is computed by the same instructions on
-the same shapes whatever the other slots do, and a masked position adds an exact zero: the numbers
-of a sequence depend on nothing but its own tokens and the weights. The one exception are blocks of
-a prompt that slots side by side share: read once, with as many rows as slots have, they are
-multiplied by kernels that a CPU's library adds up in the same order, which tests hold it to.
+the same shapes whatever the other slots do, and a masked position adds an exact zero. So the
+numbers of a sequence depend on nothing but its own tokens and the weights, as far as the library
+that multiplies matrices adds up every row in the same order, whichever it is, and blocks of a
+prompt that slots share as those of one slot: that is proven on the machine at hand
+(`batch_invariance`).
 """
 
 import math
@@ -257,6 +258,24 @@ def _prefill_tile(
         if whole or index < spec.layers - 1:
             x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
     return x, tuple(pairs)
+
+
+def prompt_products(
+    spec: DecoderSpec, layer: Layer, x_RPD: Float[Array, "R P D"]
+) -> tuple[Array, ...]:
+    """Every product of `layer` on a tile of prompts, each of what the one before gave.
+
+    For trials of whether a row's bits depend on the others: products are all that the shapes of a
+    tile can change, and norms, rotations and activations between them are left out.
+    """
+    R, P, _ = x_RPD.shape
+    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
+    joined = _times(x_RPD, layer.qkv).reshape(R, P, K, G + 2, H)
+    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+    attended = _attend_causally(query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2))
+    out = _times(attended, layer.output)
+    gate, up = split_gate_up(_times(out, layer.gate_up))
+    return joined, attended, out, gate, up, _times(gate * up, layer.down)
 
 
 def hidden_states(

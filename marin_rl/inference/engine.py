@@ -7,9 +7,12 @@ place between two chunks by a change of reference. Leaves out what may come in a
 HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
-request's own prompt, never from the load. So the same prompt, seed and weights give the same tokens
-and bitwise the same logprobs, alone or in a full batch and in whichever lane, and nothing is
-compiled once it is warm.
+request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine
+proves at its start that rows of these programs do not depend on one another (`batch_invariance`;
+on one device, not on a mesh), the same prompt, seed and weights give the same tokens and bitwise
+the same logprobs, alone or in a full batch and in whichever slot and lane. Other numbers of slots
+or lanes, another instruction set or another size of XLA's thread pool are other programs, whose
+last bits may differ.
 """
 
 import logging
@@ -30,6 +33,7 @@ from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError
 from marin_rl.inference.admission import Bounds, JobQueue
 from marin_rl.inference.attention import SHARE
+from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.extras import ExtraRows
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
@@ -154,6 +158,16 @@ class Engine:
     def slots(self) -> int:
         """Sequences that are decoded side by side."""
         return self._config.slots
+
+    @property
+    def invariance(self) -> Invariance:
+        """Equalities that are proven for this engine's programs on this machine."""
+        return self._runner.invariance
+
+    @property
+    def sharing(self) -> bool:
+        """True where slots that began with one prompt read its cache once."""
+        return self._runner.sharing
 
     @property
     def active(self) -> int:
@@ -441,7 +455,7 @@ class Engine:
         # a constraint's mask holds for one token
         steps = 1 if extras.constrained else self._config.chunk_steps
         waiting = min(self._queue.waiting, self._config.slots)
-        shared = self._table.shared_positions(SHARE) if self._runner.sharing else 0
+        shared = self._table.shared_positions(SHARE) if self.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
         chunk = self._runner.decode(policy, self._table.inputs, extras, limits)
         self.stats.decode_s += time.monotonic() - started

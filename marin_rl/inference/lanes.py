@@ -3,11 +3,11 @@
 Owns how many lanes there are and whose slots are whose. A step of a small model is made of
 operations too small for XLA to share among a CPU's cores, so there each core gets a lane: programs
 of several lanes run side by side. A device that is busy with the whole batch at once, and a mesh,
-which has its own division, have one lane. Leaves out who sits where (`seating`) and the programs
-(`runner`).
+which has its own division, have one lane. How many there are decides the shapes of the programs,
+so it follows from the recorded size of XLA's thread pool, not from the cores at hand. Leaves out
+who sits where (`seating`) and the programs (`runner`).
 """
 
-import os
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import jax
 
 from marin_rl.errors import InputError
 from marin_rl.inference.attention import SHARE
+from marin_rl.machine import pool_threads
 
 Tree = TypeVar("Tree")
 
@@ -48,7 +49,7 @@ class Lanes:
 
 
 def lanes_for(asked: int, slots: int, *, weights_bytes: int, on_mesh: bool) -> Lanes:
-    """As many lanes as are asked for; 0: one per core on a CPU for a small model, else one.
+    """As many lanes as are asked for; 0: one per pool thread for a small model on a CPU, else one.
 
     Raises InputError for a number that does not divide the slots, or for several on a mesh.
     """
@@ -76,15 +77,8 @@ def shares_prompts(lanes: Lanes, *, weights_bytes: int, queries_per_kv: int, on_
 
 
 def _wanted(slots: int) -> int:
-    """One lane per core, if all of them are large enough."""
-    cores = _cores()
-    if jax.default_backend() != "cpu" or slots % cores or slots // cores < LANE_SLOTS_MIN:
+    """One lane per thread of XLA's pool, if all of them are large enough."""
+    threads = pool_threads()
+    if jax.default_backend() != "cpu" or slots % threads or slots // threads < LANE_SLOTS_MIN:
         return 1
-    return cores
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return threads

@@ -8,9 +8,11 @@ anything runs (`engine`). Used by the engine's thread alone.
 Axes: S slots, R prompts of one prefill, P positions of a prompt bucket.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -22,9 +24,17 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
+from marin_rl.inference.batch_invariance import (
+    UNPROVEN,
+    Invariance,
+    Prover,
+    Shapes,
+    invariance_of,
+    random_weights,
+)
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.extras import ExtraRows, Extras
-from marin_rl.inference.lanes import lanes_for, shares_prompts
+from marin_rl.inference.lanes import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
     PROGRAMS,
@@ -41,6 +51,8 @@ from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_tabl
 from marin_rl.memory import give_back_freed_memory
 
 BUCKET_MIN = 16
+
+_log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
@@ -76,7 +88,8 @@ class Runner:
         self.lanes = lanes_for(
             config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh
         )
-        self.sharing = shares_prompts(
+        # the programs can share; whether they do is decided by what is proven
+        self._can_share = shares_prompts(
             self.lanes,
             weights_bytes=weights_bytes,
             queries_per_kv=self.spec.queries_per_kv,
@@ -86,13 +99,59 @@ class Runner:
         self._context_length = context_length
         self._dtype = dtype
         self._fused: tuple[object, Decoder] | None = None
+        shapes = self._shapes()
+        self.length = decoder.cache_length(shapes.cache)
+        self.buckets = _buckets(self.length)
+        self._rotary = self.put(rotary_table(model, self.length))
+        self.invariance = UNPROVEN
+        if not on_mesh:
+            self.invariance = invariance_of(shapes, lambda: self._prove(shapes, weights))
+            self._fall_back()
         several = self.lanes.count > 1
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
         self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
-        self.length = decoder.cache_length(self._caches[0])
-        self.buckets = _buckets(self.length)
-        self._rotary = self.put(rotary_table(model, self.length))
+
+    @property
+    def sharing(self) -> bool:
+        """True where slots side by side read a common prompt's cache once: proven, and possible."""
+        return self._can_share and self.invariance.shared
+
+    def _shapes(self) -> Shapes:
+        return Shapes(
+            spec=self.spec,
+            slots=self.lanes.size,
+            context_length=self._context_length,
+            chunk_steps=self._config.chunk_steps,
+            prefill_rows=self._config.prefill_rows,
+            sharing=self._can_share,
+            dtype=self._dtype.name,
+        )
+
+    def _prove(self, shapes: Shapes, weights: Weights) -> Invariance:
+        """Run the trials before there is a cache: they need one of their own."""
+        fuse = partial(fused_weights, self.spec, dtype=self._dtype)
+        if sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) <= LANE_WEIGHTS_BYTES_MAX:
+            fused = random_weights(jax.eval_shape(fuse, weights), self.put)
+        else:  # a second copy would cost too much memory
+            fused = fuse(weights)
+        outcome = Prover(shapes, fused, self._rotary, self.buckets, self.put).prove()
+        del fused
+        give_back_freed_memory()
+        return outcome
+
+    def _fall_back(self) -> None:
+        """Compute one by one what has other bits side by side on this machine."""
+        if not self.invariance.slots and self.lanes.size > 1:
+            _log.warning(
+                "sequences side by side have other bits than alone with the programs of %d slots: "
+                "every slot is computed on its own, which is slow; try another number of slots",
+                self.lanes.size,
+            )
+            self.lanes, self._can_share = Lanes(self._config.slots, self._config.slots), False
+        if not self.invariance.prompts and self._config.prefill_rows > 1:
+            _log.warning("prompts side by side have other bits than alone: one is run at a time")
+            self._config = self._config.model_copy(update={"prefill_rows": 1})
 
     def put(self, arrays: Tree) -> Tree:
         """The same arrays, whole on every device that the programs run on."""
@@ -227,7 +286,7 @@ class Runner:
         return {
             "spec": self.spec,
             "steps": self._config.chunk_steps,
-            "sharing": self.sharing,
+            "sharing": self._can_share,
         }
 
     def _in_lanes(self, run: Callable[[int], Result]) -> list[Result]:

@@ -197,6 +197,8 @@ class PolicyServer:
             busy=engine.active,
             queued=engine.queued,
             paused=engine.paused,
+            sharing=engine.sharing,
+            invariance=engine.invariance,
         )
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:

@@ -6,7 +6,7 @@ when somebody scrapes, never in between. Leaves out the access log (`access`).
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import (
@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine import EngineStats
 from marin_rl.serving.access import RequestRecord
 from marin_rl.serving.tallies import Counts, Durations
@@ -65,6 +66,14 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("slots_busy", "gauge", "slots with a sequence in them"),
     _spec("samples_queued", "gauge", "samples that wait for a slot"),
     _spec("engine_paused", "gauge", "1 while the engine is paused"),
+    _spec(
+        "batch_invariant",
+        "gauge",
+        "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
+        "prompt's cache is read once (shared)",
+        "what",
+    ),
+    _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
     _spec("engine_requests_total", "counter", "requests that the engine took"),
     _spec("engine_cancelled_total", "counter", "requests whose clients left or ran out of time"),
     _spec("engine_failed_total", "counter", "requests that the engine gave up"),
@@ -116,6 +125,8 @@ class Snapshot:
     busy: int
     queued: int
     paused: bool
+    sharing: bool
+    invariance: Invariance
 
 
 class Telemetry:
@@ -197,6 +208,7 @@ class Telemetry:
     def _at_scrape(self) -> Iterable[Metric]:
         reading = self._read()
         yield _info(reading)
+        yield _invariance(reading.invariance)
         for tally in (
             self._requests,
             self._rejected,
@@ -221,6 +233,7 @@ class Telemetry:
             "slots_busy": reading.busy,
             "samples_queued": reading.queued,
             "engine_paused": reading.paused,
+            "prompts_shared": reading.sharing,
             "policy_version": reading.weight_version,
             "weight_update_age_seconds": time.monotonic() - self._updated_at,
         }
@@ -267,6 +280,14 @@ def _info(reading: Snapshot) -> Metric:
     spec = _SPECS["policy_info"]
     labels = {"model": reading.model_id, "parameters_digest": reading.parameters_digest}
     return InfoMetricFamily(spec.name.removesuffix("_info"), spec.meaning, labels)
+
+
+def _invariance(proven: Invariance) -> Metric:
+    spec = _SPECS["batch_invariant"]
+    family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+    for name, holds in asdict(proven).items():
+        family.add_metric((name,), float(holds))
+    return family
 
 
 class _AtScrape(Collector):

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.machine import machine_facts
 from marin_rl.storage.commits import (
     commit_manifest,
     fingerprint,
@@ -78,9 +79,9 @@ def commit_checkpoint(
     """Write nested dicts of arrays (NumPy or JAX, any sharding) and commit them as `slot`.
 
     `content` and `parents` decide the fingerprint; `totals` become the summary of the reference and
-    `extra` is kept as it is. `beside` has other parts of the slot, which it is asked for when the
-    arrays are written. Another attempt with the same fingerprint that was first wins. Raises
-    CommitConflict and whatever the store raises.
+    `extra` is kept, with the facts of this machine as `machine`. `beside` has other parts of the
+    slot, which it is asked for when the arrays are written. Another attempt with the same
+    fingerprint that was first wins. Raises CommitConflict and whatever the store raises.
     """
     attempt = new_attempt() if beside is None else beside.attempt
     arrays = jax.tree.map(np.asarray, dict(tree))
@@ -93,7 +94,7 @@ def commit_checkpoint(
         parents=[parent_of(parent) for parent in parents],
         parts=parts,
         totals=totals,
-        extra=extra,
+        extra={**extra, "machine": machine_facts()},
     )
     winner = commit_manifest(run.store, manifest)
     return ref_of(winner, reused=winner.attempt != attempt)

@@ -2,12 +2,10 @@
 
 The operations of a small model are too short for XLA to keep two cores busy with one after the
 other; two programs, each with half of the microbatches, do. Gradients are then added up in the
-order of the loops, so their number may depend on nothing that another machine has less of: a run
-that goes on there must come to the same bits.
+order of the loops, so their number depends on nothing that another machine has less of.
 """
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +13,7 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 
+from marin_rl.machine import cores
 from marin_rl.training.model import parameter_shapes
 
 Result = TypeVar("Result")
@@ -38,15 +37,8 @@ def side_by_side(run: Callable[[int], Result], lanes: int) -> list[Result]:
     Programs that one thread starts run one after the other, so each lane has a thread. Raises what
     the first lane that failed raised.
     """
-    if _cores() == 1:
+    if cores() == 1:
         return [run(lane) for lane in range(lanes)]
     with ThreadPoolExecutor(lanes, "training-lane") as threads:
         futures = [threads.submit(run, lane) for lane in range(lanes)]
     return [future.result() for future in futures]
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,8 +1,9 @@
 """A recorded update, done again: is checkpoint N + 1 what checkpoint N and its batches make?
 
-The round is trained from the committed files by the code that is here now, and held against what
-was committed then, array by array. Nothing is written. On the machine and with the libraries of
-that time every bit is the same; elsewhere the largest difference says how far apart they are.
+The round is trained from the committed files by the code that is here now, and compared with what
+was committed then, array by array. Nothing is written. With the recorded libraries, processor,
+instruction set and size of XLA's thread pool every bit is the same; elsewhere the largest
+difference says how far apart they are, and the facts that differ are named.
 """
 
 import math
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from marin_rl.errors import CorruptObject
+from marin_rl.machine import changed_facts, request_threads
 from marin_rl.storage.checkpoints import Tree, restore_checkpoint
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.provenance import code_version, library_versions
@@ -24,6 +26,9 @@ from marin_rl.training.model import digest_of
 from marin_rl.training.state import tree_of
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
+
+# A record from elsewhere may ask for no more threads than this.
+THREADS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +45,9 @@ class Replay:
     """The outcome. Digests are of the parameters; `metrics` are (recorded, now) where they differ.
 
     `compared` counts arrays that were held against each other bit by bit: none where retention has
-    given up the recorded ones, and the digest alone decides. `changed` are the parts of code and
-    libraries that are others now than when the checkpoint was made, as (recorded, now).
+    pruned the recorded ones, and the digest alone decides. `changed` are the parts of code and
+    libraries and the facts of the machine that are others now than when the checkpoint was made, as
+    (recorded, now).
     """
 
     round: int
@@ -61,12 +67,14 @@ class Replay:
 def replay_round(run: Run, round: int) -> Replay:
     """Train round `round` again from its checkpoint and batches.
 
+    Where JAX has not started yet, it starts with as many threads as the recorded update had.
     Raises ObjectMissing when the round was not trained, or retention has given up the arrays of its
     first checkpoint; CorruptObject when the committed slots are not those that were trained on.
     """
     player = run.at_round(round)
     recorded = _recorded(player, round)
     start, batches = _parents(player, recorded, round)
+    _request_recorded_threads(recorded)
     trainer = Trainer(player, tokenizer_for(player.config.policy))
     state, metrics = trainer.replay_round(round, batches, start)
     tree = jax.tree.map(np.asarray, tree_of(state))
@@ -91,6 +99,13 @@ def replay_round(run: Run, round: int) -> Replay:
 def _recorded(run: Run, round: int) -> Manifest:
     hint = f"expected a trained round; `marin-rl status {run.run_id}` shows which there are"
     return committed_manifest(run.store, checkpoint_slot(round + 1), hint)
+
+
+def _request_recorded_threads(recorded: Manifest) -> None:
+    """Another size than the recorded one stays where JAX has started; `_changed` names it."""
+    threads = str(recorded.extra.get("machine", {}).get("threads", ""))
+    if threads.isascii() and threads.isdigit() and 0 < int(threads) <= THREADS_MAX:
+        request_threads(int(threads))
 
 
 def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:
@@ -139,4 +154,5 @@ def _changed(recorded: Manifest) -> dict[str, tuple[str, str]]:
     now = {**code_version(), **library_versions()}
     names = sorted({*then, *now})
     pairs = {name: (str(then.get(name, "")), str(now.get(name, ""))) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    others = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return others | changed_facts(recorded.extra.get("machine", {}))

@@ -53,6 +53,7 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(engine, model, length)
     assert np.abs(sample.logprobs - truth).max() < 1e-4
 
 
+@pytest.mark.bits
 def test_bitwise_the_same_alone_and_under_any_load(engine, model):
     rng = random.Random(told_seed())
     requests = random_requests(rng, 16)
@@ -62,6 +63,7 @@ def test_bitwise_the_same_alone_and_under_any_load(engine, model):
             assert bits(result) == alone[index], index
 
 
+@pytest.mark.bits
 def test_bitwise_the_same_in_another_engine(engine, model):
     requests = random_requests(random.Random(3), 6)
     here = [bits(result_of(engine, request)) for request in requests]
@@ -73,6 +75,7 @@ def test_bitwise_the_same_in_another_engine(engine, model):
         other.close()
 
 
+@pytest.mark.bits
 def test_samples_of_a_request_draw_with_consecutive_seeds(engine):
     together = result_of(engine, request_of(n=3, seed=40))
     apart = [result_of(engine, request_of(n=1, seed=40 + index)) for index in range(3)]
@@ -197,6 +200,7 @@ def pointers(arrays: object) -> set[int]:
     return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(arrays)}
 
 
+@pytest.mark.bits
 def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
     devices = jax.devices()
     assert len(devices) == 2

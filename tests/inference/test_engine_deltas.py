@@ -90,6 +90,7 @@ def test_a_stop_string_ends_the_deltas_with_the_token_that_completes_it(engine):
     np.testing.assert_array_equal(ids, sample.token_ids)
 
 
+@pytest.mark.bits
 def test_a_listener_that_fails_takes_its_own_request_down_and_no_other(engine):
     alone = bits(result_of(engine, request_of(n=3)))
 
@@ -125,6 +126,7 @@ def test_no_delta_comes_after_a_request_was_cancelled(model):
         engine.close()
 
 
+@pytest.mark.bits
 def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
     engine, other = engine_of(model), tiny_model(seed=9)
     try:
@@ -201,6 +203,7 @@ def test_other_weights_of_the_same_version_wait_for_running_requests(model):
         engine.close()
 
 
+@pytest.mark.bits
 def test_whoever_asks_is_told_of_slots_and_may_refuse_what_would_draw(model):
     engine, told = engine_of(model), list[int]()
 

@@ -81,6 +81,7 @@ def iter_futures(arrivals: Arrivals):
         index += 1
 
 
+@pytest.mark.bits
 def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(model):
     engine = engine_of(model)
     try:
@@ -105,6 +106,7 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         engine.close()
 
 
+@pytest.mark.bits
 def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
     engine, other = engine_of(model, slots=4, chunk_steps=2), tiny_model(seed=9)
     try:
@@ -165,6 +167,7 @@ def test_a_chunk_ends_when_nobody_is_left(engine):
     assert after.chunks - before.chunks == 1
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 63, 64, 65, 90])
 def test_prompts_on_either_side_of_a_bucket_give_the_same_in_a_group_and_alone(engine, length):
     together = bits(result_of(engine, request_of(length, n=3, max_tokens=6)))
@@ -194,6 +197,7 @@ def test_slots_that_are_done_ask_for_nothing(engine):
             assert (array == np.broadcast_to(array[:1], array.shape)).all()
 
 
+@pytest.mark.bits
 def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(model):
     engine = engine_of(model)
     try:

@@ -238,6 +238,7 @@ class Failing:
             raise RuntimeError("lost the thread")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -375,6 +376,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.bits
 def test_bitwise_the_same_alone_and_beside_any_wishes(engine):
     rng = random.Random(told_seed())
     requests = random_requests(rng, 24)

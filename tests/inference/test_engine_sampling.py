@@ -98,6 +98,7 @@ def test_greedy_takes_the_likeliest_and_reports_it_at_temperature_one():
     assert float(logprobs[0]) == pytest.approx(np.log(0.4), abs=1e-6)
 
 
+@pytest.mark.bits
 def test_a_filter_in_one_slot_changes_no_bit_of_the_others():
     logits = jax.random.normal(jax.random.key(0), (6, 300)) * 3
     plain = slot_sampling(6)

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tiny_models import tiny_model
 
 from marin_rl.config import ServerConfig
+from marin_rl.inference.batch_invariance import UNPROVEN
 from marin_rl.inference.engine import EngineStats
 from marin_rl.serving.access import (
     LINES_GATHERED_S,
@@ -146,6 +147,8 @@ def test_the_table_names_exactly_what_is_exposed() -> None:
         busy=0,
         queued=0,
         paused=False,
+        sharing=True,
+        invariance=UNPROVEN,
     )
     telemetry = Telemetry(lambda: reading)
     families = text_string_to_metric_families(telemetry.exposition().decode())

@@ -10,6 +10,7 @@ import pytest
 
 from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
+from marin_rl.machine import machine_facts
 from marin_rl.storage.checkpoints import (
     commit_checkpoint,
     restore_checkpoint,
@@ -71,7 +72,7 @@ def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
     assert committed_checkpoint(run, 0) == ref
     assert_equal(restore_checkpoint(run, ref, tree(1)), tree())
     manifest = manifest_of(run.store, ref)
-    assert manifest.extra == {"step": 11}
+    assert manifest.extra == {"step": 11, "machine": machine_facts()}
     assert all(part.name.startswith(f"{manifest.attempt}/") for part in manifest.parts)
     stored = {key for key in run.store.list(ref.slot) if not key.endswith("manifest.json")}
     assert stored == {f"{ref.slot}/{part.name}" for part in manifest.parts}

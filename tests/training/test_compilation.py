@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from marin_rl.compilation import CACHE_VARIABLE, compiled_apart, enable_compilation_cache
+from marin_rl.machine import machine_key
 
 # Past the once-per-process guard, and past what the session has set.
 enable = enable_compilation_cache.__wrapped__
@@ -21,11 +22,12 @@ def _restored():
 def test_the_folder_is_chosen_by_our_variable_then_by_that_of_jax(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
     monkeypatch.delenv(CACHE_VARIABLE)
-    assert enable() == tmp_path / "jax"
+    assert enable() == tmp_path / "jax" / machine_key()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "ours"))
-    assert enable() == tmp_path / "ours"
-    assert (tmp_path / "ours").is_dir()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
+    ours = tmp_path / "ours" / machine_key()
+    assert enable() == ours
+    assert ours.is_dir()
+    assert jax.config.jax_compilation_cache_dir == str(ours)
 
 
 def test_an_empty_variable_switches_it_off(monkeypatch):

@@ -321,6 +321,7 @@ def play(run, trainer, checkpoint, rounds):
     return checkpoint
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_warm_up_leaves_the_policy_alone_and_resuming_ends_in_the_same_bits(

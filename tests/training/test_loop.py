@@ -102,6 +102,7 @@ def test_a_round_that_is_trained_is_returned_and_not_trained_again(debug, tokeni
         Trainer(other, tokenizer).train_round(0, batches, first)
 
 
+@pytest.mark.bits
 def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokenizer):
     run, trainer, first = begin(debug(*SETTINGS), tokenizer)
     after = trainer.train_round(0, commit_round(run, 0, [], LENGTH), first)
@@ -133,6 +134,7 @@ def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokeni
     assert after.summary["updates/steps"] == 1
 
 
+@pytest.mark.bits
 def test_a_run_begins_from_another_runs_checkpoint(debug, tokenizer):
     run, trainer, first = begin(debug(*SETTINGS), tokenizer)
     trained = play(run, trainer, first, [0])

@@ -79,6 +79,7 @@ def test_the_gradient_raises_what_was_chosen_by_the_chance_of_being_wrong():
     np.testing.assert_allclose(by_rejected, [wrong], rtol=1e-6)
 
 
+@pytest.mark.bits
 def test_a_reward_is_read_at_the_last_token_whatever_is_beside_it():
     model, policy = scalar_model(), POLICY
     rng = np.random.default_rng(3)

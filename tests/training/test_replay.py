@@ -1,8 +1,12 @@
 """A round done again gives the same bits; other settings differ as far as they should."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +20,17 @@ from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.resident import Resident
 from marin_rl.rollouts.rescore import rescore_round
 from marin_rl.serving.loading import export_hf, read_checkpoint
+from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.forks import fork_run
 from marin_rl.storage.fsck import check_run
 from marin_rl.storage.gc import collect, rule_of
 from marin_rl.storage.rewards import read_rewards
-from marin_rl.storage.runs import Run
+from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.training.model import load_hf
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
 SETTINGS = (
     "policy.model.layers=1", "sampling.max_tokens=6", "training.learning_rate=1e-2",
@@ -57,6 +62,43 @@ def test_a_round_done_again_gives_the_same_bits(run: Run) -> None:
         assert (found.differing, dict(found.metrics), dict(found.changed)) == ((), {}, {})
     assert run.store.list() == before
     assert check_run(run.config.root, "debug").faults == ()
+
+
+REPLAY = [sys.executable, "-m", "marin_rl", "replay-step", "debug", "0", "--json"]
+
+
+def replayed(root: Path, cores: set[int], **environment: str) -> dict[str, Any]:
+    """`marin-rl replay-step` in a process that starts on these cores."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        [*REPLAY, "--root", str(root)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    assert done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_a_process_that_starts_on_one_core_replays_what_two_did(played: Path) -> None:
+    for cores in ({min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)):
+        found = replayed(played, cores)
+        assert (found["equal"], found["differing"], found["changed"]) == (True, [], {})
+
+
+def test_a_replay_starts_the_recorded_pool_and_names_what_it_cannot_have(played: Path) -> None:
+    run = Run.open(str(played), "debug")
+    recorded = committed_manifest(run.store, checkpoint_slot(1), "").extra["machine"]
+    found = replayed(played, os.sched_getaffinity(0), NPROC="5")
+    assert found["equal"]
+    assert found["changed"] == {}
+    # two devices need two threads, whatever is asked for
+    four = "--xla_force_host_platform_device_count=4"
+    named = replayed(played, os.sched_getaffinity(0), XLA_FLAGS=four)["changed"]
+    assert named == {"threads": [recorded["threads"], "4"]}
 
 
 def test_a_difference_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_splitting_padding_and_order_change_no_gradient(stage, seed, rows):
     assert of_split == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.bits
 def test_lanes_find_what_one_loop_finds_and_the_same_bits_on_any_number_of_cores(stage):
     lanes, cores = Stage(lanes=2), os.sched_getaffinity(0)
     for rows in (1, 5, ROWS_MAX):  # 1, 3 and 4 microbatches hold anything: one lane may have none

@@ -1,0 +1,321 @@
+"""Batch invariance: a sequence has the same bits whatever is computed next to it.
+
+Programs of fixed shapes make that likely, and no more: which row of a product is added up in which
+order is the matrix library's choice, by instruction set and shape. So the engine proves it on the
+machine at hand, with the programs and shapes that it will use, and uses only what is proven. Owns
+the proofs, and the record of each next to the compiled programs. Leaves out what an engine does
+without them (`runner`).
+
+Axes: S slots of a lane, R prompts of a prefill tile, P positions of a prompt bucket.
+"""
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from marin_rl.compilation import programs_folder
+from marin_rl.inference import decoder
+from marin_rl.inference.decoder import Cache
+from marin_rl.inference.extras import ExtraRows
+from marin_rl.inference.lanes import Lanes
+from marin_rl.inference.programs import PROGRAMS, ChunkInputs, Limits
+from marin_rl.inference.reports import Asked
+from marin_rl.inference.slots import TOP_LOGPROBS_MAX
+from marin_rl.inference.table import SlotInputs, SlotTable
+from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
+from marin_rl.machine import machine_facts
+
+FORMAT = "marin-rl/batch-invariance"
+
+# What is proven, and how: a record of another version is proven again.
+VERSION = 1
+
+# Steps of a trial: the second one reads what the first one wrote.
+STEPS = 3
+
+_log = logging.getLogger(__name__)
+_known: dict[Path | str, "Invariance"] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invariance:
+    """Equalities that hold bit by bit on this machine for one engine's shapes.
+
+    `slots`: a sequence in any slot of a lane, alone or among others. `prompts`: a prompt in any row
+    of a prefill, alone or among others. `shared`: a prompt's cache read once for several slots, or
+    by each on its own.
+    """
+
+    slots: bool
+    prompts: bool
+    shared: bool
+
+
+# On a mesh nothing is proven, so nothing is promised.
+UNPROVEN = Invariance(slots=False, prompts=False, shared=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What decides the compiled programs of an engine on one device."""
+
+    spec: DecoderSpec
+    slots: int  # of a lane
+    context_length: int
+    chunk_steps: int
+    prefill_rows: int
+    sharing: bool
+    dtype: str
+
+    @property
+    def cache(self) -> Cache:
+        """Shapes of a lane's cache."""
+        dtype = np.dtype(self.dtype)
+        make = lambda: decoder.empty_cache(self.spec, self.slots, self.context_length, dtype)
+        return jax.eval_shape(make)
+
+
+def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance:
+    """The recorded outcome for such programs on this machine, or that of `prove`, which is kept.
+
+    A record that cannot be read is proven again; where none can be written, this process keeps it.
+    """
+    facts = _facts(shapes)
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    folder = programs_folder()
+    file = None if folder is None else folder / "batch-invariance" / f"{name[:32]}.json"
+    place = file or name
+    recorded = _known.get(place) or (_read(file, facts) if file else None)
+    if recorded is None:
+        started = time.monotonic()
+        recorded = prove()
+        if file is not None:
+            _write(file, facts, recorded, time.monotonic() - started)
+    _known[place] = recorded
+    return recorded
+
+
+def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
+    """Every proof that is kept for this machine: the facts and shapes, and the outcome."""
+    folder = programs_folder()
+    files = sorted((folder / "batch-invariance").glob("*.json")) if folder else []
+    records = [_parsed(file) for file in files]
+    return [record for record in records if record is not None]
+
+
+def _facts(shapes: Shapes) -> dict[str, Any]:
+    """All that an outcome depends on, as JSON has it."""
+    settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
+    return {
+        "version": VERSION,
+        "machine": machine_facts(),
+        "libraries": {name: version(name) for name in ("jax", "jaxlib")},
+        "settings": {name: str(jax.config.values[name]) for name in settings},
+        "shapes": asdict(shapes),
+    }
+
+
+def _read(file: Path, facts: Mapping[str, Any]) -> Invariance | None:
+    if not file.exists():
+        return None
+    record = _parsed(file)
+    if record is None or record[0] != facts:
+        _log.warning("%s is no record of these programs: they are proven again", file)
+        return None
+    return record[1]
+
+
+def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
+    """The facts and the outcome that a file records, or None where it is not such a record."""
+    try:
+        record = json.loads(file.read_bytes())
+        names = {item.name for item in fields(Invariance)}
+        outcome, facts = record["equal"], record["facts"]
+        whole = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
+        if whole and all(type(value) is bool for value in outcome.values()):
+            return facts, Invariance(**outcome)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass  # whatever is wrong with it, the proof is made again
+    return None
+
+
+def _write(file: Path, facts: Mapping[str, Any], outcome: Invariance, seconds: float) -> None:
+    """Readers see the whole record or none."""
+    record = {
+        "format": FORMAT,
+        "facts": facts,
+        "equal": asdict(outcome),
+        "seconds": round(seconds, 3),
+    }
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(record, indent=1, sort_keys=True))
+        temporary.replace(file)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s): the next process proves it again", file, error)
+        with suppress(OSError):
+            temporary.unlink()
+
+
+class Prover:
+    """Trials of the engine's own programs, on a cache of random numbers that lives as long as one.
+
+    `put` commits arrays to the engine's device. Weights may be random: which order sums are taken
+    in depends on shapes alone, and weights of zero would show nothing.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        fused: Decoder,
+        rotary: Rotary,
+        buckets: Sequence[int],
+        put: Callable[[Any], Any],
+    ) -> None:
+        self._shapes = shapes
+        self._fused, self._rotary, self._put = fused, rotary, put
+        self._buckets = buckets
+        self._length = decoder.cache_length(shapes.cache)
+        self._rng = np.random.default_rng(0)
+        S, V = shapes.slots, shapes.spec.vocabulary
+        rows = ExtraRows(Lanes(1, S), self._length, V, put)
+        asked = Asked(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
+        self._extras = rows.on_device(0)._replace(asked=put(asked))
+        self._inputs = SlotTable(S, V, None, rows).inputs
+        self._steps = min(STEPS, shapes.chunk_steps)
+        shape = lambda leaf: (1, *leaf.shape[1:])
+        self._columns = jax.tree.map(lambda leaf: self._rng.normal(size=shape(leaf)), shapes.cache)
+
+    def prove(self) -> Invariance:
+        """Run every trial."""
+        return Invariance(
+            slots=self._slots_alike(),
+            prompts=self._prompts_alike(),
+            shared=self._shapes.sharing and self._shared_alike(),
+        )
+
+    def _slots_alike(self) -> bool:
+        """One sequence in all slots; then several, of which each is also computed alone."""
+        S, last = self._shapes.slots, self._length - self._steps - 1
+        same = self._run(np.full(S, 1), np.full(S, last))
+        if not all(_equal(slot, same[0]) for slot in same):
+            return False
+        positions_S = last - np.arange(S) % 3
+        positions_S[S // 2] = min(5, last)  # blocks past its end are read for the others alone
+        tokens_S = self._tokens(S)
+        together = self._run(tokens_S, positions_S)
+        alone = sorted({0, S // 2, S - 1})
+        return all(
+            _equal(self._run(tokens_S, positions_S, only=slot)[slot], together[slot])
+            for slot in alone
+        )
+
+    def _shared_alike(self) -> bool:
+        """The same steps with every whole block shared, and with none."""
+        S, last = self._shapes.slots, self._length - self._steps - 1
+        tokens_S, positions_S = self._tokens(S), last - np.arange(S) % 3
+        apart = self._run(tokens_S, positions_S)
+        shared = self._run(tokens_S, positions_S, shared=int(positions_S.min()))
+        return all(_equal(one, other) for one, other in zip(apart, shared, strict=True))
+
+    def _prompts_alike(self) -> bool:
+        """For each tile of several prompts: one in all rows, then among others.
+
+        Only products are tried, as all else works on one position at a time.
+        """
+        products = jax.jit(decoder.prompt_products, static_argnums=0)
+        for bucket in self._buckets:
+            tile = decoder.prefill_tile(self._shapes.prefill_rows, bucket)
+            if tile == 1:
+                continue
+            shape = tile, bucket, self._shapes.spec.width
+            others_RPD = self._rng.normal(size=shape).astype(self._shapes.dtype)
+            same_RPD = np.repeat(others_RPD[-1:], tile, axis=0)
+            same, others = (
+                products(self._shapes.spec, self._fused.layers[0], self._put(x_RPD))
+                for x_RPD in (same_RPD, others_RPD)
+            )
+            for alike, mixed in zip(map(np.asarray, same), map(np.asarray, others), strict=True):
+                if not (_equal(alike, alike[:1].repeat(tile, 0)) and _equal(mixed[-1], alike[0])):
+                    return False
+        return True
+
+    def _tokens(self, count: int) -> np.ndarray:
+        return self._rng.integers(0, self._shapes.spec.vocabulary, count).astype(np.int32)
+
+    def _run(
+        self,
+        tokens_S: np.ndarray,
+        positions_S: np.ndarray,
+        *,
+        shared: int = 0,
+        only: int | None = None,
+    ) -> Sequence[list[np.ndarray]]:
+        """What a chunk gives each slot: tokens, logprobs, reports, and what it left in the cache.
+
+        All slots take part, or `only` one.
+        """
+        shapes = self._shapes
+        active_S = np.ones(shapes.slots, np.bool_)
+        if only is not None:
+            active_S = np.arange(shapes.slots) == only
+        inputs = self._inputs._replace(
+            token_S=tokens_S.astype(np.int32),
+            position_S=positions_S.astype(np.int32),
+            remaining_S=np.where(active_S, self._steps, 0).astype(np.int32),
+        )
+        cache, sampled = PROGRAMS.decode_chunk(
+            self._fused,
+            self._rotary,
+            self._cache(),
+            self._given(inputs, shared),
+            spec=shapes.spec,
+            steps=shapes.chunk_steps,
+            sharing=shapes.sharing,
+        )
+        by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
+        told = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
+        # of the last layer, what stands on all others: the first block and the last
+        kept = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
+        return [[array[slot] for array in (*told, *kept)] for slot in range(shapes.slots)]
+
+    def _given(self, inputs: SlotInputs, shared: int) -> ChunkInputs:
+        limits = Limits(np.int32(self._steps), np.int32(0), np.int32(shared))
+        return ChunkInputs(inputs, self._extras, limits)
+
+    def _cache(self) -> Cache:
+        """The same random numbers in every slot: as if all had begun with one prompt."""
+        dtype = np.dtype(self._shapes.dtype)
+        fill = lambda leaf, column: self._put(
+            np.ascontiguousarray(np.broadcast_to(column.astype(dtype), leaf.shape))
+        )
+        return jax.tree.map(fill, self._shapes.cache, self._columns)
+
+
+def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:
+    """Arrays of these shapes that keep activations at about one."""
+    rng = np.random.default_rng(1)
+
+    def fill(leaf: Any) -> Any:
+        deviation = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1.0
+        return put((rng.standard_normal(leaf.shape, np.float32) * deviation).astype(leaf.dtype))
+
+    return jax.tree.map(fill, fused)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Bit by bit, so that NaN and signs of zeros count."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

@@ -1,0 +1,198 @@
+"""The facts of a machine that computed bits depend on, and the least size of XLA's thread pool.
+
+XLA's CPU client sizes its pool once, when JAX starts: by the environment variable NPROC, else by
+the cores that the process may use. A pool of one thread adds up products in another order than a
+larger one, so a process on one core gets a pool of THREADS_MIN. Owns that floor, and the facts that
+manifests record and comparisons name. Imports no JAX: whoever reads a run needs none.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+THREADS_VARIABLE = "NPROC"
+
+# One core then gives the bits of two.
+THREADS_MIN = 2
+
+# What XLA calls the threads of its CPU pool; Linux keeps 15 characters of a name.
+_POOL_THREAD = "tf_XLAEigen"
+
+# XLA's names of instruction sets, ascending, and the processor's flag for each.
+_INSTRUCTION_SETS = (
+    ("SSE4_2", "sse4_2"),
+    ("AVX", "avx"),
+    ("AVX2", "avx2"),
+    ("AVX512", "avx512f"),
+    ("AVX512_VNNI", "avx512_vnni"),
+    ("AVX512_BF16", "avx512_bf16"),
+    ("AMX", "amx_bf16"),
+    ("AMX_FP16", "amx_fp16"),
+)
+_ISA_FLAG = "--xla_cpu_max_isa"
+_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+
+# Settings of JAX that change which instructions a program is made of.
+_JAX_SETTINGS = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DEFAULT_MATMUL_PRECISION")
+
+
+def ensure_threads() -> None:
+    """Set NPROC where XLA's pool would have fewer than THREADS_MIN threads.
+
+    A value that is set already is the user's own. Without effect once JAX has started; done by the
+    first import of the package, so that every entry point has it.
+    """
+    if THREADS_VARIABLE not in os.environ and cores() < THREADS_MIN:
+        os.environ[THREADS_VARIABLE] = str(THREADS_MIN)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def pool_threads() -> int:
+    """Threads of XLA's CPU pool: counted where JAX has started, else as many as it will start."""
+    running = running_pool_threads()
+    if running:
+        return running
+    devices = max(int(_flags().get(_DEVICES_FLAG) or 1), _number("JAX_NUM_CPU_DEVICES"))
+    return max(_number(THREADS_VARIABLE) or cores(), devices)
+
+
+def running_pool_threads() -> int:
+    """Threads of the pool that runs in this process: 0 before JAX starts, or not on Linux."""
+    if "jax" not in sys.modules:
+        return 0
+    return sum(_comm(task).startswith(_POOL_THREAD) for task in _tasks())
+
+
+def request_threads(count: int) -> bool:
+    """Have JAX start with a pool of `count` threads; False where it has started with another."""
+    if count == pool_threads():
+        return True
+    if running_pool_threads():
+        return False
+    os.environ[THREADS_VARIABLE] = str(count)
+    return pool_threads() == count
+
+
+def machine_facts() -> dict[str, str]:
+    """The facts that bits depend on besides code, libraries, configuration and mesh.
+
+    `processor`, its `instruction_set` as XLA names it (or the one that XLA_FLAGS limits it to),
+    `threads` of XLA's pool, the `device` that JAX computes on once it has started, and settings of
+    XLA and JAX in the environment that change programs.
+    """
+    facts = {
+        "processor": processor(),
+        "instruction_set": instruction_set(),
+        "threads": str(pool_threads()),
+    }
+    device = _device()
+    if device:
+        facts["device"] = device
+    ignored = (_ISA_FLAG, _DEVICES_FLAG, "--xla_dump")
+    flags = [f"{name}={value}" for name, value in _flags().items() if not name.startswith(ignored)]
+    if flags:
+        facts["xla_flags"] = " ".join(sorted(flags))
+    return facts | {name.lower(): os.environ[name] for name in _JAX_SETTINGS if name in os.environ}
+
+
+def machine_key() -> str:
+    """A name for this machine's programs: instruction set, threads, digest of facts and features.
+
+    The device is left out: it is not known before JAX has started, and JAX keeps programs of
+    different devices apart.
+    """
+    facts = {name: value for name, value in machine_facts().items() if name != "device"}
+    told = repr((sorted(facts.items()), sorted(_features())))
+    digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+    return f"{facts['instruction_set']}-{facts['threads']}-{digest}".lower()
+
+
+def changed_facts(recorded: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Facts that are others now than the recorded ones, as (recorded, now).
+
+    What was never recorded, as in checkpoints of earlier versions, reads "not recorded".
+    """
+    now = machine_facts()
+    names = sorted({*recorded, *now})
+    absent = "" if recorded else "not recorded"
+    pairs = {name: (str(recorded.get(name, absent)), now.get(name, "")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def instruction_set() -> str:
+    """The largest of XLA's instruction sets that the processor has and XLA_FLAGS allows."""
+    names = [name for name, flag in _INSTRUCTION_SETS if flag in _features()]
+    if not names:
+        return platform.machine()  # not an x86: XLA has no such levels there
+    limit = _flags().get(_ISA_FLAG, "").upper()
+    known = [name for name, _ in _INSTRUCTION_SETS]
+    if limit not in known:
+        return names[-1]
+    return min(names[-1], limit, key=known.index)
+
+
+@cache
+def processor() -> str:
+    """The processor's name, as the system tells it."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+@cache
+def _features() -> frozenset[str]:
+    """Flags of the processor."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+@cache
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def _flags() -> dict[str, str]:
+    """XLA_FLAGS by name; the last of several of one name counts."""
+    pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    return {name: value for name, _, value in pairs}
+
+
+def _number(variable: str) -> int:
+    """The value of an environment variable, or 0 where it is no positive number."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
+
+
+def _tasks() -> list[Path]:
+    try:
+        return list(Path("/proc/self/task").iterdir())
+    except OSError:
+        return []
+
+
+def _comm(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def _device() -> str:
+    """The kind of JAX's devices; empty before it has started, which this does not do."""
+    if not running_pool_threads():
+        return ""
+    # no import: the data side reads facts too, and never depends on JAX
+    return str(sys.modules["jax"].local_devices()[0].device_kind)

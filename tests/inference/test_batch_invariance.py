@@ -1,0 +1,178 @@
+"""What engines prove of their programs, what is kept of it, and what they do without it."""
+
+import json
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from engines import bits, engine_of, random_requests, request_of, result_of, results_under_load
+from seeds import told_seed
+from tiny_models import tiny_model
+
+from marin_rl.compilation import CACHE_VARIABLE
+from marin_rl.inference import batch_invariance
+from marin_rl.inference.attention import SHARE, times_cached
+from marin_rl.inference.batch_invariance import (
+    Invariance,
+    Prover,
+    Shapes,
+    invariance_of,
+    random_weights,
+    recorded_proofs,
+)
+from marin_rl.inference.decoder import BLOCK_MIN
+from marin_rl.inference.runner import Runner
+from marin_rl.inference.weights import DecoderSpec
+
+pytestmark = pytest.mark.bits
+
+ALL = Invariance(slots=True, prompts=True, shared=True)
+SHAPES = Shapes(
+    spec=DecoderSpec(
+        layers=1,
+        kv_heads=1,
+        queries_per_kv=2,
+        head_size=8,
+        width=16,
+        vocabulary=7,
+        norm_epsilon=1e-5,
+        activation="silu",
+    ),
+    slots=8,
+    context_length=64,
+    chunk_steps=4,
+    prefill_rows=4,
+    sharing=True,
+    dtype="float32",
+)
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for records, and a process that knows none."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(batch_invariance, "_known", {})
+    return tmp_path
+
+
+def forget() -> None:
+    """As in the next process."""
+    batch_invariance._known.clear()
+
+
+def record_in(folder: Path) -> Path:
+    (file,) = folder.glob("*/batch-invariance/*.json")
+    return file
+
+
+def products_alike(spec: DecoderSpec, slots: int) -> bool:
+    """The two products of attention, with a common cache read once and for each slot."""
+    rng = np.random.default_rng(0)
+    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
+    times = jax.jit(times_cached, static_argnums=2)
+    for inner, outer in ((H, BLOCK_MIN), (BLOCK_MIN, H)):
+        rows = rng.standard_normal((slots, K, G, inner), np.float32)
+        cached = rng.standard_normal((1, K, inner, outer), np.float32).repeat(slots, 0)
+        together, apart = (np.asarray(times(rows, cached, share)) for share in (SHARE, 1))
+        if together.tobytes() != apart.tobytes():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-gqa"])
+def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
+    """With a single query per key a library has a kernel of its own: most machines refuse it."""
+    engine = engine_of(tiny_model(name), lanes=1)
+    try:
+        runner: Runner = engine._runner
+        runner._can_share = True
+        shapes = runner._shapes()
+        fused = random_weights(runner._decoder(engine.policy), runner.put)
+        prover = Prover(shapes, fused, runner._rotary, runner.buckets, runner.put)
+        assert prover.prove().shared is products_alike(engine.spec, shapes.slots)
+    finally:
+        engine.close()
+
+
+def test_a_proof_is_made_once_and_read_by_the_next_process(records):
+    proofs: list[int] = []
+
+    def prove() -> Invariance:
+        proofs.append(1)
+        return ALL
+
+    for _ in range(2):
+        assert invariance_of(SHAPES, prove) == ALL
+        forget()
+    assert len(proofs) == 1
+    ((facts, outcome),) = recorded_proofs()
+    assert outcome == ALL
+    assert facts["shapes"]["slots"] == 8
+    assert set(facts["machine"]) >= {"processor", "instruction_set", "threads"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: b"[" * 100_000,
+        lambda data: data.replace(b"true", b"1"),
+        lambda data: data.replace(b'"slots": true', b'"other": true'),
+        lambda data: data.replace(b'"slots": 8', b'"slots": 9'),
+    ],
+)
+def test_a_record_that_is_broken_or_of_other_programs_is_proven_again(records, damage):
+    invariance_of(SHAPES, lambda: ALL)
+    file = record_in(records)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    forget()
+    apart = Invariance(slots=True, prompts=True, shared=False)
+    assert invariance_of(SHAPES, lambda: apart) == apart
+    assert json.loads(file.read_bytes())["equal"]["shared"] is False
+    assert [path for path in file.parent.iterdir() if path != file] == []
+
+
+@pytest.mark.parametrize("where", ["", "file"])
+def test_without_a_folder_the_process_remembers(records, monkeypatch, where):
+    if where:
+        (records / "file").write_text("no folder")
+    monkeypatch.setenv(CACHE_VARIABLE, str(records / "file") if where else "")
+    proofs: list[int] = []
+
+    def prove() -> Invariance:
+        proofs.append(1)
+        return ALL
+
+    assert [invariance_of(SHAPES, prove) for _ in range(2)] == [ALL, ALL]
+    assert len(proofs) == 1
+    assert recorded_proofs() == []
+
+
+@pytest.mark.parametrize("lacking", ["shared", "slots", "prompts"])
+def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lacking):
+    model = tiny_model("llama-gqa")
+    first = engine_of(model, lanes=1)
+    first.close()
+    file = record_in(records)
+    record = json.loads(file.read_bytes())
+    record["equal"][lacking] = False
+    file.write_text(json.dumps(record))
+    forget()
+    engine = engine_of(model, lanes=1)
+    try:
+        runner = engine._runner
+        assert getattr(engine.invariance, lacking) is False
+        assert not (engine.sharing and lacking in ("shared", "slots"))
+        assert runner.lanes.count == (8 if lacking == "slots" else 1)
+        assert runner._config.prefill_rows == (1 if lacking == "prompts" else 4)
+        rng = random.Random(told_seed())
+        requests = [request_of(70, n=SHARE), *random_requests(rng, 4)]
+        expected = [bits(result_of(engine, request)) for request in requests]
+        for index, result in results_under_load(engine, requests, rng):
+            assert bits(result) == expected[index], index
+    finally:
+        engine.close()
