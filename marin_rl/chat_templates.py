@@ -10,7 +10,7 @@ renders what transformers renders. Leaves out tokenizing (`batching.sequences`,
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -52,8 +52,9 @@ class Rendering:
     spans: Sequence[tuple[int, int]] = field(default=())
 
 
+@runtime_checkable
 class TemplateOwner(Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer, as far as templates need it."""
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
@@ -66,10 +67,15 @@ class TemplateOwner(Protocol):
 
 
 class ChatTemplate:
-    """A chat template with its special tokens. May be used by several threads."""
+    """A chat template with its special tokens. May be used by several threads.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        self._source = source
+    `pool` renders all but the built-in template; all share one unless another is given.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, Any], pool: WorkerPool | None = None
+    ) -> None:
+        self._source, self._pool = source, pool or _pool
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -103,7 +109,7 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise TemplateFault("is no text that can be written in UTF-8") from None
         items = [_as_json({"variables": variables, "spans": spans}) for variables in given]
-        return [_rendering(answer) for answer in _pool.ask(common, items)]
+        return [_rendering(answer) for answer in self._pool.ask(common, items)]
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         return {
@@ -152,7 +158,7 @@ def _rendered_here(source: str, variables: Mapping[str, Any], *, spans: bool) ->
 
 def _rendering(answer: bytes | WorkerFault) -> Rendering:
     if isinstance(answer, WorkerFault):
-        raise TemplateFault(f"goes on for ever or grows too large ({answer.message})")
+        raise TemplateFault(f"exceeds a limit ({answer.message})")
     values = orjson.loads(answer)
     if "text" not in values:
         raise _exception_of(values)

@@ -25,7 +25,7 @@ Tokens = Int32[np.ndarray, " T"]
 
 @runtime_checkable
 class ChatTokenizer(TemplateOwner, Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer, as far as conversations need it."""
 
     @property
     def chat_template(self) -> Any:

@@ -21,7 +21,7 @@ _FILES_MAX = 32
 _PIECE_BYTES = 2**20
 
 
-def main(module: str, cpu_s: float, memory_bytes: int) -> None:
+def main(module: str, cpu_s: float | int, memory_bytes: int) -> None:
     """Answer messages from standard input on standard output until the input closes."""
     reading, writing = os.dup(0), os.dup(1)
     with open(os.devnull, "r+b", buffering=0) as nothing:  # noqa: PTH123

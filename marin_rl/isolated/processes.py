@@ -38,8 +38,8 @@ class WorkerLimits:
     `wall_s` is far above `cpu_s`: a worker on a busy machine may wait for its turn.
     """
 
-    cpu_s: float
-    wall_s: float
+    cpu_s: float | int
+    wall_s: float | int
     memory_bytes: int
     answer_bytes: int
 
@@ -212,7 +212,7 @@ class Worker:
                 raise TimeoutError
             rest = rest[os.write(self._writing, rest[:_PIECE_BYTES]) :]
 
-    def _receive(self, timeout_s: float) -> bytes:
+    def _receive(self, timeout_s: float | int) -> bytes:
         """Read the next answer. Raises TimeoutError, EOFError, _AnswerTooLong."""
         deadline = time.monotonic() + timeout_s
         self._fill(LENGTH.size, deadline)

@@ -128,11 +128,11 @@ def failure_of(error: Exception) -> dict[str, str]:
     name = type(error).__name__
     match error:
         case jinja2.TemplateSyntaxError():
-            return {"kind": "fault", "message": f"is not one that Jinja can compile ({text})"}
+            return {"kind": "fault", "message": f"cannot be compiled ({text})"}
         case SecurityError() | SyntaxError():
             return {"kind": "fault", "message": f"does what the sandbox refuses ({name})"}
         case TooLong() | RecursionError() | MemoryError():
-            return {"kind": "fault", "message": f"goes on for ever or grows too large ({text})"}
+            return {"kind": "fault", "message": f"exceeds a limit ({text})"}
         case jinja2.UndefinedError():
             return {"kind": "refusal", "message": f"it finds something missing: {text}"}
         case jinja2.TemplateError():

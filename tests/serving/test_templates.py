@@ -170,7 +170,7 @@ def test_nothing_leads_out_of_the_sandbox(template):
 def test_a_filter_that_jinja_has_not_is_named_at_the_start(filter_):
     tokenizer = tokenizer_with("{{ 'x' | " + filter_ + " }}")
     with pytest.raises(
-        InputError, match=r"the chat template of the model folder is wrong: .* No filter named"
+        InputError, match=r"the chat template of the model folder is wrong: .*No filter named"
     ):
         check_template(tokenizer)
     error = failure(tokenizer.chat_template)
