@@ -77,15 +77,16 @@ def tokenizer(config: Config) -> str:
 
 def prompts(config: Config) -> str:
     """The first round's prompts, with room for a completion, fit the context."""
+    from marin_rl.batching.sequences import prompts_tokens
     from marin_rl.rollouts.generate import examples_of
     from marin_rl.tokenizers import tokenizer_for
 
     built = tokenizer_for(config.policy)
     longest = 0
     examples = examples_of(config, 0, 0)[:PROMPTS_CHECKED_MAX]
-    for example in examples:
-        messages = [{"role": m.role, "content": m.content} for m in example.messages]
-        length = len(built.apply_chat_template(messages, add_generation_prompt=True))
+    rendered = prompts_tokens(built, [example.messages for example in examples])
+    for example, tokens in zip(examples, rendered, strict=True):
+        length = len(tokens)
         room = config.policy.context_length - config.sampling.max_tokens
         if length > room:
             raise InputError(

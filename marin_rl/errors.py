@@ -3,6 +3,8 @@
     MarinRLError
     ├── ConfigError            the configuration is wrong, or would change an existing run
     ├── InputError             a model folder, tokenizer, prompt file or reward function is unfit
+    │   ├── TemplateRefusal    a chat template refuses the messages
+    │   └── TemplateFault      a chat template exceeds a limit, or does what it must not
     ├── StorageError
     │   ├── ObjectMissing      a key that was expected is not there
     │   ├── RootUnfit          the root does not honour create-if-absent, or cannot be written
@@ -39,6 +41,14 @@ class ConfigError(MarinRLError, ValueError):
 
 class InputError(MarinRLError, ValueError):
     """A file or function that the user supplies cannot be used as it is."""
+
+
+class TemplateRefusal(InputError):
+    """A chat template refuses messages, or cannot work with them."""
+
+
+class TemplateFault(InputError):
+    """A chat template is at fault: it exceeds a limit, or does what the sandbox refuses."""
 
 
 class StorageError(MarinRLError):

@@ -6,6 +6,8 @@ outside the policy's vocabulary. Everything else takes the tokenizer as an objec
 
 import hashlib
 import json
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from marin_rl.chat_templates import CHAT_TEMPLATE, start_worker
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 
@@ -21,18 +24,6 @@ CHARACTERS = "characters"
 PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
 PRINTABLE = "\n" + "".join(chr(code) for code in range(32, 127))
-
-# Each message opens with the token of its role; what the assistant says ends with EOS, and the
-# `generation` block tells which tokens are its own.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message.role + '|>' }}"
-    "{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message.content }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
@@ -91,6 +82,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             "tokenizer_config.json as transformers 4 writes them"
         ) from error
     check_tokenizer(tokenizer, str(path))
+    start_worker()  # its template will be rendered soon
     return tokenizer
 
 
@@ -153,13 +145,29 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list
     once, so that several threads may encode.
     """
     if not is_direct(tokenizer):
-        return lambda text, special: tokenizer.encode(text, add_special_tokens=special)
+        lock = _lock_of(tokenizer)
+
+        def encode(text: str, special: bool) -> list[int]:  # noqa: FBT001
+            with lock:  # not every tokenizer may be used by two threads at a time
+                return tokenizer.encode(text, add_special_tokens=special)
+
+        return encode
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return lambda text, special: backend.encode(text, add_special_tokens=special).ids
+
+
+def _lock_of(tokenizer: PreTrainedTokenizerBase) -> threading.Lock:
+    """The lock that all encoders of a tokenizer share."""
+    return _locks.setdefault(tokenizer, threading.Lock())
+
+
+_locks: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, threading.Lock]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def is_direct(tokenizer: PreTrainedTokenizerBase) -> bool:

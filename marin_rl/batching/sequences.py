@@ -1,8 +1,9 @@
 """Messages to tokens, by a tokenizer's own chat template, and which tokens are trained on.
 
 Used for the supervised warm start and to render prompts; rollouts never pass here, their tokens are
-those the engine returned. Tokenizers are objects with Hugging Face's `apply_chat_template`; no
-tokenizer library is imported. Masks come from positions, never from token values.
+those the engine returned. Templates are rendered by `chat_templates`, as for serving; tokenizers
+are objects with Hugging Face's methods, and no tokenizer library is imported. Masks come from
+positions, never from token values.
 """
 
 import re
@@ -11,40 +12,51 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
-from jinja2 import TemplateError
 
-from marin_rl.errors import InputError
+from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering, TemplateOwner
+from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.types import Message
 
 # How the template says which tokens are the assistant's; transformers parses the same tag.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+Tokens = Int32[np.ndarray, " T"]
+
 
 @runtime_checkable
-class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+class ChatTokenizer(TemplateOwner, Protocol):
+    """A tokenizer, as far as conversations need it."""
 
-    chat_template: str | None
+    @property
+    def chat_template(self) -> Any:
+        """The template, or several by name; None without one."""
+        ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], **options: Any
-    ) -> Any:  # token ids, or a mapping with return_dict
-        """Render messages with the chat template, and tokenize."""
+    def __call__(self, text: str, **options: Any) -> Any:
+        """Tokenize; returns a mapping with `input_ids`, and `char_to_token`."""
         ...
 
 
-def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, " T"]:
+def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> Tokens:
     """The prompt that a model is to continue: all messages and the assistant's opening.
 
     Raises InputError when the tokenizer has no chat template, or the template fails.
     """
-    found = _render(tokenizer, _conversation(messages), add_generation_prompt=True)
-    return np.asarray(found["input_ids"], dtype=np.int32)
+    return prompts_tokens(tokenizer, [messages])[0]
+
+
+def prompts_tokens(tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]) -> list[Tokens]:
+    """Tokens of several prompts, rendered together; raises as `prompt_tokens` does."""
+    conversations = [
+        Conversation(messages=_conversation(messages), opening=True) for messages in prompts
+    ]
+    renderings = _rendered(_template(tokenizer), conversations)
+    return [_ids(_tokenized(tokenizer, rendering)) for rendering in renderings]
 
 
 def chat_tokens(
     tokenizer: ChatTokenizer, messages: Sequence[Message], answer: str
-) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
+) -> tuple[Tokens, Tokens]:
     """(token_ids, loss_mask) of a conversation that ends in `answer` by the assistant.
 
     The mask is 1 on the answer as the template's `{% generation %}` block delimits it, end-of-turn
@@ -52,11 +64,40 @@ def chat_tokens(
     the prompt. Earlier assistant messages are never trained on. Raises InputError when the prompt
     is not a prefix of the conversation, or when no token is left to train on.
     """
-    prompt = prompt_tokens(tokenizer, messages)
-    whole = [*_conversation(messages), {"role": "assistant", "content": answer}]
-    marked = _GENERATION.search(_template(tokenizer)) is not None
-    found = _render(tokenizer, whole, return_assistant_tokens_mask=marked)
-    ids = np.asarray(found["input_ids"], dtype=np.int32)
+    return chats_tokens(tokenizer, [(messages, answer)])[0]
+
+
+def chats_tokens(
+    tokenizer: ChatTokenizer, chats: Sequence[tuple[Sequence[Message], str]]
+) -> list[tuple[Tokens, Tokens]]:
+    """Tokens and loss masks of several conversations, rendered together, as `chat_tokens` does."""
+    template = _template(tokenizer)
+    marked = _GENERATION.search(tokenizer.get_chat_template()) is not None
+    conversations = list[Conversation]()
+    for messages, answer in chats:
+        prompt = _conversation(messages)
+        whole = [*prompt, {"role": "assistant", "content": answer}]
+        conversations.append(Conversation(messages=prompt, opening=True))
+        conversations.append(Conversation(messages=whole))
+    renderings = _rendered(template, conversations, spans=marked)
+    pairs = zip(renderings[::2], renderings[1::2], chats, strict=True)
+    return [
+        _trained_tokens(tokenizer, prompt, whole, answer, marked=marked)
+        for prompt, whole, (_, answer) in pairs
+    ]
+
+
+def _trained_tokens(
+    tokenizer: ChatTokenizer,
+    prompt_rendering: Rendering,
+    rendering: Rendering,
+    answer: str,
+    *,
+    marked: bool,
+) -> tuple[Tokens, Tokens]:
+    prompt = _ids(_tokenized(tokenizer, prompt_rendering))
+    encoding = _tokenized(tokenizer, rendering)
+    ids = _ids(encoding)
     if len(ids) < len(prompt) or not np.array_equal(ids[: len(prompt)], prompt):
         raise InputError(
             "the chat template renders a prompt that the finished conversation does not begin "
@@ -67,7 +108,7 @@ def chat_tokens(
     mask = np.zeros(len(ids), dtype=np.int32)
     mask[len(prompt) :] = 1
     if marked:
-        mask *= np.asarray(found["assistant_masks"], dtype=np.int32)
+        mask *= _assistant_mask(encoding, rendering.spans, len(ids))
     if not mask.any():
         raise InputError(
             f"nothing to train on in the answer {answer!r}: the chat template marks none of its "
@@ -76,30 +117,50 @@ def chat_tokens(
     return ids, mask
 
 
+def _assistant_mask(encoding: Any, spans: Sequence[tuple[int, int]], length: int) -> Tokens:
+    """Tokens of the generation blocks, by the positions of their first and last characters.
+
+    The edges are transformers': a block whose last character has no token ends with the text.
+    """
+    mask = np.zeros(length, dtype=np.int32)
+    for start, end in spans:
+        first, last = encoding.char_to_token(0, start), encoding.char_to_token(0, end - 1)
+        if first is None:
+            break
+        mask[first : last + 1 if last else length] = 1
+    return mask
+
+
 def _conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def _template(tokenizer: ChatTokenizer) -> str:
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
+def _template(tokenizer: ChatTokenizer) -> ChatTemplate:
+    if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: expected chat_template in tokenizer_config.json "
             "or a chat_template.jinja beside it"
         )
-    return template
+    return ChatTemplate.of(tokenizer)
 
 
-def _render(
-    tokenizer: ChatTokenizer, conversation: list[dict[str, str]], **options: Any
-) -> Mapping[str, Any]:
-    _template(tokenizer)
+def _rendered(
+    template: ChatTemplate, conversations: Sequence[Conversation], *, spans: bool = False
+) -> list[Rendering]:
     try:
-        return tokenizer.apply_chat_template(
-            conversation, tokenize=True, return_dict=True, **options
-        )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        return template.render_all(conversations, spans=spans)
+    except TemplateRefusal as error:
         raise InputError(f"the chat template does not render these messages: {error}") from error
+    except TemplateFault as error:
+        raise InputError(f"the chat template does not render these messages: it {error}") from error
+
+
+def _tokenized(tokenizer: ChatTokenizer, rendering: Rendering) -> Any:
+    return tokenizer(rendering.text, add_special_tokens=False)
+
+
+def _ids(encoding: Mapping[str, Any]) -> Tokens:
+    return np.asarray(encoding["input_ids"], dtype=np.int32)
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:

@@ -8,16 +8,19 @@ itself (the engine) and how tool calls are written (`tools`).
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.isolated.grammars import LARK, SCHEMA, matcher_of
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerPool
 from marin_rl.serving.bodies import ApiError
 
 SCHEMA_BYTES_MAX = 64 * 2**10
@@ -27,11 +30,16 @@ GRAMMAR_CHARACTERS_MAX = 4 * SCHEMA_BYTES_MAX
 GRAMMARS_KEPT_MAX = 64
 TOLD_CHARACTERS_MAX = 300
 
-# Blank space between two parts of a JSON text: enough for an indent, never without end.
-JSON_OPTIONS: Any = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
-}
+LIMITS = WorkerLimits(cpu_s=1.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=2**10)
+TRIALS_MAX = 2
+# A short schema without these takes some milliseconds, less than a trial in another process.
+SHORT_CHARACTERS = 2048
+_HARD_WORDS = (
+    "multipleOf", "attern", "format", "$ref", "allOf", "oneOf", "Length", "Items", "Properties",
+    "x-guidance", "%regex",
+)  # fmt: skip
+
+_trials = WorkerPool("marin_rl.isolated.grammars", LIMITS, TRIALS_MAX)
 
 
 class Walker:
@@ -84,8 +92,9 @@ class Constraints:
         self._vocabulary = vocabulary
         self._stop_tokens = list(stop_tokens)
         self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
         self._taken_in: LLTokenizer | None = None
-        self._compiled = lru_cache(maxsize=GRAMMARS_KEPT_MAX)(self._compile)
+        self._compiled: OrderedDict[tuple[bytes, str], Future[LLMatcher]] = OrderedDict()
 
     def response_format(self, form: Mapping[str, Any] | None) -> MakeWalker | None:
         """What OpenAI's `response_format` asks for; None where any text will do.
@@ -102,30 +111,52 @@ class Constraints:
     def json_schema(self, schema: Mapping[str, Any], *, param: str) -> MakeWalker:
         """Walkers through JSON texts of a schema. Raises ApiError 400, naming `param`."""
         _check_size(schema, param)
-        return self._maker(_schema_grammar, _as_text(schema), param)
+        return self._maker(SCHEMA, _as_text(schema), param)
 
     def grammar(self, grammar: str, *, param: str) -> MakeWalker:
         """Walkers through the texts of a Lark grammar. Raises ApiError 400, naming `param`."""
         if len(grammar) > GRAMMAR_CHARACTERS_MAX:
             told = f"{param}: expected forms of at most {GRAMMAR_CHARACTERS_MAX} characters in all"
             raise ApiError(400, f"{told}, found {len(grammar)}", param=param)
-        return self._maker(str, grammar, param)
+        return self._maker(LARK, grammar, param)
 
-    def _maker(self, reading: Callable[[str], str], text: str, param: str) -> MakeWalker:
+    def _maker(self, kind: bytes, text: str, param: str) -> MakeWalker:
         words = -(-self._vocabulary // 32)
-        with self._lock:
-            try:
-                matcher = self._compiled(reading, text)
-            except InputError as error:
-                raise ApiError(400, f"{param}: {error}", param=param) from None
+        try:
+            matcher = self._matcher(kind, text)
+        except InputError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
         return lambda: Walker(matcher.deep_copy(), words)
 
-    def _compile(self, reading: Callable[[str], str], text: str) -> LLMatcher:
-        if self._taken_in is None:
-            self._taken_in = take_in(self._tokenizer, self._vocabulary, self._stop_tokens)
-        matcher = LLMatcher(self._taken_in, reading(text), log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+    def _matcher(self, kind: bytes, text: str) -> LLMatcher:
+        """The compiled form, kept or made now; who asks for the same meanwhile waits for it.
+
+        A refusal is kept as well. Raises InputError.
+        """
+        with self._lock:
+            compiled = self._compiled.get((kind, text))
+            mine = compiled is None
+            if compiled is None:
+                compiled = self._compiled[kind, text] = Future()
+                if len(self._compiled) > GRAMMARS_KEPT_MAX:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end((kind, text))
+        if mine:
+            try:
+                compiled.set_result(self._compile(kind, text))
+            except Exception as error:  # noqa: BLE001 - all that wait for it get it
+                if not isinstance(error, InputError):
+                    with self._lock:
+                        self._compiled.pop((kind, text), None)
+                compiled.set_exception(error)
+        return compiled.result()
+
+    def _compile(self, kind: bytes, text: str) -> LLMatcher:
+        _try(kind, text)
+        with self._vocabulary_lock:
+            if self._taken_in is None:
+                self._taken_in = take_in(self._tokenizer, self._vocabulary, self._stop_tokens)
+        matcher = matcher_of(self._taken_in, kind, text)
         if matcher.is_error():
             raise InputError(
                 f"expected a form that can be enforced while sampling, found: {_told(matcher)}"
@@ -133,8 +164,17 @@ class Constraints:
         return matcher
 
 
-def _schema_grammar(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+def _try(kind: bytes, text: str) -> None:
+    """Raise InputError for a form whose compilation exceeds a limit in a process of its own."""
+    if len(text) <= SHORT_CHARACTERS and not any(word in text for word in _HARD_WORDS):
+        return
+    (answer,) = _trials.ask(kind, [text.encode()])
+    if isinstance(answer, WorkerFault):
+        raise InputError(
+            f"expected a form that is compiled within {LIMITS.cpu_s:g} s and "
+            f"{LIMITS.memory_bytes >> 20} MiB, found one that takes {answer.message}: lower its "
+            "counts, lengths and multiples, or ask for a simpler pattern"
+        )
 
 
 def take_in(
@@ -185,15 +225,6 @@ class _Words:
         ids = self._encode(text, add_special_tokens=False).ids
         written = b"".join(self.tokens[index] for index in ids)
         return ids if written == text.encode() else []
-
-
-# Room for an object of a thousand optional properties; a step then still takes some milliseconds.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,
-    max_grammar_size=100_000,
-    max_items_in_row=16_000,
-    verbose_errors=False,
-)
 
 
 def _check_size(schema: Any, param: str) -> None:

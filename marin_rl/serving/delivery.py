@@ -25,6 +25,7 @@ SHORT_QUOTES = 200
 SHORT_LISTS = 32
 # What may take long however short it is; a backslash and u could spell any of them.
 LONG_WORDS = (b"tools", b"response_format", b"\\u")
+CHAT_WORDS = (b"messages",)
 
 
 class Reply:
@@ -77,31 +78,54 @@ class Reply:
 
 
 class Preparer:
-    """Has requests prepared: short ones at once, on the event loop, all others by a thread.
+    """Has requests prepared: short ones at once, on the event loop, all others by threads.
 
     Short is a body of few bytes whose preparation takes no time to speak of, as that of those
-    before it did not. What may take long whatever its size (tools, forms) is told by words in the
-    body; so is whatever could hide them. `alone` has everything done by the thread, for a tokenizer
-    that must not be used by two.
+    before it did not. What may take long whatever its size (tools, forms) is known by words in the
+    body; so is whatever could hide them. `alone` keeps everything off the event loop, for a
+    tokenizer that must not be used by two threads.
+
+    What waits for another process has threads of its own, so that nothing else waits for it:
+    `forms` for bodies with tools or forms, whose grammars are compiled, and `chats` for
+    conversations where a worker renders the template. Without them the worker does these too.
     """
 
-    def __init__(self, worker: Executor, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        worker: Executor,
+        *,
+        alone: bool = False,
+        forms: Executor | None = None,
+        chats: Executor | None = None,
+    ) -> None:
         self._worker = worker
         self._alone = alone
+        self._forms = forms or worker
+        self._chats = chats
         self._cpu_s = math.inf  # of the last ones, a moving mean
 
     def add(self, data: bytes, work: Callable[[], None]) -> None:
         """Have this done for a body, now or soon. The work must raise nothing."""
-        if self._is_short(data):
+        executor = self._executor_for(data)
+        if executor is None:
             self._timed(work)
         else:
-            self._worker.submit(self._timed, work)
+            executor.submit(self._timed, work)
 
     async def made(self, data: bytes, work: Callable[[], T]) -> T:
         """What is made of a body; raises what the work raises."""
-        if self._is_short(data):
+        executor = self._executor_for(data)
+        if executor is None:
             return self._timed(work)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._timed, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, self._timed, work)
+
+    def _executor_for(self, data: bytes) -> Executor | None:
+        """The threads that prepare a body; None for the event loop."""
+        if any(word in data for word in LONG_WORDS):
+            return self._forms
+        if self._chats is not None and any(word in data for word in CHAT_WORDS):
+            return self._chats
+        return None if self._is_short(data) else self._worker
 
     def _is_short(self, data: bytes) -> bool:
         return (
@@ -110,7 +134,6 @@ class Preparer:
             and not self._alone
             and data.count(b'"') <= SHORT_QUOTES
             and data.count(b"[") <= SHORT_LISTS
-            and not any(word in data for word in LONG_WORDS)
         )
 
     def _timed(self, work: Callable[[], T]) -> T:

@@ -80,6 +80,8 @@ class Exchange:
         self._service.preparer.add(data, partial(self._begin, prepare, data))
 
     def _begin(self, prepare: Prepare, data: bytes) -> None:
+        if self._closed:  # the client left while this waited for a thread
+            return
         try:
             self._submit(prepare(self._service, data))
         except Exception as error:  # noqa: BLE001 whoever reads the reply gets it

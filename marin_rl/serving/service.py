@@ -20,6 +20,7 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 import marin_rl
+from marin_rl.chat_templates import WORKERS_MAX
 from marin_rl.config import ServerConfig
 from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.protocol import served_model_id
@@ -41,6 +42,8 @@ from marin_rl.tokenizers import encoder_of, is_direct
 
 # More characters than any tokenizer's tokens have on average.
 TOKEN_CHARACTERS_MAX = 256
+# More than there are processes that check grammars: some may wait, others are known already.
+FORM_THREADS = 4
 
 Prompt = Int32[np.ndarray, " P"]
 F = TypeVar("F", bound=SamplingFields)
@@ -60,16 +63,27 @@ class Service:
     draining: bool = False
     stopping: bool = False
     running: int = 0
-    # one thread: not every tokenizer may be used by two at a time
     worker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    )
+    # these wait for other processes: for a grammar's check, for a template's rendering
+    forms: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="forms")
+    )
+    chats: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="chats")
     )
     writer: Writer = field(default_factory=Writer)
 
     @cached_property
     def preparer(self) -> Preparer:
-        """Has requests prepared, by that thread where they take long."""
-        return Preparer(self.worker, alone=not is_direct(self.tokenizer))
+        """Has requests prepared, by those threads where they take long."""
+        return Preparer(
+            self.worker,
+            alone=not is_direct(self.tokenizer),
+            forms=self.forms,
+            chats=self.chats if self.chat_prompts.waits else None,
+        )
 
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
@@ -137,7 +151,8 @@ class Service:
 
     def close(self) -> None:
         """End the threads."""
-        self.worker.shutdown(wait=False)
+        for executor in (self.worker, self.forms, self.chats):
+            executor.shutdown(wait=False, cancel_futures=True)
         self.writer.close()
 
     def encode(self, text: str, *, special: bool = True) -> Prompt:

@@ -1,52 +1,45 @@
 """From messages to token ids, by the chat template of the model folder and no other.
 
-Owns the shape in which templates expect messages and tools, and the limits under which they run.
-The sandbox itself, which refuses attributes and may be rendered by several threads, is `sandbox`'s;
-reading a completion back into tool calls is `tools`'.
+Owns the shape in which templates expect messages and tools, and how their failures are answered.
+Rendering itself, in a process with limits, is `chat_templates`'; reading a completion back into
+tool calls is `tools`'.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
-import orjson
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.errors import InputError
+from marin_rl.chat_templates import ChatTemplate, Conversation, prove
+from marin_rl.errors import TemplateFault, TemplateRefusal
 from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.sandbox import LimitExceeded, compile_template, render
 from marin_rl.tokenizers import encoder_of
-
-TOLD_CHARACTERS_MAX = 300
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise InputError unless the tokenizer's chat template can be compiled."""
-    for tools in (None, [_NO_TOOL]):
-        try:
-            compile_template(_template(tokenizer, tools))
-        except jinja2.TemplateError as error:
-            raise InputError(
-                f"the chat template of the model folder is wrong: {_told(error)}; expected a "
-                "template that the sandbox can compile"
-            ) from None
+    """Raise InputError unless the tokenizer's chat template renders probe conversations."""
+    prove(tokenizer)
 
 
 class ChatPrompts:
     """The way from conversations to token ids, by the tokenizer's own template.
 
     What it needs of the tokenizer is looked up once: transformers takes longer for that than a
-    rendering does.
+    rendering does. May be used by several threads.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._plain = _template(tokenizer, None)
-        self._with_tools = _template(tokenizer, [_NO_TOOL])
-        self._special = dict(tokenizer.special_tokens_map)
+        self._plain = ChatTemplate.of(tokenizer)
+        self._with_tools = ChatTemplate.of(tokenizer, tools=True)
         self._encode = encoder_of(tokenizer)
+
+    @property
+    def waits(self) -> bool:
+        """Return True where rendering waits for a process, so that it must not hold up others."""
+        return not (self._plain.is_built_in and self._with_tools.is_built_in)
 
     def ids(
         self,
@@ -72,60 +65,25 @@ class ChatPrompts:
         opening: bool = True,
     ) -> str:
         """The text that `ids` encodes; raises what that raises."""
-        conversation = conversation_of(messages)
-        offered = None if not tools else [dict(tool) for tool in tools]
+        conversation = Conversation(
+            messages=conversation_of(messages),
+            tools=[dict(tool) for tool in tools] if tools else None,
+            opening=opening,
+        )
+        template = self._with_tools if tools else self._plain
         try:
-            return render(
-                compile_template(self._plain if offered is None else self._with_tools),
-                characters_in=_size([conversation, offered]),
-                messages=conversation,
-                tools=offered,
-                documents=None,
-                add_generation_prompt=opening,
-                **self._special,
-            )
-        except (*_FAULTS, *_REFUSALS) as error:
-            raise _as_told(error) from None
-
-
-def _size(given: Any) -> int:
-    """Bytes of what the caller gave, as JSON. Raises ValueError for half a character."""
-    try:
-        return len(orjson.dumps(given))
-    except orjson.JSONEncodeError:  # it knows no integers over 64 bits
-        return len(json.dumps(given, ensure_ascii=False).encode())
-
-
-_FAULTS = (
-    jinja2.TemplateSyntaxError,
-    jinja2.exceptions.SecurityError,
-    LimitExceeded,
-    RecursionError,
-    MemoryError,
-)
-_REFUSALS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-
-
-def _as_told(error: Exception) -> ApiError:
-    """Whose fault it is that a template could not be rendered, and which."""
-    match error:
-        case jinja2.TemplateSyntaxError() | jinja2.exceptions.SecurityError():
-            return _fault(f"does what the sandbox refuses ({type(error).__name__})")
-        case LimitExceeded() | RecursionError() | MemoryError():
-            return _fault(f"goes on for ever or grows too large ({_told(error)})")
-        case jinja2.UndefinedError():
-            return _refusal(f"it finds something missing: {_told(error)}")
-        case jinja2.TemplateError():
-            return _refusal(_told(error))
-        case _:
-            return _refusal(f"it cannot work with them ({type(error).__name__})")
+            return template.render(conversation).text
+        except TemplateRefusal as error:
+            message = f"the chat template refuses these messages: {error}"
+            raise ApiError(400, message, param="messages") from None
+        except TemplateFault as error:
+            raise ApiError(
+                500,
+                f"the model's chat template {error}: expected one that renders messages and "
+                "nothing else",
+                type="server_error",
+                code="chat_template",
+            ) from None
 
 
 def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -171,27 +129,3 @@ def _object(where: str, text: str) -> dict[str, Any]:
 def no_constant(name: str) -> Any:
     """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
     raise ValueError(f"{name} is not JSON")
-
-
-_NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {}}}
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None) -> str:
-    return tokenizer.get_chat_template(None, tools)
-
-
-def _told(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:TOLD_CHARACTERS_MAX]
-
-
-def _refusal(told: str) -> ApiError:
-    return ApiError(400, f"the chat template refuses these messages: {told}", param="messages")
-
-
-def _fault(told: str) -> ApiError:
-    return ApiError(
-        500,
-        f"the model's chat template {told}: expected one that renders messages and nothing else",
-        type="server_error",
-        code="chat_template",
-    )

@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.isolated.grammars import JSON_OPTIONS
 from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.constraints import JSON_OPTIONS
 from marin_rl.serving.templates import ChatPrompts, no_constant
 
 CALLS_MAX = 128

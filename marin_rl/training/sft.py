@@ -5,14 +5,14 @@ from the checkpoint of the one before, so a run that was killed ends in the same
 was not. Tokens are prepared in a thread while the device computes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.batching.sequences import ChatTokenizer, chat_tokens
+from marin_rl.batching.sequences import ChatTokenizer, chats_tokens
 from marin_rl.config import Config, content
 from marin_rl.environments.base import Environment, make_environment
 from marin_rl.errors import InputError
@@ -39,7 +39,7 @@ from marin_rl.training.state import (
     tree_of,
 )
 from marin_rl.training.step import StepSettings, TrainState
-from marin_rl.types import SlotRef, TrainingBatch
+from marin_rl.types import Message, SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
 PREPARED_MAX = 4  # steps whose tokens are made ahead
@@ -169,7 +169,7 @@ def supervised_batch(
     """
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
-    found: list[tuple[np.ndarray, np.ndarray]] = []
+    chats = list[tuple[Sequence[Message], str]]()
     for number in range(step * rows, (step + 1) * rows):
         example = environment.example(chosen.train_seed, number, "train")
         answer = environment.demonstration(example)
@@ -178,7 +178,8 @@ def supervised_batch(
                 f"example {example.example_id} of {example.environment} has no answer: a warm "
                 "start needs (prompt, answer) pairs; choose another sft.environment"
             )
-        found.append(chat_tokens(cast(ChatTokenizer, tokenizer), example.messages, answer))
+        chats.append((example.messages, answer))
+    found = chats_tokens(cast(ChatTokenizer, tokenizer), chats)
     longest = max(len(ids) for ids, _ in found)
     if longest > config.policy.context_length:
         raise InputError(

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError
 from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.constraints import SCHEMA_DEPTH_MAX, Constraints, Walker
+from marin_rl.serving.constraints import (
+    GRAMMARS_KEPT_MAX,
+    SCHEMA_DEPTH_MAX,
+    Constraints,
+    Walker,
+)
 from marin_rl.tokenizers import character_tokenizer
 
 STEPS_MAX = 4000
@@ -276,7 +282,39 @@ def test_a_tokenizer_without_bytes_is_refused():
 def test_a_grammar_is_compiled_once():
     constraints = constraints_of(CHARACTERS)
     schema = {"type": "object", "properties": {f"k{index}": {} for index in range(1500)}}
-    for _ in range(6):
-        constraints.json_schema(schema, param="s")
-    counted = constraints._compiled.cache_info()
-    assert (counted.misses, counted.hits) == (1, 5)
+    counted = count_compilations(constraints)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: constraints.json_schema(schema, param="s"), range(6)))
+    assert len(counted) == 1
+
+
+def test_a_refusal_is_kept():
+    constraints = constraints_of(CHARACTERS)
+    counted = count_compilations(constraints)
+    for _ in range(3):
+        with pytest.raises(ApiError, match="Invalid type"):
+            constraints.json_schema({"type": "foo"}, param="s")
+    assert len(counted) == 1
+
+
+def test_grammars_beyond_those_that_are_kept_are_compiled_again():
+    constraints = constraints_of(CHARACTERS)
+    counted = count_compilations(constraints)
+    for number in range(GRAMMARS_KEPT_MAX + 1):
+        constraints.json_schema({"const": number}, param="s")
+    constraints.json_schema({"const": GRAMMARS_KEPT_MAX}, param="s")
+    assert len(counted) == GRAMMARS_KEPT_MAX + 1
+    constraints.json_schema({"const": 0}, param="s")
+    assert len(counted) == GRAMMARS_KEPT_MAX + 2
+
+
+def count_compilations(constraints: Constraints) -> list[str]:
+    """The forms that are compiled from now on."""
+    compiled, compile_form = list[str](), constraints._compile
+
+    def counting(kind: bytes, text: str) -> Any:
+        compiled.append(text)
+        return compile_form(kind, text)
+
+    constraints._compile = counting  # type: ignore[method-assign]
+    return compiled

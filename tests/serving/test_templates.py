@@ -1,7 +1,6 @@
 """Chat templates: rendered as transformers does, under limits, and with nothing let out."""
 
 import json
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from chat_templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
 
 from marin_rl.errors import InputError
-from marin_rl.serving import sandbox
+from marin_rl.isolated.templates import CHARACTERS_MAX
 from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.templates import ChatPrompts, check_template, conversation_of
 from marin_rl.tokenizers import character_tokenizer
@@ -110,10 +109,8 @@ def test_half_a_character_in_arguments_is_refused():
 
 
 def failure(template: str, messages: list[dict[str, Any]] | None = None) -> ApiError:
-    started = time.thread_time()
     with pytest.raises(ApiError) as caught:
         ChatPrompts(tokenizer_with(template)).text(messages or TALK)
-    assert time.thread_time() - started < sandbox.CPU_SECONDS_MAX + 2
     return caught.value
 
 
@@ -147,11 +144,13 @@ ESCAPES = [
     "{{ messages.append(1) }}",
     "{{ messages[0].update({'role': 'x'}) }}",
     "{{ '{0.__class__}'.format(cycler) }}",
-    "{{ '%s' % messages }}",
-    "{{ strftime_now('%1000000Y') }}",
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}{{ os }}",
-    "{{ environment.pay.__globals__ }}",
+    "{{ environment.from_string.__globals__ }}",
+    "{{ tojson.__globals__ }}",
+    "{% for key in ['__class__'] %}{{ messages[key] }}{% endfor %}",
+    "{{ ({}).__class__.__base__.__subclasses__() }}",
+    "{{ (messages|map(attribute='__class__')|list)[0].mro() }}",
     "{{ ('x' | map('attr', '__class__') | list)[0].mro() }}",
 ]
 
@@ -167,82 +166,58 @@ def test_nothing_leads_out_of_the_sandbox(template):
         assert leak not in text
 
 
-LOOP = "{% for a in range(99999) %}"
-NESTED = "{% set ns = namespace(x=['x' * 1000]) %}"
-NESTED += "{% for i in range(26) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-LOOPS = {
-    "endless loop": LOOP + LOOP + "{% endfor %}{% endfor %}",
-    "endless output": LOOP + LOOP + "x{% endfor %}{% endfor %}",
-    "formatted": "{{ '{:1000000000}'.format('x') }}",
-    "formatted by value": "{{ '{:{}}'.format('x', 10**9) }}",
-    "formatted often": "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
-    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "bushy recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
-    "recursive loop": "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
-    "long range": "{{ range(10**9) | list }}",
-    "repeated": "{{ 'x' * 10**10 }}",
-    "repeated list": "{{ [0] * 10**10 }}",
-    "powers": "{{ 10**(10**10) }}",
-    "products": "{% set ns = namespace(x=3) %}{% for i in range(99) %}"
-    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "doubled by ~": "{% set x = 'xxxxxxxx' %}" + "{% set x = x ~ x %}" * 40,
-    "doubled by +": "{% set x = 'xxxxxxxx' %}" + "{% set x = x + x %}" * 40,
-    "doubled list": "{% set x = [1] %}" + "{% set x = x + x %}" * 40,
-    "doubled in blocks": "{% set x = 'xxxxxxxx' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
-    "replaced": "{% set x = 'x' * 1000 %}" + "{% set x = x.replace('x', x) %}" * 4,
-    "replaced by filter": "{% set x = 'x' * 1000 %}" + "{% set x = x | replace('x', x) %}" * 4,
-    "joined": "{% set x = 'x' * 1000 %}" + "{% set x = x.join(x) %}" * 4,
-    "joined by filter": "{% set x = 'x' * 1000 %}" + "{% set x = x | list | join(x) %}" * 4,
-    "indented": "{{ '\n\n' | indent(10**9) }}",
-    "indented json": "{{ [1] | tojson(indent=10**9) }}",
-    "json of json": "{% set ns = namespace(x='\"') %}"
-    "{% for i in range(24) %}{% set ns.x = ns.x | tojson %}{% endfor %}{{ ns.x | length }}",
-    "json of lists": "{% set x = ['x' * 1000] * 1000 %}{{ ([x] * 1000) | tojson | length }}",
-    "sliced": "{{ ([1] | slice(8000000) | list) | length }}",
-    "in batches": "{{ ([1] | batch(20000000, 'x') | list | first) | length }}",
-    "rounded": "{{ 3 | round(10**9, 'ceil') }}",
-    "lists in lists printed": NESTED + "{{ ns.x }}",
-    "lists in lists as string": NESTED + "{{ (ns.x | string) | length }}",
-    "lists in lists by ~": NESTED + "{{ (ns.x ~ '') | length }}",
-    "lists in lists joined": NESTED + "{{ ([ns.x] | join('')) | length }}",
-    "separated json": "{{ [1, 2] | tojson(separators=('x' * 99999, ':')) }}",
-}
+@pytest.mark.parametrize("filter_", ["nonesuch", "os.system"])
+def test_a_filter_that_jinja_has_not_is_named_at_the_start(filter_):
+    tokenizer = tokenizer_with("{{ 'x' | " + filter_ + " }}")
+    with pytest.raises(
+        InputError, match=r"the chat template of the model folder is wrong: .*No filter named"
+    ):
+        check_template(tokenizer)
+    error = failure(tokenizer.chat_template)
+    assert (error.status, error.body["error"]["code"]) == (500, "chat_template")
 
 
-@pytest.mark.parametrize("template", LOOPS.values(), ids=LOOPS)
-def test_a_template_without_end_or_measure_is_stopped(template):
-    error = failure(template)
-    assert error.status in (400, 500)
-    if error.status == 500:
-        assert error.body["error"]["code"] == "chat_template"
-        assert str(error).startswith("the model's chat template ")
+def test_a_template_that_is_no_jinja_is_reported_at_the_start():
+    with pytest.raises(InputError, match="the chat template of the model folder is wrong"):
+        check_template(tokenizer_with("{% for x in %}"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_templates_of_known_families_pass_the_probes(name):
+    check_template(tokenizer_with(TEMPLATES[name]))
+
+
+def test_a_template_may_refuse_all_but_one_message_of_a_user():
+    strict = "{% if messages|length > 1 or tools %}{{ raise_exception('one only') }}{% endif %}x"
+    check_template(tokenizer_with(strict))
+    with pytest.raises(InputError, match="refuses one message of a user: no users"):
+        check_template(tokenizer_with("{{ raise_exception('no users') }}"))
 
 
 @pytest.mark.parametrize(
-    "filter_", ["center(10**9)", "random", "wordwrap(1)", "pprint", "nonesuch"]
+    ("condition", "probe"),
+    [
+        ("messages|length == 1", "one message of a user"),
+        ("messages[0].role == 'system'", "a system message"),
+        ("messages|length > 3", "several turns"),
+        ("tools", "a call of a tool"),
+        ("messages[0].content|length > 9999", "a long message"),
+    ],
 )
-def test_filters_that_no_chat_needs_are_not_there(filter_):
-    tokenizer = tokenizer_with("{{ 'x' | " + filter_ + " }}")
-    with pytest.raises(
-        InputError, match=r"the chat template of the model folder is wrong: No filter"
-    ):
-        check_template(tokenizer)
-    assert failure(tokenizer.chat_template).status == 500
+def test_a_probe_that_a_template_does_not_survive_is_named(condition, probe):
+    hostile = "{% if " + condition + " %}{{ 'x' * 10**10 }}{% endif %}x"
+    with pytest.raises(InputError, match=f"with {probe} it .*over 512 MiB of memory"):
+        check_template(tokenizer_with(hostile))
 
 
-def test_a_template_that_is_no_jinja_is_found_at_the_start():
-    with pytest.raises(InputError, match="the chat template of the model folder is wrong"):
-        check_template(tokenizer_with("{% for x in %}"))
-    check_template(tokenizer_with(QWEN))
+def test_a_long_conversation_may_be_as_long_as_the_caller_sends_it():
+    content = "x" * (3 * CHARACTERS_MAX)
+    prompts = ChatPrompts(tokenizer_with(CHATML))
+    assert content in prompts.text([{"role": "user", "content": content}])
+    with pytest.raises(ApiError, match="a text over"):
+        ChatPrompts(tokenizer_with("{{ 'x' * 3000000 }}")).text(TALK)
 
 
-def test_the_limit_grows_with_what_the_caller_sends():
-    long = [{"role": "user", "content": "x" * (3 * sandbox.CHARACTERS_MAX)}]
-    tokenizer = tokenizer_with(CHATML)
-    assert len(ChatPrompts(tokenizer).text(long)) > 3 * sandbox.CHARACTERS_MAX
-
-
-def test_a_template_is_compiled_once():
-    ChatPrompts(tokenizer_with(QWEN)).text(TALK)
-    assert sandbox.compile_template(QWEN) is sandbox.compile_template(QWEN)
+def test_the_built_in_template_is_rendered_in_this_process():
+    assert not ChatPrompts(character_tokenizer()).waits
+    assert ChatPrompts(tokenizer_with(CHATML)).waits

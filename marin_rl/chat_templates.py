@@ -1,0 +1,219 @@
+"""The one renderer of chat templates, for training and for serving.
+
+A template of a model folder is rendered in a worker process that is killed where it exceeds a limit
+of time or memory; the template of this package's own tokenizer, which is known by its text, is
+rendered right here. Both go through the same Jinja environment (`isolated.templates`), which
+renders what transformers renders. Leaves out tokenizing (`batching.sequences`,
+`serving.templates`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import orjson
+
+from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.isolated.templates import failure_of, render
+
+# Each message opens with the token of its role; what the assistant says ends with EOS, and the
+# `generation` block marks which tokens are its own.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+WORKERS_MAX = 2
+LIMITS = WorkerLimits(cpu_s=2.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=256 * 2**20)
+
+_pool = WorkerPool("marin_rl.isolated.templates", LIMITS, WORKERS_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages and tools as templates expect them; `opening` ends with the assistant's opening."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    opening: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The text of a conversation; `spans` are the (start, end) of its generation blocks."""
+
+    text: str
+    spans: Sequence[tuple[int, int]] = field(default=())
+
+
+@runtime_checkable
+class TemplateOwner(Protocol):
+    """A tokenizer, as far as templates need it."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Special tokens by name, which templates may use."""
+        ...
+
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
+        """Return the template for conversations with or without tools."""
+        ...
+
+
+class ChatTemplate:
+    """A chat template with its special tokens. May be used by several threads.
+
+    `pool` renders all but the built-in template; all share one unless another is given.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, Any], pool: WorkerPool | None = None
+    ) -> None:
+        self._source, self._pool = source, pool or _pool
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def of(cls, tokenizer: TemplateOwner, *, tools: bool = False) -> "ChatTemplate":
+        """Return a tokenizer's template, the one for tools if it has several."""
+        source = tokenizer.get_chat_template(None, [{}] if tools else None)
+        return cls(source, tokenizer.special_tokens_map)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Return True for the template of this package, which is rendered in this process."""
+        return self._source == CHAT_TEMPLATE
+
+    def render(self, conversation: Conversation) -> Rendering:
+        """Render one conversation; raises as `render_all` does."""
+        return self.render_all([conversation])[0]
+
+    def render_all(
+        self, conversations: Sequence[Conversation], *, spans: bool = False
+    ) -> list[Rendering]:
+        """Render conversations, all of them in one message to the worker.
+
+        `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
+        conversation, TemplateFault where it exceeds a limit or does what it must not.
+        """
+        given = [self._variables(conversation) for conversation in conversations]
+        if self.is_built_in:
+            return [_rendered_here(self._source, variables, spans=spans) for variables in given]
+        try:
+            common = self._source.encode()
+        except UnicodeEncodeError:
+            raise TemplateFault("is no text that can be written in UTF-8") from None
+        items = [_as_json({"variables": variables, "spans": spans}) for variables in given]
+        return [_rendering(answer) for answer in self._pool.ask(common, items)]
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        return {
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": conversation.opening,
+            **self._special_tokens,
+        }
+
+
+def start_worker() -> None:
+    """Start a worker process early, without waiting for it."""
+    _pool.start()
+
+
+def prove(tokenizer: TemplateOwner) -> None:
+    """Render probe conversations by a folder's template. Raises InputError where one shows a fault.
+
+    A single message of a user must be rendered. A template may refuse the others (system messages,
+    several turns, tool calls), but it may not exceed a limit with them.
+    """
+    for name, conversation in PROBES.items():
+        template = ChatTemplate.of(tokenizer, tools=conversation.tools is not None)
+        try:
+            template.render(conversation)
+        except TemplateFault as error:
+            raise InputError(
+                f"the chat template of the model folder is wrong: with {name} it {error}; expected "
+                "one that renders messages and nothing else, as transformers does"
+            ) from None
+        except TemplateRefusal as error:
+            if conversation is PROBES[_FIRST_PROBE]:
+                raise InputError(
+                    f"the chat template of the model folder refuses {name}: {error}; expected one "
+                    "that renders at least that"
+                ) from None
+
+
+def _rendered_here(source: str, variables: Mapping[str, Any], *, spans: bool) -> Rendering:
+    try:
+        return Rendering(*render(source, variables, spans=spans))
+    except Exception as error:  # noqa: BLE001 - as a worker reports it
+        raise _exception_of(failure_of(error)) from None
+
+
+def _rendering(answer: bytes | WorkerFault) -> Rendering:
+    if isinstance(answer, WorkerFault):
+        raise TemplateFault(f"exceeds a limit ({answer.message})")
+    values = orjson.loads(answer)
+    if "text" not in values:
+        raise _exception_of(values)
+    return Rendering(values["text"], [(start, end) for start, end in values["spans"]])
+
+
+def _exception_of(failure: Mapping[str, str]) -> InputError:
+    kind = TemplateFault if failure["kind"] == "fault" else TemplateRefusal
+    return kind(failure["message"])
+
+
+def _as_json(value: Any) -> bytes:
+    """Return JSON; raises TemplateRefusal for half a character."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # it writes no integers over 64 bits
+        pass
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise _exception_of(failure_of(error)) from None
+
+
+def _text(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+_QUESTION = _text("user", "What is the weather in Oslo?")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+_CALL = {
+    "id": "probe0001",  # Mistral's templates ask for nine characters
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Oslo"}},
+}
+_TURNS = [message for _ in range(4) for message in (_QUESTION, _text("assistant", "Rain."))]
+_FIRST_PROBE = "one message of a user"
+PROBES = {
+    _FIRST_PROBE: Conversation(messages=[_QUESTION], opening=True),
+    "a system message": Conversation(messages=[_text("system", "Be brief."), _QUESTION]),
+    "several turns": Conversation(messages=[*_TURNS, _QUESTION], opening=True),
+    "a call of a tool": Conversation(
+        messages=[
+            _QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "probe0001", "content": "Rain."},
+        ],
+        tools=[_TOOL],
+        opening=True,
+    ),
+    "a long message": Conversation(messages=[_text("user", "word " * 20_000)], opening=True),
+}
