@@ -40,9 +40,8 @@ NOISY = (
     "prefect._internal.concurrency",
     "prefect.events.clients",
     "prefect.events.worker",
-    "prefect.flow_runs",
-    "prefect.task_runs",
 )
+RUNS = ("prefect.flow_runs", "prefect.task_runs")  # which say other things too
 
 _log = get_logger("marin_rl")
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
@@ -52,6 +51,11 @@ class ApiLost(httpx.TransportError):
     """A request to an API that is known to be gone. Prefect's client does not retry it."""
 
 
+def _drop_lost_reports(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return record.name in RUNS and not isinstance(error, httpx.TransportError)
+
+
 class ApiConnection:
     """A connection that is open until it is lost, which it stays. Thread safe."""
 
@@ -59,7 +63,6 @@ class ApiConnection:
         self.url = url
         self._lost = threading.Event()
         self._lock = threading.Lock()
-        self._levels: dict[str, int] = {}
 
     @property
     def lost(self) -> bool:
@@ -75,10 +78,8 @@ class ApiConnection:
         _log.warning(
             "%s: the run goes on without reporting to Prefect; its files are whole", reason
         )
-        for name in NOISY:
-            logger = logging.getLogger(name)
-            self._levels[name] = logger.level
-            logger.setLevel(logging.CRITICAL + 1)
+        for name in NOISY + RUNS:
+            logging.getLogger(name).addFilter(_drop_lost_reports)
         set_api_log_sink(lambda _: None)
         EventsWorker.set_client_override(NullEventsClient)
         discard(services())
@@ -90,8 +91,8 @@ class ApiConnection:
         discard(services())
         set_api_log_sink(None)
         EventsWorker.set_client_override(None)
-        for name, level in self._levels.items():
-            logging.getLogger(name).setLevel(level)
+        for name in NOISY + RUNS:
+            logging.getLogger(name).removeFilter(_drop_lost_reports)
 
     def confirm(self) -> None:
         """Find out whether the API is still there, before the last reports are sent."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import construct, make_environment, reward_of
@@ -18,7 +19,7 @@ from marin_rl.errors import InputError, RewardFault
 from marin_rl.types import Example
 
 REWARDS = """
-import os, re, sys, time
+import os, re, subprocess, sys, time
 import numpy as np
 
 def reward(example, completion):
@@ -45,6 +46,12 @@ def reward(example, completion):
         case "answer": return float(example.answer == "4" and example.metadata["level"] == 2)
         case "jax": return float("jax" in sys.modules)
         case "pid": return os.getpid()
+        case "child": return subprocess.Popen(["sleep", "600"]).pid
+        case "child of a session":
+            return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        case "say and hang in C":
+            print("hanging", flush=True)
+            re.match(r"(a+)+$", "a" * 60 + "b")
     return len(completion)
 """
 
@@ -164,48 +171,39 @@ from marin_rl.environments.scoring import RewardWorker
 config = EnvironmentConfig.model_validate_json(sys.argv[1])
 environment = make_environment(config)
 hello = {"module": "marin_rl.environments.chat", "environment": config.model_dump(mode="json")}
-worker = RewardWorker(hello, 0.3)
+worker = RewardWorker(hello, 100.0)
 example = environment.example(0, 0, "train")
-worker.score(example, ["ready"])
-print(worker.process_id, flush=True)
+scores = worker.score(example, ["pid", "child", "child of a session"])
+print(worker.process_id, *(int(components[0].value) for components in scores), flush=True)
 if sys.argv[2] == "busy":
-    worker._timeout_s = 100.0
-    worker._send({"example": example, "completions": ["hang in C"], "timeout_s": 0.3})
-    print("sent", flush=True)
+    worker.score(example, ["say and hang in C"])
 time.sleep(100)
 """
 
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
-def test_a_worker_outlives_its_killed_parent_by_seconds(
+def test_a_worker_and_its_children_end_with_their_killed_parent(
     config: EnvironmentConfig, state: str
 ) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, config.model_dump_json(), state],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])},
     )
     assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
+    processes = [int(word) for word in parent.stdout.readline().split()]
+    assert len(processes) == 4
     if state == "busy":
-        parent.stdout.readline()
+        assert parent.stderr is not None
+        assert "hanging" in parent.stderr.readline()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while lives(worker):
-        assert time.monotonic() < deadline, f"worker {worker} lives on"
-        time.sleep(0.05)
-
-
-def lives(process_id: int) -> bool:
-    """Whether a process is there, and more than a zombie."""
-    try:
-        told = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return False
-    return told.rpartition(")")[2].split()[0] != "Z"
+    for pipe in (parent.stdout, parent.stderr):
+        assert pipe is not None
+        pipe.close()
+    wait_until_gone(processes)
 
 
 def test_starting_a_worker_does_not_wait_for_it(
