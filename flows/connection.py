@@ -26,6 +26,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
+from prefect.settings import temporary_settings
 
 HEALTH_TIMEOUT_S = 15.0  # for a server that is busy; one that is not there refuses at once
 WATCH_EVERY_S = 10.0
@@ -75,9 +76,7 @@ class ApiConnection:
             if self.lost:
                 return
             self._lost.set()
-        _log.warning(
-            "%s: the run goes on without reporting to Prefect; its files are whole", reason
-        )
+        _log.warning("%s: going on without reports to Prefect; files are not affected", reason)
         for name in NOISY + RUNS:
             logging.getLogger(name).addFilter(_drop_lost_reports)
         set_api_log_sink(lambda _: None)
@@ -96,14 +95,6 @@ class ApiConnection:
 
     def confirm(self) -> None:
         """Find out whether the API is still there, before the last reports are sent."""
-
-    def client_settings(self) -> dict[str, Any]:
-        """Settings of an asynchronous client that refuses requests once the API is lost."""
-
-        async def refuse(_: httpx.Request) -> None:
-            self.refuse_when_lost(_)
-
-        return {"event_hooks": {"request": [refuse]}}
 
     def refuse_when_lost(self, _: httpx.Request) -> None:
         """Raise ApiLost instead of a request that would be retried for a minute."""
@@ -241,7 +232,8 @@ def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
     if body.error is not None:
         raise _as_interrupt(body.error) from None
     assert not body.started, "a flow that was begun has returned or raised"
-    return asyncio.run(flow.fn(*arguments, **named))
+    with temporary_settings({"logging.to_api.when_missing_flow": "ignore"}):
+        return asyncio.run(_play_alone(flow.fn, arguments, named))
 
 
 def _function(body: _Body) -> Callable[..., Any]:
@@ -262,5 +254,17 @@ async def _play_connected(
     arguments: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
-    async with AsyncClientContext(httpx_settings=connection.client_settings()):
+    async def refuse_when_lost(request: httpx.Request) -> None:
+        connection.refuse_when_lost(request)
+
+    async with AsyncClientContext() as context:
+        context.client._client.event_hooks = {"request": [refuse_when_lost]}
         return await flow(*arguments, **named)
+
+
+async def _play_alone(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """Call a flow's function outside of a flow run; one client serves all of its tasks."""
+    async with AsyncClientContext():
+        return await function(*arguments, **named)
