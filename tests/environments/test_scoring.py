@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def reward(example, completion):
         case "raise": raise KeyError("who knows")
         case "exit": sys.exit(3)
         case "die": os.kill(os.getpid(), 9)
-        case "hang": time.sleep(100)
+        case "hang": time.sleep(3600)
         case "hang in C": re.match(r"(a+)+$", "a" * 60 + "b")
         case "catch all":
             while True:
@@ -69,12 +68,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentConf
         "eval_fraction": 0.3,
         "reward_weights": {"format": 0.5},
     }
-    yield EnvironmentConfig(name="chat", options=options, reward_timeout_s=2)
+    yield EnvironmentConfig(name="chat", options=options, reward_timeout_s=3)
     sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="module")
 def scorer(config: EnvironmentConfig) -> Iterator[Scorer]:
+    """A scorer whose time limit no busy machine reaches."""
+    patient = config.model_copy(update={"reward_timeout_s": 300.0})
+    scorer = Scorer(make_environment(patient), patient)
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(config: EnvironmentConfig) -> Iterator[Scorer]:
+    """A scorer with a short time limit, for what never ends."""
     scorer = Scorer(make_environment(config), config)
     yield scorer
     scorer.close()
@@ -117,12 +126,11 @@ def test_what_it_may_not(scorer: Scorer, example: Example) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["hang", "hang in C", "catch all"])
-def test_a_hanging_function_is_interrupted(scorer: Scorer, example: Example, trouble: str) -> None:
-    score(scorer, example, "ready")
-    began = time.monotonic()
-    told = rewards(score(scorer, example, "before", trouble, "after it"))
-    assert told == [6.0, "the reward took longer than 2 s", 8.0]
-    assert time.monotonic() - began < 60  # it would hang for ever
+def test_a_hanging_function_is_interrupted(
+    impatient: Scorer, example: Example, trouble: str
+) -> None:
+    told = rewards(score(impatient, example, "before", trouble, "after it"))
+    assert told == [6.0, "the reward took longer than 3 s", 8.0]  # it would hang for ever
 
 
 def test_a_dead_worker_is_replaced(scorer: Scorer, example: Example) -> None:
@@ -221,11 +229,11 @@ def test_starting_a_worker_does_not_wait_for_it(
 def test_reasoning_gym_is_scored_in_a_worker() -> None:
     """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
     config = EnvironmentConfig(
-        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=3.0
+        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=6.0
     )
     environment = make_environment(config)
     scorer = Scorer(environment, config)
     example = environment.example(0, 5, "train")
     told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    assert told == [1.0, "the reward took longer than 3 s"]
+    assert told == [1.0, "the reward took longer than 6 s"]
     scorer.close()
