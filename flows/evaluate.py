@@ -5,10 +5,9 @@
 `rl-loop` does the same for the checkpoint it ends with.
 """
 
-import asyncio
-
 from prefect import flow
 
+from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, settled, working_on
 from marin_rl.config import Config
@@ -90,4 +89,4 @@ def start(config: Config, round: int | None = None) -> SlotRef:
     """Run the flow in this process; `flows.server` says with which Prefect API."""
     check_own(config, round)  # before a server is started
     with prefect_api(warm=HEAVY):
-        return asyncio.run(evaluate_run(config.model_dump(mode="json"), round=round))
+        return play_flow(evaluate_run, config.model_dump(mode="json"), round=round)

@@ -38,6 +38,7 @@ from prefect.context import FlowRunContext
 from prefect.logging import get_logger
 from prefect.states import Crashed
 
+from flows.connection import current_connection
 from marin_rl.analysis.report import learning_curve
 from marin_rl.analysis.status import metric_rows
 from marin_rl.progress import ProgressEvent, listening
@@ -93,6 +94,7 @@ class Reporter:
 
     def __init__(self, run: Run, flow_run_id: UUID, attempt: int = 1) -> None:
         self._run, self._flow_run_id, self._attempt = run, flow_run_id, attempt
+        self._connection = current_connection()
         self._slug = re.sub(r"[^a-z0-9]+", "-", run.run_id.lower()).strip("-") or "run"
         self._pages: deque[tuple[int, Row]] = deque(maxlen=PAGES_WAITING_MAX)
         self._rows: dict[int, Row] = {}
@@ -121,7 +123,11 @@ class Reporter:
         """Make what is waiting, within a limit of time."""
         self._closing.set()
         self._wake.set()
-        self._thread.join(CLOSING_S)
+        if not self._api_lost():
+            self._thread.join(CLOSING_S)
+
+    def _api_lost(self) -> bool:
+        return self._connection is not None and self._connection.lost
 
     def _note(self, round: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -131,11 +137,16 @@ class Reporter:
         try:
             for row in metric_rows(self._run):
                 self._note(row["round"], {k: v for k, v in row.items() if v is not None})
-            with get_client(sync_client=True) as client:
+            connection = self._connection
+            hooks = [] if connection is None else [connection.refuse_when_lost]
+            settings = {"event_hooks": {"request": hooks}}
+            with get_client(sync_client=True, httpx_settings=settings) as client:
                 if self._attempt > 1:
                     self._take_over(client)
                 self._report(client)
         except Exception as error:  # noqa: BLE001 - a page that cannot be made must not end a run
+            if self._api_lost():
+                return  # which is reported once, by the connection
             get_logger("marin_rl").warning(
                 "no more artifacts for this run: %s: %s", type(error).__name__, error
             )

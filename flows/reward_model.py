@@ -5,10 +5,9 @@
 Where `policy.init` is "sft", the warm start is played first, and its result is the trunk.
 """
 
-import asyncio
-
 from prefect import flow
 
+from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, settled, working_on
 from flows.sft import steps_of, warm_start
@@ -46,4 +45,4 @@ async def learn(run: RunRef) -> SlotRef:
 def start(config: Config) -> SlotRef:
     """Run the flow in this process; `flows.server` says with which Prefect API."""
     with prefect_api(warm=HEAVY):
-        return asyncio.run(reward_model(config.model_dump(mode="json")))
+        return play_flow(reward_model, config.model_dump(mode="json"))

@@ -8,10 +8,9 @@ that opens to its stages; but a subflow asks the server eight times whether it m
 round, and no trouble of the server's can hold up the training.
 """
 
-import asyncio
-
 from prefect import flow, task
 
+from flows.connection import play_flow
 from flows.evaluate import measure, round_after
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, resume_point, settled, working_on
@@ -77,4 +76,4 @@ async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
 def start(config: Config) -> SlotRef:
     """Run the flow in this process; `flows.server` says with which Prefect API."""
     with prefect_api(warm=HEAVY):
-        return asyncio.run(rl_loop(config.model_dump(mode="json")))
+        return play_flow(rl_loop, config.model_dump(mode="json"))

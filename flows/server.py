@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -17,10 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,17 @@ from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
 
+from flows.connection import (
+    ApiConnection,
+    RemoteConnection,
+    discard,
+    healthy,
+    services,
+    using,
+)
 from marin_rl.errors import MarinRLError
 
 DATABASE = "prefect.db"
-HEALTH_TIMEOUT_S = 15.0  # for a server that is busy; one that is not there refuses at once
 START_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
 STOP_TIMEOUT_S = 8.0
@@ -71,7 +77,8 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             _import(warm)
-            yield configured
+            with using(RemoteConnection(configured)):
+                yield configured
             return
         reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
         _log.info("%s: using a temporary one (`make up` starts one with a UI)", reason)
@@ -88,15 +95,6 @@ def _told_by_a_word() -> Iterator[None]:
         yield
     except TerminationSignal:
         raise KeyboardInterrupt from None
-
-
-def healthy(url: str) -> bool:
-    """Whether a Prefect API answers at `url` (which ends in /api)."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S) as reply:
-            return reply.read().strip() == b"true"
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
 
 
 def quieten() -> None:
@@ -134,10 +132,12 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
         database, template = Path(home) / DATABASE, _template()
         if template.exists():
             shutil.copyfile(template, database)
-        with _spawned(port, Path(home)) as process:
+        connection = ApiConnection(url)
+        with using(connection), _spawned(port, Path(home), connection) as (process, answered):
             _import(warm)
-            _wait_until_healthy(process, url, Path(home) / LOG)
-            if not template.exists():
+            _wait_until_healthy(process, connection, Path(home) / LOG)
+            answered.set()
+            if not connection.lost and not template.exists():
                 _keep(database, template)
             yield url
 
@@ -161,11 +161,15 @@ def _keep(database: Path, template: Path) -> None:
         partial.replace(template)
     except (OSError, sqlite3.Error) as error:
         _log.debug("no template of the server's database was kept: %s", error)
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # such as a home that is no folder
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _spawned(
+    port: int, home: Path, connection: ApiConnection
+) -> Iterator[tuple[subprocess.Popen[bytes], threading.Event]]:
+    """Start a server; the event says that it has answered, so that its end is a loss."""
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     environment = {
         **os.environ,
@@ -187,13 +191,25 @@ def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
             start_new_session=True,  # a terminal's Ctrl-C is the flow's, who then still tells of it
         )
     assert process.stdin is not None
+    answered, ending = threading.Event(), threading.Event()
+    threading.Thread(
+        target=_watch,
+        args=(process, connection, answered, ending),
+        name="prefect-server",
+        daemon=True,
+    ).start()
     try:
-        yield process
+        yield process, answered
     finally:
-        # What Prefect tells in the background must have arrived before nobody listens.
-        APILogWorker.drain_all(timeout=DRAIN_S)
-        EventsWorker.drain_all(timeout=DRAIN_S)
-        process.stdin.close()
+        unsent = services()
+        if not connection.lost:
+            # What Prefect reports in the background must have arrived before the server ends.
+            APILogWorker.drain_all(timeout=DRAIN_S)
+            EventsWorker.drain_all(timeout=DRAIN_S)
+        ending.set()
+        discard(unsent)
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -201,17 +217,36 @@ def _spawned(port: int, home: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _watch(
+    process: subprocess.Popen[bytes],
+    connection: ApiConnection,
+    answered: threading.Event,
+    ending: threading.Event,
+) -> None:
+    """Lose the connection when the server ends before it should.
+
+    One that ends by itself before it has answered cannot start, which `_wait_until_healthy` raises.
+    """
+    code = process.wait()
+    if not ending.is_set() and (code < 0 or answered.is_set()):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        connection.lose(f"the temporary Prefect server {how}")
+
+
+def _wait_until_healthy(
+    process: subprocess.Popen[bytes], connection: ApiConnection, log: Path
+) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not healthy(url):
-        if process.poll() is not None:
+    while not connection.lost and not healthy(connection.url):
+        code = process.poll()
+        if code is not None and code >= 0:
             raise RuntimeError(
-                f"the temporary Prefect server ended with exit code {process.returncode}; start "
-                f"one with `make up`, or see what it said:\n{log.read_text()[-LOG_SHOWN:]}"
+                f"the temporary Prefect server ended with exit code {code}; start one with "
+                f"`make up`, or see what it said:\n{log.read_text()[-LOG_SHOWN:]}"
             )
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"the temporary Prefect server did not answer at {url} within "
+                f"the temporary Prefect server did not answer at {connection.url} within "
                 f"{START_TIMEOUT_S:g} s: start one with `make up`"
             )
         time.sleep(POLL_S)

@@ -5,10 +5,9 @@
 `rl-loop` plays the same segments first where `policy.init` is "sft", and starts from the last one.
 """
 
-import asyncio
-
 from prefect import flow
 
+from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, named, settled, working_on
 from marin_rl.config import Config
@@ -44,4 +43,4 @@ def steps_of(checkpoint: SlotRef | None) -> int:
 def start(config: Config) -> SlotRef:
     """Run the flow in this process; `flows.server` says with which Prefect API."""
     with prefect_api(warm=HEAVY):
-        return asyncio.run(sft(config.model_dump(mode="json")))
+        return play_flow(sft, config.model_dump(mode="json"))

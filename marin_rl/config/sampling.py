@@ -3,11 +3,13 @@
 Leaves out where completions come from (serving.py) and what is evaluated (orchestration.py).
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.config.section import ABSENT, Count, Seconds, Section
+from marin_rl.config.section import ABSENT, FREE, Count, Seconds, Section
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
 
 class LearnedRewardConfig(Section):
@@ -46,6 +48,19 @@ class EnvironmentConfig(Section):
         default=1_000_000_000, ge=0, lt=2**31, description="base seed of held-out examples"
     )
     reward_timeout_s: Seconds = Field(default=10.0, description="seconds for scoring one rollout")
+    reward_memory_bytes_max: int = Field(
+        default=8 * 2**30,
+        ge=256 * 2**20,
+        le=2**50,
+        description="memory of a process that scores; beyond it a rollout is a fault",
+        json_schema_extra=FREE,
+    )
+    pass_environment: tuple[VariableName, ...] = Field(
+        default=(),
+        max_length=64,
+        description="names of environment variables that scoring may see, such as a judge's key",
+        json_schema_extra=FREE,
+    )
     reward_model: LearnedRewardConfig | None = Field(
         default=None,
         description="a reward model whose word counts too; null: none",

@@ -3,20 +3,17 @@
 Scorers hang in C code, catch every exception, exhaust the interpreter lock; nothing in this process
 could stop them. A worker (`worker.py`) is a fresh interpreter that imports the environment and
 never JAX; it is started before it is needed, scores a group per message, is killed at the time
-limit and started again for the rest. Whatever goes wrong with one completion is a RewardFault,
-returned and not raised, so that it costs one rollout. What cannot hang is scored right here.
+limit with whatever it started (`marin_rl.process`), and started again for the rest. Whatever goes
+wrong with one completion is a RewardFault, returned and not raised, so that it costs one rollout.
+What cannot hang is scored right here.
 """
 
 import asyncio
 import atexit
 import contextlib
-import os
 import queue
-import select
-import subprocess
-import sys
+import secrets
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,11 +23,14 @@ import orjson
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, checked_components
 from marin_rl.errors import InputError, RewardFault
+from marin_rl.process import PrintedText, WorkerProcess, clean_environment
 from marin_rl.types import Example, RewardComponent
 
 STARTUP_TIMEOUT_S = 120.0
+SEND_TIMEOUT_S = 60.0  # for a worker to take in a group, which it does at once
+EXIT_PATIENCE_S = 5.0  # between a worker's last word and its exit status
+ANSWER_BYTES_MAX = 4 << 20
 MESSAGE_CHARACTERS_MAX = 500
-_READ_BYTES = 1 << 16
 
 Score = tuple[RewardComponent, ...] | RewardFault
 
@@ -84,21 +84,23 @@ class Scorer:
 
 
 class RewardWorker:
-    """One worker process and the pipe to it. Not thread safe: one caller at a time.
+    """A worker process that scores, started again whenever one had to be ended.
 
-    The process starts at once; nobody waits for it before the first group. It ends with this
-    process however that ends, because its standard input closes then, and a hung one soon after.
+    Not thread safe: one caller at a time. The process starts at once, before the first group. It
+    and whatever it started end with this process, however that ends.
     """
 
     def __init__(self, hello: dict[str, Any], timeout_s: float) -> None:
         self._hello = hello
         self._timeout_s = timeout_s
+        self._settings = EnvironmentConfig.model_validate(hello["environment"])
+        self._printed = PrintedText("reward")
         self._start()
 
     @property
     def process_id(self) -> int:
-        """Of the process that scores at the moment."""
-        return self._process.pid
+        """Process id of the supervisor of the process that scores at the moment."""
+        return self._process.process_id
 
     def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
         """One score per completion, in order. Raises InputError where the worker cannot start."""
@@ -108,96 +110,82 @@ class RewardWorker:
         return scores
 
     def close(self) -> None:
-        """End the process now."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        """End the process now, and whatever it started."""
+        self._process.end()
 
     def _score_rest(
         self, example: Example, completions: Sequence[str], scores: list[Score]
     ) -> None:
-        """Ask for the completions without a score; stop early, with a fresh worker, at a fault."""
+        """Ask for the completions without a score; stop early, with a new worker, at a fault."""
         self._wait_until_ready()
         asked = list(completions[len(scores) :])
+        group = {"nonce": secrets.token_hex(16), "example": example, "completions": asked}
         try:
-            self._send({"example": example, "completions": asked, "timeout_s": self._timeout_s})
-            while len(scores) < len(completions):
-                scores.append(_score_of(self._receive(self._timeout_s)))
+            self._process.send(orjson.dumps(group), SEND_TIMEOUT_S)
+            for index in range(len(asked)):
+                line = self._process.receive(self._timeout_s, ANSWER_BYTES_MAX)
+                scores.append(_score_of(_checked(line, group["nonce"], index)))
         except TimeoutError:
             scores.append(RewardFault(f"the reward took longer than {self._timeout_s:g} s"))
             self._restart()
         except (EOFError, BrokenPipeError):
-            scores.append(RewardFault(f"the reward ended its process ({self._exit_status()})"))
+            how = self._process.end(patience_s=EXIT_PATIENCE_S)
+            scores.append(RewardFault(f"the reward ended its process ({how})"))
+            self._restart()
+        except ValueError as error:
+            scores.append(RewardFault(f"the reward wrote to the scorer's own pipe: {error}"))
             self._restart()
 
     def _start(self) -> None:
         self._ready = False
-        self._buffer = b""
-        # `-c` rather than multiprocessing: spawn would import this program's main module, and with
-        # it JAX; a fork would copy its threads' locks.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from marin_rl.environments.worker import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
-            bufsize=0,
+        self._process = WorkerProcess(
+            "marin_rl.environments.worker:main",
+            environment=clean_environment(self._settings.pass_environment),
+            memory_bytes_max=self._settings.reward_memory_bytes_max,
+            printed=self._printed,
         )
-        with contextlib.suppress(BrokenPipeError):  # told by whoever waits until it is ready
-            self._send(self._hello)
+        self._greeting = {"nonce": secrets.token_hex(16), **self._hello}
+        # A process that has ended already is reported once something waits until it is ready.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.send(orjson.dumps(self._greeting), STARTUP_TIMEOUT_S)
 
     def _restart(self) -> None:
-        self.close()
+        self._process.end()
         self._start()
 
     def _wait_until_ready(self) -> None:
         if self._ready:
             return
         try:
-            answer = self._receive(STARTUP_TIMEOUT_S)
+            line = self._process.receive(STARTUP_TIMEOUT_S, ANSWER_BYTES_MAX)
+            answer = _checked(line, self._greeting["nonce"])
         except TimeoutError:
             raise InputError(
                 f"the environment could not be imported for scoring in {STARTUP_TIMEOUT_S:g} s"
             ) from None
         except EOFError:
+            how = self._process.end(patience_s=EXIT_PATIENCE_S)
             raise InputError(
-                f"the process for scoring ended at its start ({self._exit_status()}); its standard "
-                "error says why"
+                f"the process for scoring ended at its start ({how}); its standard error says why"
+            ) from None
+        except ValueError as error:
+            raise InputError(
+                f"the environment wrote to the scorer's own pipe while it was imported: {error}"
             ) from None
         if "unfit" in answer:
             raise InputError(f"the environment cannot score: {answer['unfit']}")
         self._ready = True
 
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        data = memoryview(orjson.dumps(message) + b"\n")
-        while data:
-            data = data[self._process.stdin.write(data) :]
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line. Raises TimeoutError, EOFError."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        while b"\n" not in self._buffer:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            data = os.read(descriptor, _READ_BYTES)
-            if not data:
-                raise EOFError
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return orjson.loads(line)
-
-    def _exit_status(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(1.0)
-            return f"signal {-code}" if code < 0 else f"exit status {code}"
-        return "still running, but silent"
+def _checked(line: bytes, nonce: str, index: int | None = None) -> dict[str, Any]:
+    """Parse an answer. Raises ValueError for one that the worker's own code did not write."""
+    try:
+        answer = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict) or answer.get("nonce") != nonce or answer.get("index") != index:
+        raise ValueError(f"expected an answer with this group's number, found {line[:40]!r}")
+    return answer
 
 
 def _score_of(answer: dict[str, Any]) -> Score:

@@ -1,17 +1,10 @@
-"""The process that scores: reads groups from standard input, writes a line per completion.
+"""The process that scores: reads a group per line, writes an answer per completion.
 
-Started by `scoring`. Standard output belongs to that conversation, so what a reward function prints
-goes to standard error. It ends when its parent does: an idle one sees its input close, and one that
-hangs is ended by a timer of the C runtime, which needs no interpreter lock.
+Started by `scoring` through `marin_rl.process`, which ends it and whatever it started.
 """
 
-import faulthandler
 import importlib
-import os
-import signal
-import sys
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -19,54 +12,45 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, construct
 from marin_rl.environments.scoring import score_here
 from marin_rl.errors import MarinRLError, RewardFault
+from marin_rl.process import Channel
 from marin_rl.types import Example, Message
 
-# The parent kills at the time limit; this is for when there is no parent any more.
-GRACE_S = 2.0
+
+def main(channel: Channel) -> None:
+    """Serve one parent until it closes its end."""
+    lines = channel.lines()
+    environment = _begin(orjson.loads(next(lines)), channel)
+    if environment is None:
+        return
+    for line in lines:
+        _score_group(environment, orjson.loads(line), channel)
 
 
-def main() -> None:
-    """Serve one parent until it closes our standard input."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    questions = sys.stdin.buffer
-    environment = _begin(orjson.loads(questions.readline()), answers)
-    if environment is not None:
-        _serve(environment, questions, answers)
-
-
-def _begin(hello: dict[str, Any], answers: BinaryIO) -> Environment | None:
+def _begin(hello: dict[str, Any], channel: Channel) -> Environment | None:
     try:
         importlib.import_module(hello["module"])
         environment = construct(EnvironmentConfig.model_validate(hello["environment"]))
         environment.load_scorer()
     except (MarinRLError, ImportError) as error:
-        _tell(answers, {"unfit": f"{type(error).__name__}: {error}"})
+        _answer(channel, hello, {"unfit": f"{type(error).__name__}: {error}"})
         return None
-    _tell(answers, {"ready": True})
+    _answer(channel, hello, {"ready": True})
     return environment
 
 
-def _serve(environment: Environment, questions: BinaryIO, answers: BinaryIO) -> None:
-    with Path(os.devnull).open("w") as nowhere:
-        while line := questions.readline():
-            group = orjson.loads(line)
-            example = _example(group["example"])
-            for completion in group["completions"]:
-                faulthandler.dump_traceback_later(
-                    group["timeout_s"] + GRACE_S, exit=True, file=nowhere
-                )
-                score = score_here(environment, example, completion)
-                faulthandler.cancel_dump_traceback_later()
-                if isinstance(score, RewardFault):
-                    _tell(answers, {"fault": str(score)})
-                else:
-                    _tell(answers, {"components": score})
+def _score_group(environment: Environment, group: dict[str, Any], channel: Channel) -> None:
+    example = _example(group["example"])
+    for index, completion in enumerate(group["completions"]):
+        score = score_here(environment, example, completion)
+        if isinstance(score, RewardFault):
+            _answer(channel, group, {"index": index, "fault": str(score)})
+        else:
+            _answer(channel, group, {"index": index, "components": score})
 
 
-def _tell(answers: BinaryIO, message: dict[str, Any]) -> None:
-    answers.write(orjson.dumps(message) + b"\n")
+def _answer(channel: Channel, question: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Answer with the question's nonce: a line without it came from elsewhere."""
+    channel.send(orjson.dumps({"nonce": question["nonce"], **answer}))
 
 
 def _example(plain: dict[str, Any]) -> Example:

@@ -496,7 +496,8 @@ def _check_content(record: Mapping[str, Any], config: Config, source: str) -> No
 
 
 def _dig(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key, None where one of its sections is null."""
     node: Any = tree
     for name in key.split("."):
-        node = node[name]
+        node = None if node is None else node.get(name)
     return node

@@ -120,10 +120,8 @@ def test_a_deadline_ends_blocking_work(api: str) -> None:
         await in_thread(released.wait)
         return ref("never")
 
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError):  # the work itself never ends
         run(lambda: Attempts(FlowConfig(stage_timeout_s=0.5))(stuck))
-    assert time.monotonic() - began < 60  # the work itself never ends
     released.set()
 
 

@@ -1,0 +1,24 @@
+"""Processes that tests watch by their ids."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+GONE_TIMEOUT_S = 60
+
+
+def lives(process_id: int) -> bool:
+    """Return True for a process that is there, and more than a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(process_ids: Iterable[int]) -> None:
+    """Wait for processes to end, which something else sees to."""
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    while alive := [each for each in process_ids if lives(each)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.02)
