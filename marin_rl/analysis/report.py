@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marin_rl.storage.local import replace_file
 from marin_rl.storage.runs import Run
 
 Rows = Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 def write_learning_curve(run: Run, rows: Rows) -> Path:
     """Draw a run's curve beside its files on a local root, else in the working directory."""
     target = run.store.local_path("learning-curve.png") or Path(f"{run.run_id}-learning-curve.png")
-    target.write_bytes(learning_curve(rows, run.run_id))
+    replace_file(target, learning_curve(rows, run.run_id))
     return target
 
 

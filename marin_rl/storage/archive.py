@@ -176,8 +176,7 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
-        key = f"{ancestor.run_id}/{RUN_KEY}"
-        sources[key] = (top, key)
+        sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
 
 

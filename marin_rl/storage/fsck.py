@@ -151,7 +151,7 @@ def _identity(
     for ancestor in ancestors:
         key = f"{ancestor.run_id}/{RUN_KEY}"
         try:
-            found = sha256_of(top.read(key))
+            found = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
         except ObjectMissing:
             faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
             continue

@@ -51,7 +51,9 @@ from marin_rl.storage.slots import (
 )
 from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
-from schemas.manifests import canonical_json, open_sealed_json, sealed_json
+from schemas.fields import is_name
+from schemas.manifests import canonical_json, open_record, sealed_json
+from schemas.records import RunRecord
 
 __all__ = [
     "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RUN_KEY", "RoundProgress", "Run", "RunRef",
@@ -271,7 +273,14 @@ def rounds_planned(run: Run, trained: int) -> int:
     slot = checkpoint_slot(trained)
     found = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
     planned = found[0].extra.get(ROUNDS_PLANNED) if found else None
-    return max(run.config.rounds if planned is None else int(planned), trained)
+    if planned is None:
+        return max(run.config.rounds, trained)
+    if not isinstance(planned, int) or not 0 <= planned < 2**31:
+        raise CorruptObject(
+            f"{run.store.url_of(slot)}: expected a number of rounds as {ROUNDS_PLANNED}, found "
+            f"{str(planned)[:100]!r}"
+        )
+    return max(planned, trained)
 
 
 def as_continued(run: Run) -> dict[str, Any]:
@@ -350,10 +359,10 @@ def check_run_id(run_id: str) -> None:
 
     New runs have stricter names; a folder that somebody renamed can be read all the same.
     """
-    if run_id in ("", ".", "..") or "/" in run_id:
+    if not is_name(run_id):
         raise ConfigError(
-            f"expected the id of a run, a folder right under the root, found {run_id!r}; --root "
-            "says where runs are, and `marin-rl status` lists them"
+            f"expected the id of a run, a folder right under the root, found {run_id[:300]!r}; "
+            "--root says where runs are, and `marin-rl status` lists them"
         )
 
 
@@ -365,7 +374,7 @@ def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> l
 
 def _may_be_run(top: ObjectStore, name: str) -> bool:
     try:
-        return RUN_KEY in top.children(name)
+        return RUN_KEY in top.at(name).children()  # a run's own folder may be a link
     except StorageError as error:
         if error.transient:
             raise
@@ -423,7 +432,7 @@ def read_record(store: ObjectStore) -> dict[str, Any] | None:
 
 def _parse_record(data: bytes, source: str) -> dict[str, Any]:
     try:
-        return open_sealed_json(data, format=FORMAT, version=VERSION)
+        return open_record(data, RunRecord, format=FORMAT, version=VERSION)
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
     except Malformed as error:

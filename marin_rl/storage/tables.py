@@ -16,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.filesystem import ObjectStore
+from marin_rl.storage.local import checked_file, explained
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Part
 from schemas.migrations import Ladder
@@ -160,7 +161,13 @@ def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> Tabl
     """
     key = f"{slot}/{part.name}"
     source = store.url_of(key)
-    return TableReader(verified(load(store, key), part.sha256, source), source, ladder)
+    data = load(store, key)
+    if data.size != part.bytes:  # spares hashing what may be of any size
+        raise CorruptObject(
+            f"{source}: expected {part.bytes} bytes, found {data.size}: the file was truncated or "
+            "altered after it was committed; restore it from a copy"
+        )
+    return TableReader(verified(data, part.sha256, source), source, ladder)
 
 
 def load(store: ObjectStore, key: str) -> pa.Buffer:
@@ -168,12 +175,10 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
     path = store.local_path(key)
     if path is None:
         return pa.py_buffer(store.read(key))
-    try:
+    with explained(checked_file(path, key)):
         if path.stat().st_size == 0:  # an empty file cannot be mapped
             return pa.py_buffer(b"")
         return pa.memory_map(str(path)).read_buffer()
-    except FileNotFoundError:
-        raise ObjectMissing(f"{path} does not exist") from None
 
 
 def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
