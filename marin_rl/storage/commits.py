@@ -189,6 +189,20 @@ def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
     return manifest
 
 
+def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31) -> int:
+    """The total `name` of a manifest, a whole number from 0. Raises CorruptObject naming `source`.
+
+    Totals are what a slot says of itself: a record of another one has any, or none.
+    """
+    value = manifest.totals.get(name)
+    if value is None or value != value or not 0 <= value <= at_most or value != int(value):
+        raise CorruptObject(
+            f"{source}: expected a whole number from 0 to {at_most} as its total {name!r}, found "
+            f"{value!r}"
+        )
+    return int(value)
+
+
 def committed_as(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:
     """The slot if it is committed. Raises CommitConflict if it holds another fingerprint."""
     found = read_manifest(store, slot)

@@ -60,7 +60,7 @@ __all__ = [
     "ancestors_in", "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
     "checkpoint_slot", "committed", "committed_checkpoint", "create_record", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "place_named", "progress", "read_record", "refuse_other_content",
+    "pairs_slot", "parse_record", "place_named", "progress", "read_record", "refuse_other_content",
     "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
     "runs_under", "seed_from", "sft_slot", "shard_key",
 ]  # fmt: skip
@@ -427,10 +427,11 @@ def read_record(store: ObjectStore) -> dict[str, Any] | None:
         data = store.read(RUN_KEY)
     except ObjectMissing:
         return None
-    return _parse_record(data, store.url_of(RUN_KEY))
+    return parse_record(data, store.url_of(RUN_KEY))
 
 
-def _parse_record(data: bytes, source: str) -> dict[str, Any]:
+def parse_record(data: bytes, source: str) -> dict[str, Any]:
+    """The record in the bytes of a run.json. Raises CorruptObject, NewerSchema naming `source`."""
     try:
         return open_record(data, RunRecord, format=FORMAT, version=VERSION)
     except NewerVersion as error:
@@ -470,7 +471,7 @@ def create_record(
 
     def identify(data: bytes) -> tuple[str, str]:
         # Whoever was first is adopted; what differs is then told key by key.
-        return str(_parse_record(data, source)["attempt"]), config.run_id
+        return str(parse_record(data, source)["attempt"]), config.run_id
 
     data = commit_object(
         store,
@@ -480,7 +481,7 @@ def create_record(
         fingerprint=config.run_id,
         identify=identify,
     )
-    return _parse_record(data, source)
+    return parse_record(data, source)
 
 
 def _viewed(top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]) -> ObjectStore:

@@ -190,6 +190,18 @@ def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
         yield from pool.map(lambda key: load(store, key), keys)
 
 
+def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+    """As `load_all`, with None for what is no file that anyone may read."""
+    if not keys or store.local_path(keys[0]) is None:
+        yield from load_all(store, keys)
+        return
+    for key in keys:
+        try:
+            yield load(store, key)
+        except CorruptObject:
+            yield None
+
+
 def digest_of(data: pa.Buffer | bytes) -> str:
     """SHA-256 of the bytes, in hexadecimal."""
     return hashlib.sha256(memoryview(data)).hexdigest()
@@ -206,6 +218,10 @@ def verified(data: pa.Buffer, sha256: str, source: str) -> pa.Buffer:
     return data
 
 
+# Beside its own errors Arrow raises these about bytes that somebody made up.
+_UNREADABLE = (pa.ArrowException, OSError, Malformed, ValueError, TypeError, ArithmeticError)
+
+
 @contextmanager
 def corruption_named(source: str) -> Iterator[None]:
     """Turn what a reader of broken bytes raises into CorruptObject or NewerSchema."""
@@ -213,7 +229,7 @@ def corruption_named(source: str) -> Iterator[None]:
         yield
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
-    except (pa.ArrowException, OSError, Malformed, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise CorruptObject(f"{source} is not a readable Parquet file: {reason}") from None
 
@@ -237,7 +253,7 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
             f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
         )
     version = stamp.get("schema_version", "")
-    if not version.isdigit():
+    if not (version.isascii() and version.isdigit() and len(version) < 10):
         raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
     ladder.check(int(version))
     return stamp
