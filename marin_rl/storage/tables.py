@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.decoded import check_decoded
 from marin_rl.storage.filesystem import ObjectStore
 from marin_rl.storage.local import checked_file, explained
 from schemas import Malformed, NewerVersion
@@ -88,6 +89,7 @@ class TableReader:
         self.source, self.ladder = source, ladder
         with corruption_named(source):
             buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
+            self._buffer = buffer
             self._file = pq.ParquetFile(pa.BufferReader(buffer), page_checksum_verification=True)
             self.stamp = _stamp(self._file, source, ladder)
             self.schema = self._file.schema_arrow
@@ -128,6 +130,7 @@ class TableReader:
         values = {key: value for key, value in self.stamp.items() if key != "format"}
         writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
         with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, range(self.row_groups), self.schema.names)
             tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
         for table in tables:
             writer.write(table.replace_schema_metadata())
@@ -139,6 +142,7 @@ class TableReader:
         held = set(self.schema.names)
         columns = [name for name in schema.names if name in held]
         with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, groups, columns)
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
         found = set(table.column_names)
