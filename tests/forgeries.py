@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -120,18 +121,17 @@ def bomb(folder: Path) -> None:
     shard = folder / SHARD
     table = pq.read_table(shard).slice(0, 1)
     stamp = pq.read_schema(shard).metadata
-    long = pa.array(["x" * 2**20])
-    table = table.set_column(table.schema.get_field_index("answer"), "answer", long)
-    table = _repeated(table, 4000)
-    schema = pa.schema(pq.read_schema(shard).remove_metadata(), metadata=stamp)
-    with pq.ParquetWriter(shard, schema, compression="zstd", use_dictionary=True) as writer:
-        writer.write_table(table.cast(schema), row_group_size=4000)
-    _resign(folder)
-
-
-def _repeated(table: pa.Table, times: int) -> pa.Table:
     chunk = pa.concat_tables([table] * 100).combine_chunks()
-    return pa.concat_tables([chunk] * (times // 100))
+    table = pa.concat_tables([chunk] * 40)
+    indices = pa.array(np.zeros(table.num_rows, np.int32))
+    long = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 2**20]))
+    table = table.set_column(table.schema.get_field_index("answer"), "answer", long)
+    with pq.ParquetWriter(
+        shard, table.schema, compression="zstd", dictionary_pagesize_limit=2**22, store_schema=False
+    ) as writer:
+        writer.write_table(table, row_group_size=table.num_rows)
+        writer.add_key_value_metadata(stamp)
+    _resign(folder)
 
 
 def _resign(folder: Path) -> None:

@@ -6,6 +6,7 @@ which attempt wrote the rest, is told here; what is to be done about it is not.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -157,7 +158,8 @@ def take_inventory(store: ObjectStore) -> Inventory:
         looked |= late
         _look_again(store, late, keys, slots)
     if closed := _metrics_due(slots) - keys:
-        keys |= closed & set(store.list("metrics"))
+        with suppress(CorruptObject):  # a link in the folder's place, which fsck names
+            keys |= closed & set(store.list("metrics"))
     evaluated = _evaluated(store, keys, slots)
     _look_again(store, map(evals_slot, evaluated), keys, slots)
     return Inventory(
@@ -172,7 +174,11 @@ def _look_again(
 ) -> None:
     """Add what lies in slots by now."""
     for slot in late:
-        there = store.list(slot)
+        try:
+            there = store.list(slot)
+        except CorruptObject as fault:  # a link in the place of the slot's folder
+            slots[slot] = Slot(slot=slot, names=(), fault=fault, damaged=MANIFEST)
+            continue
         keys.update(there)
         if there:
             names = [key.removeprefix(f"{slot}/") for key in there]
