@@ -79,8 +79,9 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
 def check_metrics(reader: TableReader) -> None:
     """Raise CorruptObject unless a file is one row of numbers that says of which round it is."""
     schema = reader.schema
-    wrong = [f.name for f in schema if f.name not in METRICS_IDENTITY.names and f.type != FLOAT]
-    wrong += [field.name for field in METRICS_IDENTITY if field not in list(schema)]
+    inside, identity = dict(zip(schema.names, schema.types, strict=True)), METRICS_IDENTITY.names
+    wrong = [name for name, kind in inside.items() if name not in identity and kind != FLOAT]
+    wrong += [field.name for field in METRICS_IDENTITY if inside.get(field.name) != field.type]
     if wrong or reader.rows != 1 or len(schema.names) > COLUMNS_MAX:
         raise CorruptObject(
             f"{reader.source}: expected one row of run_id, round and numbers, found {reader.rows} "

@@ -42,7 +42,7 @@ from schemas.manifests import Manifest, open_sealed_json
 from tasks.publish import give_up_old
 
 GREW_MB_MAX = 1500  # of a process that has all libraries of reading; a bomb takes 4,000 and more
-QUICK = 20
+QUICK = 12
 FORGED_RECORDS = ("run.json deep", "ancestors numbers", "no config", "run.json a pipe")
 
 
