@@ -9,12 +9,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from schemas import Malformed, NewerVersion
+from schemas.fields import Key, Moment, Name, Number, Sha256, Size, Text, validated
 
 FORMAT = "marin-rl/manifest"
 VERSION = 1
+RECORD_BYTES_MAX = 64 * 2**20
+VALUES_MAX = 4_000_000  # of one record; JSON of small values takes some 50 bytes of memory for one
+
+Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -44,25 +52,74 @@ def open_sealed_json(data: bytes, *, format: str, version: int) -> dict[str, Any
     Raises Malformed when this is not such a record, names another format, or does not match its
     digest; NewerVersion when its version is above `version`.
     """
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise Malformed(f"expected a JSON object of format {format}: {error}") from None
+    return _opened(data, format, version)[0]
+
+
+def open_record(data: bytes, shape: type[Shape], *, format: str, version: int) -> dict[str, Any]:
+    """As `open_sealed_json`, for a record whose fields are those of a model.
+
+    Raises Malformed, naming the field, where they are not.
+    """
+    record, unsealed = _opened(data, format, version)
+    validated(lambda: shape.model_validate_json(unsealed))
+    return record
+
+
+def _opened(data: bytes, format: str, version: int) -> tuple[dict[str, Any], bytes]:
+    """The record without its digest, and its canonical JSON."""
+    record = _parsed(data, format)
     if not isinstance(record, dict) or record.get("format") != format:
         found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise Malformed(f"expected format {format!r}, found {found!r}")
+        raise Malformed(f"expected format {format!r}, found {_shown(found)}")
     found = record.get("version")
-    if not isinstance(found, int) or found < 1:
-        raise Malformed(f"expected a version from 1 to {version}, found {found!r}")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise Malformed(f"expected a version from 1 to {version}, found {_shown(found)}")
     if found > version:
         raise NewerVersion(
-            f"{format} version {found} is newer than {version}, the newest this software reads: "
-            "upgrade marin-rl"
+            f"{format} version {_shown(found)} is newer than {version}, the newest this software "
+            "reads: upgrade marin-rl"
         )
     digest = record.pop("digest", None)
-    if digest != sha256_of(canonical_json(record)):
-        raise Malformed(f"the record does not match its own digest ({digest!r}): it was altered")
-    return record
+    unsealed = _canonical(record, format)
+    if digest != sha256_of(unsealed):
+        raise Malformed(
+            f"the record does not match its own digest ({_shown(digest)}): it was altered"
+        )
+    return record, unsealed
+
+
+def _parsed(data: bytes, format: str) -> Any:
+    """The JSON in `data`, of a bounded size. Raises Malformed."""
+    if len(data) > RECORD_BYTES_MAX:
+        raise Malformed(
+            f"expected a record of {RECORD_BYTES_MAX} bytes at most, found {len(data)} bytes"
+        )
+    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > VALUES_MAX:
+        raise Malformed(f"expected a record of {VALUES_MAX} values at most, found more")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"expected a JSON object of format {format}: {error}") from None
+
+
+def _canonical(record: Mapping[str, Any], format: str) -> bytes:
+    """`canonical_json` of what was read. Raises Malformed for NaN, infinities and lone surrogates.
+
+    `json.loads` takes them, and nothing that marin-rl wrote has them.
+    """
+    try:
+        return canonical_json(record)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"expected a JSON object of format {format}: {error}") from None
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value that may be of any size, for an error."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +129,24 @@ class Part:
     `rows`, `minima` and `maxima` summarise tables, and are empty for other parts.
     """
 
-    name: str
-    bytes: int
-    sha256: str
-    rows: int | None = None
-    minima: Mapping[str, int | float] = field(default_factory=dict)
-    maxima: Mapping[str, int | float] = field(default_factory=dict)
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Key
+    bytes: Size
+    sha256: Sha256
+    rows: Size | None = None
+    minima: Mapping[str, Number] = field(default_factory=dict)
+    maxima: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
     """A committed slot that this one was made from, by the SHA-256 of its commit object."""
 
-    slot: str
-    sha256: str
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    slot: Key
+    sha256: Sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +157,17 @@ class Manifest:
     in ISO 8601; `totals` are numbers for people and readers; `extra` is the slot's own.
     """
 
-    slot: str
-    attempt: str
-    fingerprint: str
-    created_at: str
-    code: Mapping[str, str] = field(default_factory=dict)
-    libraries: Mapping[str, str] = field(default_factory=dict)
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    slot: Key
+    attempt: Name
+    fingerprint: Text
+    created_at: Moment
+    code: Mapping[str, Text] = field(default_factory=dict)
+    libraries: Mapping[str, Text] = field(default_factory=dict)
     parents: tuple[Parent, ...] = ()
     parts: tuple[Part, ...] = ()
-    totals: Mapping[str, int | float] = field(default_factory=dict)
+    totals: Mapping[str, Number] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -125,19 +188,21 @@ class Manifest:
     @classmethod
     def from_json(cls, data: bytes) -> "Manifest":
         """The manifest that `data` is. Raises Malformed or NewerVersion."""
-        record = open_sealed_json(data, format=FORMAT, version=VERSION)
+        record, unsealed = _opened(data, FORMAT, VERSION)
         known = {item.name for item in fields(cls)}
         if set(record) != known:
-            raise Malformed(f"expected the fields {sorted(known)}, found {sorted(record)}")
-        try:
-            record["parents"] = tuple(Parent(**parent) for parent in record["parents"])
-            record["parts"] = tuple(Part(**part) for part in record["parts"])
-            manifest = cls(**record)
-        except TypeError as error:
-            raise Malformed(f"a parent or part has the wrong fields: {error}") from None
-        if manifest.to_json() != data:
+            raise Malformed(f"expected the fields {sorted(known)}, found {_shown(sorted(record))}")
+        if canonical_json({**record, "digest": sha256_of(unsealed)}) != data:
             raise Malformed("the manifest is not canonical JSON: it was not written by marin-rl")
+        manifest = validated(lambda: _shape().validate_json(unsealed))
+        if len({part.name for part in manifest.parts}) < len(manifest.parts):
+            raise Malformed("expected parts with names of their own, found one twice")
         return manifest
+
+
+@cache
+def _shape() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def _plain(record: Manifest | Parent | Part) -> dict[str, Any]:

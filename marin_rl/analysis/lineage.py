@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
-from marin_rl.errors import ObjectMissing
+from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.batches import dispositions_of
-from marin_rl.storage.commits import committed_manifest, read_manifest
+from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
 from marin_rl.storage.rollouts import iter_shards, rollouts_manifest
 from marin_rl.storage.runs import (
     RUN_KEY,
@@ -42,6 +42,7 @@ ROLLOUT_COLUMNS = (
     "chat_template_digest", "model", "sampling", "reward", "status", "n_prompt_tokens",
     "n_completion_tokens", "turns", "attempt", "worker",
 )  # fmt: skip
+STEPS_MAX = 10**6  # of a round
 ROLLOUTS_MAX = 64
 # Reasons to drop what counts in baselines all the same (batching.plan).
 COMPARED = ("zero_signal", "overlong", "greedy")
@@ -119,7 +120,8 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
 
 def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
     """Why no rollout was found in a round's batches, or in one step or row of them."""
-    url, steps = run.store.url_of(batches.slot), int(batches.totals["steps"])
+    url = run.store.url_of(batches.slot)
+    steps = count_in(batches, "steps", url)
     if not steps:
         return f"{url}: this round trained on nothing; `marin-rl audit` says what was dropped"
     names = {"step": step, "row": row}
@@ -166,7 +168,8 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
     rows = [row for row in consumed if _depends(row, place, player.config.objective)]
     if not rows:
         return None
-    passes, steps = player.config.training.epochs, int(batches.totals["steps"])
+    passes = player.config.training.epochs
+    steps = count_in(batches, "steps", run.store.url_of(batches.slot), at_most=STEPS_MAX)
     first = min(row["step"] for row in rows)
     rows.sort(key=lambda row: row["rollout_id"] != rollout_id)  # its own row is never left out
     graph.left_out, rows = max(len(rows) - ROLLOUTS_MAX, 0), rows[:ROLLOUTS_MAX]
@@ -284,13 +287,18 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
         )
         found |= {row["rollout_id"]: row for row in table.filter(here).to_pylist()}
     for name in names:
-        row = found[name]
+        row = found.get(name)
+        if row is None:
+            raise CorruptObject(
+                f"{run.store.url_of(sealed.slot)}: expected the rollout {name!r}, which "
+                "dispositions of the round name, found none; `marin-rl audit` compares them"
+            )
         shard, version = shard_key(round, row.pop("shard")), row["policy_version_min"]
         turns = [f"{turn['role']}: {turn['content']}" for turn in row.pop("turns")]
         policy = checkpoint_slot(version)
         facts = {key: value for key, value in row.items() if key != "rollout_id"}
         graph.add("rollout", name, [shard, policy], **facts, text="\n".join(turns))
-        digest = digests[shard.rpartition("/")[2]]
+        digest = digests.get(shard.rpartition("/")[2])
         graph.add("shard", shard, [sealed.slot], sha256=digest, url=run.store.url_of(shard))
         _add_slot(graph, run, sealed, [parent.slot for parent in sealed.parents])
         _add_policy(graph, run, policy)

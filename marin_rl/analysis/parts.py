@@ -20,6 +20,7 @@ from polars.io.plugins import register_io_source
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.filesystem import ObjectStore
+from marin_rl.storage.local import checked_file
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.storage.tables import FETCHES_MAX
 
@@ -40,9 +41,9 @@ class Part:
 
     @property
     def path(self) -> str | None:
-        """Where it lies on this machine, if it does."""
+        """Where it lies on this machine, if it does. Raises CorruptObject, ObjectMissing."""
         path = self.store.local_path(self.key)
-        return None if path is None else str(path)
+        return None if path is None else str(checked_file(path, self.key))
 
     def open(self) -> str | io.BytesIO:
         """What readers take: the path, or the bytes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.rollouts.estimates import wilson
+from marin_rl.storage.local import replace_file
 from marin_rl.storage.runs import Run
 
 Rows = Sequence[Mapping[str, Any]]
@@ -39,7 +40,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 def write_learning_curve(run: Run, rows: Rows) -> Path:
     """Draw a run's curve beside its files on a local root, else in the working directory."""
     target = run.store.local_path("learning-curve.png") or Path(f"{run.run_id}-learning-curve.png")
-    target.write_bytes(learning_curve(rows, run.run_id))
+    replace_file(target, learning_curve(rows, run.run_id))
     return target
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from marin_rl.analysis.follow import Followed
-from marin_rl.errors import ConfigError, ObjectMissing, StorageError
+from marin_rl.errors import MarinRLError, ObjectMissing
 from marin_rl.rounds import evaluations
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.rollouts import iter_shards
@@ -108,8 +108,8 @@ def each_run(
     for run_id in runs_under(root, options):
         try:
             seen.append(look(run_id))
-        except (StorageError, ConfigError) as error:
-            if error.transient:
+        except Exception as error:
+            if isinstance(error, MarinRLError) and error.transient:
                 raise
             seen.append(Unreadable(run_id=run_id, error=f"{type(error).__name__}: {error}"))
     return seen

@@ -30,7 +30,7 @@ from marin_rl.rollouts.evaluate import evaluation_metrics
 from marin_rl.rollouts.held_out import judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.batches import dispositions_of, read_batches
-from marin_rl.storage.commits import committed_manifest, ref_of
+from marin_rl.storage.commits import committed_manifest, count_in, ref_of
 from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.rollouts import groups_of, iter_row_groups
 from marin_rl.storage.runs import (
@@ -318,8 +318,8 @@ class _Episodes:
     def up_to(self, round: int) -> float:
         """Rollouts of all sealed rounds up to this one; rounds are asked for in order."""
         while self._next <= round:
-            self._count += committed_manifest(self._run.store, rollouts_slot(self._next)).totals[
-                "rows"
-            ]
+            slot = rollouts_slot(self._next)
+            manifest = committed_manifest(self._run.store, slot)
+            self._count += count_in(manifest, "rows", self._run.store.url_of(slot))
             self._next += 1
         return self._count

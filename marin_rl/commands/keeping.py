@@ -1,7 +1,7 @@
 """The commands that look after what lies on disk: `fsck`, `gc`, `fork`."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from marin_rl.commands.options import (
     tell,
     tell_json,
 )
+
+if TYPE_CHECKING:
+    from marin_rl.storage.gc import Collection
 
 
 def fsck(
@@ -63,9 +66,9 @@ def gc(
     """Delete what nothing can reach, and arrays of checkpoints that retention gives up.
 
     The rule of retention is the run's own, as its latest checkpoint recorded it (`retention.*`);
-    --keep-last and --keep-every each take the place of what it says.
+    --keep-last and --keep-every each take the place of what it says. Exit code 1 where a run beside
+    it cannot be read, which may be a fork: checkpoints stay then.
     """
-    from marin_rl.display import frame_table, size
     from marin_rl.storage.gc import collect, rule_of
     from marin_rl.storage.runs import Run
 
@@ -73,7 +76,16 @@ def gc(
     found = collect(run, rule_of(run, checkpoints_last, checkpoints_every), dry_run=dry_run)
     if as_json:
         tell_json({**asdict(found), "bytes": found.bytes})
-        return
+    else:
+        _tell_garbage(found, dry_run=dry_run)
+    if found.unread:
+        complain([f"no checkpoint was given up, for a run beside it may be a fork: {found.unread}"])
+        raise typer.Exit(1)
+
+
+def _tell_garbage(found: "Collection", *, dry_run: bool) -> None:
+    from marin_rl.display import frame_table, size
+
     if found.garbage:
         rows = [(item.reason, item.bytes, item.key) for item in found.garbage]
         out.print(frame_table(("reason", "bytes", "object"), rows))

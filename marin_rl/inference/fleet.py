@@ -14,6 +14,7 @@ from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError, StalePolicy
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.protocol import parse_served_model_id, served_model_id
+from marin_rl.storage.local import check_way
 from marin_rl.storage.runs import Run, round_name
 
 Save = Callable[[Path], None]
@@ -55,6 +56,7 @@ def _exports(run: Run) -> Path:
             f"inference.publish needs a folder that the endpoints can read, and {run.store.url} is "
             "an object store: set inference.publish_root to a shared folder"
         )
+    check_way(local / "below", "exports/below")
     return local.resolve()
 
 

@@ -9,8 +9,9 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from marin_rl.errors import CorruptObject, InputError, NewerSchema
 from marin_rl.storage.commits import parse_manifest
@@ -19,10 +20,12 @@ from marin_rl.storage.filesystem import ObjectStore, open_store
 from marin_rl.storage.inventory import MANIFEST, Inventory, Slot, is_shard, take_inventory
 from marin_rl.storage.objects import is_private
 from marin_rl.storage.pruning import PRUNED
-from marin_rl.storage.runs import RUN_KEY, Run
+from marin_rl.storage.runs import RUN_KEY, Run, ancestors_in, parse_record
 from marin_rl.storage.tables import digest_of, load
+from marin_rl.storage.tarballs import ArchiveEntry, opened_archive
 from schemas import Malformed, NewerVersion
-from schemas.manifests import Manifest, canonical_json, open_sealed_json, sealed_json, sha256_of
+from schemas.manifests import Manifest, canonical_json, open_record, sealed_json, sha256_of
+from schemas.records import ContentsRecord
 
 FORMAT = "marin-rl/export"
 VERSION = 2  # 2 is a fork's: slots lie with the run that has them; other archives are written as 1
@@ -113,32 +116,31 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
 def verify_archive(path: Path, expected: str | None = None) -> Verified:
     """Check an archive by itself: every digest, the root hash, parts and parents of manifests.
 
-    `expected` is the root hash that somebody promised. Raises InputError for what is no archive.
+    `expected` is the root hash that somebody promised. Nothing is unpacked, and no more is read
+    than the file has. Raises InputError for what is no archive of a run, and for entries that
+    nobody should unpack.
     """
-    try:
-        with tarfile.open(path, "r:") as tar:
-            first = tar.next()
-            contents = _contents(path, tar, first)
-            found, manifests, faults = _read(tar, contents)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise InputError(f"{path} is no whole archive of a run: {error}") from error
-    told = {name: Entry(name, size, sha256) for name, size, sha256 in contents["entries"]}
-    root_hash = root_hash_of(list(found.values()))
-    faults += [Fault("missing", name, CONTENTS) for name in sorted(set(told) - set(found))]
-    promised = [("contents.json", str(contents["root_hash"]))]
+    with opened_archive(path) as entries:
+        contents = _contents(path, next(entries, None))
+        read = _read(entries, contents)
+    faults = [*read.faults, *_misplaced(read, contents)]
+    listed = {name for name, _, _ in contents["entries"]}
+    faults += [Fault("missing", name, CONTENTS) for name in sorted(listed - set(read.found))]
+    root_hash = root_hash_of(list(read.found.values()))
+    promised = [("contents.json", contents["root_hash"])]
     promised += [("the promise", expected)] if expected is not None else []
     for who, value in promised:
         if value != root_hash:
             detail = f"{who} says root hash {value}, found {root_hash}"
             faults.append(Fault("altered", str(path), detail))
-    if contents["lineage"] != _lineage(manifest for manifest, _ in manifests.values()):
+    if contents["lineage"] != _lineage(manifest for manifest, _ in read.manifests.values()):
         faults.append(Fault("altered", CONTENTS, "its lineage is not that of the manifests"))
-    links, left_out = _links(manifests, found, complete=bool(contents["everything"]))
+    links, left_out = _links(read.manifests, read.found, complete=contents["everything"])
     return Verified(
         root_hash=root_hash,
-        run_id=str(contents["run_id"]),
-        objects=len(found),
-        bytes=sum(entry.bytes for entry in found.values()),
+        run_id=contents["run_id"],
+        objects=len(read.found),
+        bytes=sum(entry.bytes for entry in read.found.values()),
         left_out=left_out,
         faults=(*faults, *links),
     )
@@ -176,8 +178,7 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
-        key = f"{ancestor.run_id}/{RUN_KEY}"
-        sources[key] = (top, key)
+        sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
 
 
@@ -213,48 +214,83 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes | memoryview) -> None:
     tar.addfile(info, io.BytesIO(data))
 
 
-def _contents(path: Path, tar: tarfile.TarFile, first: tarfile.TarInfo | None) -> dict:
-    if first is None or first.name != CONTENTS or not first.isreg():
+def _contents(path: Path, first: ArchiveEntry | None) -> dict[str, Any]:
+    if first is None or first.name != CONTENTS:
         raise InputError(f"{path}: expected {CONTENTS} as its first entry: no export of a run")
-    file = tar.extractfile(first)
-    assert file is not None, "a regular entry has bytes"
+    data = first.read_record()
     try:
-        return open_sealed_json(file.read(), format=FORMAT, version=VERSION)
+        contents = open_record(data, ContentsRecord, format=FORMAT, version=VERSION)
     except NewerVersion as error:
         raise NewerSchema(f"{path}: {error}") from None
     except Malformed as error:
         raise InputError(f"{path}: {CONTENTS}: {error}") from None
+    names = [name for name, _, _ in contents["entries"]]
+    repeated = len(names) - len(set(names))
+    if repeated or not all("/" in name for name in names):
+        raise InputError(f"{path}: {CONTENTS}: expected names like RUN/run.json, each once")
+    return contents
 
 
-def _read(
-    tar: tarfile.TarFile, contents: Mapping
-) -> tuple[dict[str, Entry], dict[str, tuple[Manifest, str]], list[Fault]]:
-    """Every entry hashed, in one pass; the manifests among them; what is wrong with any."""
-    told = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
-    found: dict[str, Entry] = {}
-    manifests: dict[str, tuple[Manifest, str]] = {}
-    faults: list[Fault] = []
-    while (info := tar.next()) is not None:
-        file = tar.extractfile(info) if info.isreg() else None
-        if file is None or info.name in found or info.name not in told:
-            faults.append(Fault("orphan", info.name, f"{CONTENTS} names no such object, or once"))
+@dataclass(slots=True)
+class _Contained:
+    """What an archive has: entries, manifests, the ancestors of its run, and what is wrong."""
+
+    found: dict[str, Entry] = field(default_factory=dict)
+    manifests: dict[str, tuple[Manifest, str]] = field(default_factory=dict)
+    ancestors: frozenset[str] = frozenset()
+    faults: list[Fault] = field(default_factory=list)
+
+
+def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Contained:
+    """Every entry hashed, in one pass."""
+    listed = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
+    own = f"{contents['run_id']}/{RUN_KEY}"
+    read = _Contained()
+    for member in entries:
+        if member.name in read.found or member.name not in listed:
+            detail = f"{CONTENTS} names no such object, or once"
+            read.faults.append(Fault("orphan", member.name, detail))
             continue
-        if info.name.endswith(f"/{MANIFEST}"):
-            data = file.read()
-            entry = Entry(info.name, len(data), sha256_of(data))
-            try:
-                manifests[info.name] = parse_manifest(data, info.name), entry.sha256
-            except CorruptObject as error:
-                faults.append(Fault("altered", info.name, str(error)))
-            except NewerSchema as error:
-                faults.append(Fault("newer version", info.name, str(error)))
+        if member.name == own or member.name.endswith(f"/{MANIFEST}"):
+            data = member.read_record()
+            entry = Entry(member.name, len(data), sha256_of(data))
+            _read_record(read, member.name, data, own)
         else:
-            entry = Entry(info.name, info.size, _streamed(file.read))
-        found[info.name] = entry
-        if (entry.bytes, entry.sha256) != told[info.name]:
-            detail = f"{CONTENTS} says SHA-256 {told[info.name][1]}, found {entry.sha256}"
-            faults.append(Fault("altered", info.name, detail))
-    return found, manifests, faults
+            entry = Entry(member.name, member.size, _streamed(member.read))
+        read.found[member.name] = entry
+        if (entry.bytes, entry.sha256) != listed[member.name]:
+            detail = f"{CONTENTS} says SHA-256 {listed[member.name][1]}, found {entry.sha256}"
+            read.faults.append(Fault("altered", member.name, detail))
+    return read
+
+
+def _read_record(read: _Contained, name: str, data: bytes, own: str) -> None:
+    """Keep a manifest, or the ancestors that the run's own record names."""
+    try:
+        if name == own:
+            ancestors = ancestors_in(parse_record(data, name))
+            read.ancestors = frozenset(ancestor.run_id for ancestor in ancestors)
+        else:
+            read.manifests[name] = parse_manifest(data, name), sha256_of(data)
+    except CorruptObject as error:
+        read.faults.append(Fault("altered", name, str(error)))
+    except NewerSchema as error:
+        read.faults.append(Fault("newer version", name, str(error)))
+
+
+def _misplaced(read: _Contained, contents: Mapping[str, Any]) -> Iterator[Fault]:
+    """Entries that unpacking would put where no file of this run belongs."""
+    runs = {contents["run_id"], *read.ancestors}
+    for name in read.found:
+        if name.partition("/")[0] not in runs:
+            detail = f"lies with neither run {contents['run_id']!r} nor one of its ancestors"
+            yield Fault("orphan", name, detail)
+        for folder in (name[:at] for at, sign in enumerate(name) if sign == "/"):
+            if folder in read.found:
+                yield Fault("orphan", name, f"lies below {folder}, which is a file")
+    for name, (manifest, _) in read.manifests.items():
+        if name.partition("/")[2] != f"{manifest.slot}/{MANIFEST}":
+            yield Fault("altered", name, f"is the manifest of {manifest.slot}")
 
 
 def _streamed(read: Callable[[int], bytes]) -> str:

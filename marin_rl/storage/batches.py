@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from marin_rl.errors import ObjectMissing
+from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import (
     commit_manifest,
+    count_in,
     manifest_of,
     new_manifest,
     part_of,
@@ -33,6 +34,7 @@ from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 BATCHES_PREFIX = "batches-"
 DISPOSITIONS_PREFIX = "dispositions-"
 PART_BYTES_MAX = 32 * 2**20
+LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000
 
 
@@ -147,7 +149,7 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     A round without any kept rollout has none. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     manifest = manifest_of(run.store, ref)
-    schema = batches_schema(int(manifest.totals["length"]))
+    schema = schema_of(manifest, run.store.url_of(manifest.slot))
     for part in _parts(manifest, BATCHES_PREFIX):
         reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
         for index in range(reader.row_groups):
@@ -156,10 +158,15 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
                 yield _training_batch(table)
 
 
+def schema_of(manifest: Manifest, source: str) -> pa.Schema:
+    """The schema of a round's batches. Raises CorruptObject naming `source`."""
+    return batches_schema(max(count_in(manifest, "length", source, at_most=LENGTH_MAX), 1))
+
+
 def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
     """The columns step, row, rollout_ids and environments of each step, verified."""
     names = ("step", "row", "rollout_ids", "environments")
-    full = batches_schema(int(manifest.totals["length"]))
+    full = schema_of(manifest, run.store.url_of(manifest.slot))
     schema = pa.schema([full.field(name) for name in names])
     for part in _parts(manifest, BATCHES_PREFIX):
         reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
@@ -182,7 +189,13 @@ def read_dispositions(run: Run, round: int) -> pa.Table:
 
 def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
     """The dispositions that a batches manifest names, verified."""
-    (part,) = _parts(manifest, DISPOSITIONS_PREFIX)
+    parts = _parts(manifest, DISPOSITIONS_PREFIX)
+    if len(parts) != 1:
+        raise CorruptObject(
+            f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
+            f"{len(parts)}"
+        )
+    (part,) = parts
     reader: TableReader = open_part(run.store, manifest.slot, part, DISPOSITIONS_LADDER)
     return reader.table(DISPOSITIONS)
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pyarrow as pa
 from etils import epath
 
 from marin_rl.errors import CorruptObject, ObjectMissing
@@ -38,6 +39,7 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.local import explained, make_folder, need_room, sync_folders
 from marin_rl.storage.pruning import array_parts, pruned_parts
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables import digest_of, load
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
 
@@ -207,18 +209,33 @@ def _local_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
     local = run.store.local_path(f"{manifest.slot}/{manifest.attempt}")
     if local is not None:
         _each_part(run, manifest, lambda name, data: None)
+        _check_alone(local, manifest)
         yield local
         return
     with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
         staged = Path(name)
 
-        def keep(part: str, data: bytes) -> None:
+        def keep(part: str, data: pa.Buffer) -> None:
             file = staged / part
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
+            file.write_bytes(memoryview(data))
 
         _each_part(run, manifest, keep)
         yield staged / manifest.attempt
+
+
+def _check_alone(folder: Path, manifest: Manifest) -> None:
+    """Raise CorruptObject for a file that Orbax might open, and that the manifest does not name."""
+    named = {part.name for part in array_parts(manifest)}
+    for place, folders, names in os.walk(folder):
+        links = (name for name in folders if Path(place, name).is_symlink())
+        for name in (*names, *links):
+            path = Path(place, name)
+            if f"{manifest.attempt}/{path.relative_to(folder).as_posix()}" not in named:
+                raise CorruptObject(
+                    f"{path}: expected the files that the manifest of {manifest.slot} names and no "
+                    "others, for whoever restores the arrays would read it: remove it"
+                )
 
 
 def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
@@ -227,11 +244,11 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
         data = _read_array(run, manifest.slot, key)
-        found = hashlib.sha256(data).hexdigest()
+        found = digest_of(data) if data.size == part.bytes else "another"
         if found != part.sha256:
             raise CorruptObject(
                 f"{run.store.url_of(key)}: expected {part.bytes} bytes with SHA-256 {part.sha256}, "
-                f"found {len(data)} bytes with {found}: the file was damaged after it was "
+                f"found {data.size} bytes with {found}: the file was damaged after it was "
                 "committed; restore it from a copy, or go back to an earlier round in a new run"
             )
         use(part.name, data)
@@ -240,9 +257,10 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
         list(pool.map(verified, array_parts(manifest)))
 
 
-def _read_array(run: Run, slot: str, key: str) -> bytes:
+def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
+    """The bytes of one file, mapped where it lies on this machine."""
     try:
-        return run.store.read(key)
+        return load(run.store, key)
     except ObjectMissing:
         if not pruned_parts(run.store, slot):
             raise

@@ -38,6 +38,7 @@ PAUSE_MAX_S = 4.0
 # than any stage may last.
 ATTEMPT_LIFETIME_S = 8 * 24 * 3600.0
 
+_NAMED_AT = "%Y%m%dT%H%M%S"
 _ATTEMPT = re.compile(r"\d{8}T\d{6}-[0-9a-f]{16}")
 
 Identify = Callable[[bytes], tuple[str, str]]
@@ -51,7 +52,13 @@ def new_attempt() -> str:
 def attempt_in(key: str) -> str | None:
     """The attempt that an object is named for; None for names that no attempt gives."""
     found = _ATTEMPT.search(key)
-    return found[0] if found else None
+    if found is None:
+        return None
+    try:
+        attempt_age_s(found[0], datetime.now(UTC))
+    except ValueError:  # a day that no calendar has
+        return None
+    return found[0]
 
 
 def attempt_age_s(attempt: str, now: datetime) -> float:
@@ -59,7 +66,7 @@ def attempt_age_s(attempt: str, now: datetime) -> float:
 
     Raises ValueError for what is not the name of an attempt.
     """
-    begun = datetime.strptime(attempt.partition("-")[0], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
+    begun = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
     return (now - begun).total_seconds()
 
 
@@ -187,6 +194,20 @@ def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
             "reference is of another run, or the manifest was altered"
         )
     return manifest
+
+
+def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31) -> int:
+    """The total `name` of a manifest, a whole number from 0. Raises CorruptObject naming `source`.
+
+    Totals are what a slot says of itself: a record of another one has any, or none.
+    """
+    value = manifest.totals.get(name)
+    if value is None or value != value or not 0 <= value <= at_most or value != int(value):
+        raise CorruptObject(
+            f"{source}: expected a whole number from 0 to {at_most} as its total {name!r}, found "
+            f"{value!r}"
+        )
+    return int(value)
 
 
 def committed_as(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:

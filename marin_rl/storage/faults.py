@@ -4,6 +4,7 @@ Links of the lineage that lead nowhere or elsewhere, commits that later ones pro
 objects that nothing commits. Bytes are fsck.py's. Nothing is read here but the inventory.
 """
 
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +19,8 @@ from marin_rl.storage.inventory import (
     made_by,
     scored_slot,
 )
-from marin_rl.storage.shared import Ancestor
+from marin_rl.storage.local import not_regular
+from marin_rl.storage.shared import KINDS, Ancestor
 from marin_rl.storage.slots import (
     batches_slot,
     checkpoint_slot,
@@ -26,6 +28,8 @@ from marin_rl.storage.slots import (
     metrics_key,
     rollouts_slot,
 )
+
+TOP_FILES = frozenset(("run.json", ".lock", "metrics.jsonl", "learning-curve.png", *KINDS))
 
 Kind = Literal[
     "missing", "truncated", "altered", "malformed", "newer version", "wrong parent", "orphan",
@@ -102,11 +106,21 @@ def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     for slot, told in _told_by_tables(inventory).items():
         if slot in lost:
             yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), told)
+    for round, detail in sorted(_closed_before(inventory).items()):
+        if round not in inventory.closed:
+            yield Fault("missing", store.url_of(metrics_key(round)), detail)
+
+
+def _closed_before(inventory: Inventory) -> dict[int, str]:
+    """Rounds that were closed before something else was committed, and what that was."""
+    batches = {s.number: s.slot for s in inventory.of_kind("batches") if s.manifest and s.number}
     checkpoints = {s.number for s in inventory.of_kind("checkpoints") if s.manifest or s.fault}
-    for number in sorted(checkpoints):
-        if number >= 1 and number + 1 in checkpoints and number - 1 not in inventory.closed:
-            detail = f"{checkpoint_slot(number + 1)} was trained after that round was closed"
-            yield Fault("missing", store.url_of(metrics_key(number - 1)), detail)
+    proofs = {n - 1: f"{slot} was made after that round was closed" for n, slot in batches.items()}
+    return proofs | {
+        number - 1: f"{checkpoint_slot(number + 1)} was trained after that round was closed"
+        for number in checkpoints
+        if number >= 1 and number + 1 in checkpoints
+    }
 
 
 def _told_by_tables(inventory: Inventory) -> dict[str, str]:
@@ -155,6 +169,20 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
                 yield Fault("orphan", store.url_of(slot.key(name)), detail)
     for key in inventory.strays:
         yield Fault("orphan", store.url_of(key), "lies among the slots, but in none")
+
+
+def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Links, pipes, devices and the like where marin-rl has files; in local runs alone."""
+    for key in inventory.keys:
+        if key in TOP_FILES or key.partition("/")[0] in KINDS:
+            path = store.local_path(key)
+            if path is None:
+                return
+            try:
+                if not stat.S_ISREG(path.lstat().st_mode):  # no listing has what lies behind links
+                    yield Fault("malformed", str(path), str(not_regular(path)))
+            except FileNotFoundError:
+                continue  # gone since the listing
 
 
 def _loose_end(store: ObjectStore, slot: Slot, name: str) -> Fault:

@@ -29,6 +29,7 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.shared import Ancestor
 from schemas.manifests import sha256_of
+from schemas.records import ANCESTORS_MAX
 
 # What checkpoint 0 is made of, and where the fork's parents are looked for: a fork has them too.
 SHARED_KEYS = ("policy", "sft", "reward_model", "seed", "root", "storage_options")
@@ -134,6 +135,8 @@ def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
     """Who has the rounds before `round`, ascending; `parent` only if it has any of them itself."""
     before = [item for item in parent.ancestors if item.through_round < round]
     after = [item for item in parent.ancestors if item.through_round >= round]
+    if len(before) >= ANCESTORS_MAX:
+        raise ConfigError(f"expected a chain of at most {ANCESTORS_MAX} forks, found more")
     if after:
         return (*before, Ancestor(after[0].run_id, round, after[0].sha256))
     own = sha256_of(parent.folder.read(RUN_KEY))
@@ -204,12 +207,18 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
     record = read_record(neighbour)
     if record is None:
         return None
+    policy = record["config"].get("policy", {})
+    if not isinstance(policy, Mapping):
+        raise CorruptObject(
+            f"{neighbour.url_of(RUN_KEY)}: expected a section as its configuration's policy, found "
+            f"{str(policy)[:100]!r}"
+        )
     rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
-    return Reach(max(rounds, default=-1), _start_in(record, run_id))
+    return Reach(max(rounds, default=-1), _start_in(policy, run_id))
 
 
-def _start_in(record: Mapping[str, Any], run_id: str) -> str | None:
+def _start_in(policy: Mapping[str, Any], run_id: str) -> str | None:
     """The slot of `run_id` that a run was told to start from, wherever its root is said to be."""
-    named = str(record["config"]["policy"].get("checkpoint") or "")
+    named = str(policy.get("checkpoint") or "")
     _, owner, kind, slot = place_named(named)
     return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None

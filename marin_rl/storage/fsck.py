@@ -20,13 +20,15 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.config import parse_config
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
+from marin_rl.storage.batches import schema_of
 from marin_rl.storage.faults import (
     Fault,
     Kind,
     fork_faults,
     gap_faults,
     link_faults,
+    special_faults,
     unnamed_faults,
 )
 from marin_rl.storage.filesystem import ObjectStore, open_store
@@ -39,6 +41,8 @@ from marin_rl.storage.inventory import (
     scored_slot,
     take_inventory,
 )
+from marin_rl.storage.metrics import check_metrics
+from marin_rl.storage.metrics_lines import MetricsLines, read_lines
 from marin_rl.storage.objects import is_private
 from marin_rl.storage.pruning import pruned_parts
 from marin_rl.storage.runs import (
@@ -51,7 +55,7 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.shared import Ancestor, ForkedStore
 from marin_rl.storage.tables import TableReader, digest_of, load
-from schemas.batches import DISPOSITIONS, batches_schema
+from schemas.batches import DISPOSITIONS
 from schemas.manifests import Manifest, Part, canonical_json, sha256_of
 from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import BATCHES, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
@@ -107,13 +111,14 @@ def check_run(
     if ancestors:
         store = ForkedStore(own, [(a.through_round, top.at(a.run_id)) for a in ancestors])
     inventory = take_inventory(store)
+    lines = read_lines(store, inventory)
     jobs = [
         *_part_jobs(store, inventory),
-        *_loose_jobs(store, inventory, partial(_player, name, ancestors)),
+        *_loose_jobs(store, inventory, partial(_player, name, ancestors), lines),
     ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
-        found = list(pool.map(lambda job: job(), jobs))
+        found = list(pool.map(_outcome, jobs))
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
     faults += [fault for _, fault in found if fault is not None]
     faults += chain(
@@ -122,7 +127,11 @@ def check_run(
         gap_faults(store, inventory),
         fork_faults(store, inventory, ancestors),
         unnamed_faults(store, inventory),
+        lines.faults,
+        lines.unclosed(store, inventory),
     )
+    seen = {fault.place for fault in faults}
+    faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
         objects=1 + len(manifests) + len(jobs),
         bytes=sum(size for size, _ in found),
@@ -146,14 +155,17 @@ def _identity(
     ancestors, faults = ancestors_in(record), list[Fault]()
     try:
         parse_config(record["config"], place)
-    except ConfigError as error:
-        faults.append(Fault("malformed", place, str(error)))
+    except Exception as error:  # noqa: BLE001 - a validator meets values of any kind here
+        faults.append(Fault("malformed", place, _in_words(error)))
     for ancestor in ancestors:
         key = f"{ancestor.run_id}/{RUN_KEY}"
         try:
-            found = sha256_of(top.read(key))
+            found = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
         except ObjectMissing:
             faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
+            continue
+        except CorruptObject as error:
+            faults.append(Fault("malformed", top.url_of(key), str(error)))
             continue
         if found != ancestor.sha256:
             detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
@@ -166,7 +178,27 @@ def _player(name: str | None, ancestors: Sequence[Ancestor], round: int) -> str 
     return next((a.run_id for a in ancestors if round < a.through_round), name)
 
 
-Job = Callable[[], tuple[int, Fault | None]]
+Check = Callable[[], tuple[int, Fault | None]]
+Job = tuple[str, Check]  # the place that is checked comes first
+
+
+def _outcome(job: Job) -> tuple[int, Fault | None]:
+    """Bytes read, and what is wrong; what could not even be read is a fault as well."""
+    place, check = job
+    try:
+        return check()
+    except CorruptObject as error:
+        return 0, Fault("malformed", place, str(error))
+    except MarinRLError:
+        raise  # of storage itself
+    except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
+        return 0, Fault("malformed", place, _in_words(error))
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MarinRLError):
+        return str(error)
+    return f"cannot be read: {type(error).__name__}: {str(error)[:1000]}"
 
 
 def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
@@ -175,7 +207,8 @@ def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
             gone = _gone(slot)
             for part in slot.manifest.parts:
                 if part.name not in gone:
-                    yield partial(_check_part, store, slot, part)
+                    place = store.url_of(slot.key(part.name))
+                    yield place, partial(_check_part, store, slot, part)
 
 
 def _gone(slot: Slot) -> frozenset[str]:
@@ -192,22 +225,28 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
         if part.name in pruned_parts(store, slot.slot, slot.sha256):
             return 0, None  # retention took it since the listing
         return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    if data.size != part.bytes:
+        told = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
+        return 0, Fault("truncated" if data.size < part.bytes else "altered", place, told)
     found = digest_of(data)
     if found != part.sha256:
         told = (
             f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
             f"{found}"
         )
-        return data.size, Fault("truncated" if data.size < part.bytes else "altered", place, told)
+        return data.size, Fault("altered", place, told)
     assert slot.manifest is not None, "only committed slots have parts"
-    shape = _shape_of(slot.manifest, part)
-    if shape is None:
-        return data.size, None
-    ladder, schema = shape
-    return data.size, _explained(place, lambda: TableReader(data, place, ladder).check(schema))
+    manifest = slot.manifest
+
+    def look() -> None:
+        shape = _shape_of(manifest, part, place)
+        if shape is not None:
+            TableReader(data, place, shape[0]).check(shape[1])
+
+    return data.size, _explained(place, look)
 
 
-def _shape_of(manifest: Manifest, part: Part) -> tuple[Ladder, pa.Schema] | None:
+def _shape_of(manifest: Manifest, part: Part, place: str) -> tuple[Ladder, pa.Schema] | None:
     """What a part must look like inside; None for what is opaque here, such as arrays."""
     kind = manifest.slot.partition("/")[0]
     if not part.name.endswith(".parquet"):
@@ -221,7 +260,7 @@ def _shape_of(manifest: Manifest, part: Part) -> tuple[Ladder, pa.Schema] | None
     if part.name.startswith("dispositions-"):
         return DISPOSITIONS_LADDER, DISPOSITIONS
     if part.name.startswith("batches-"):
-        return BATCHES, batches_schema(int(manifest.totals["length"]))
+        return BATCHES, schema_of(manifest, place)
     return None
 
 
@@ -229,7 +268,9 @@ Player = Callable[[int], str | None]
 Look = Callable[[TableReader], Fault | None]
 
 
-def _loose_jobs(store: ObjectStore, inventory: Inventory, player: Player) -> Iterator[Job]:
+def _loose_jobs(
+    store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
+) -> Iterator[Job]:
     """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
     for slot in inventory.of_kind("rollouts"):
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
@@ -237,16 +278,30 @@ def _loose_jobs(store: ObjectStore, inventory: Inventory, player: Player) -> Ite
             if is_shard(name) and name not in named:
                 told = {"run_id": player(slot.number), "round": slot.number, "shard": _shard(name)}
                 look = partial(_misplaced, told=told)
-                yield partial(_check_loose, store, slot.key(name), ROLLOUTS, ROLLOUTS_SCHEMA, look)
+                key = slot.key(name)
+                check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
+                yield store.url_of(key), check
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
         round = round_of(key.rpartition("/")[2])
         if round is not None and key == metrics_key(round):
-            look = partial(_misplaced, told={"run_id": player(round), "round": round})
-            yield partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
+            told = {"run_id": player(round), "round": round}
+            look = partial(_wrong_metrics, told=told, lines=lines)
+            check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
+            yield store.url_of(key), check
         if key.startswith("rewards/") and not is_private(key):
             look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
-            yield partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
+            check = partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
+            yield store.url_of(key), check
+
+
+def _wrong_metrics(
+    reader: TableReader, told: Mapping[str, str | int | None], lines: MetricsLines
+) -> Fault | None:
+    """Metrics of another round, or other ones than metrics.jsonl repeats."""
+    check_metrics(reader)
+    fault = _misplaced(reader, told)
+    return lines.compared(reader, int(told["round"] or 0)) if fault is None else fault
 
 
 def _shard(name: str) -> int:
@@ -304,6 +359,10 @@ def _explained(
         return Fault("newer version", place, str(error))
     except CorruptObject as error:
         return Fault(otherwise, place, str(error))
+    except MarinRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
+        return Fault(otherwise, place, _in_words(error))
 
 
 def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
@@ -325,5 +384,5 @@ def _sealed(data: bytes) -> bool:
         record = json.loads(data)
         digest = record.pop("digest")
         return digest == sha256_of(canonical_json(record))
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False

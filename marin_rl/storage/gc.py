@@ -18,14 +18,14 @@ Four reasons, each safe for its own:
 Everything that is visible to a glob (shards, manifests, metrics) is a commit, and stays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from marin_rl.config import RetentionConfig, parse_config
-from marin_rl.errors import CorruptObject, ObjectMissing, RunLocked
+from marin_rl.errors import CorruptObject, ObjectMissing, RunLocked, StorageError
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.filesystem import ObjectStore
 from marin_rl.storage.forks import Reach, borrowed_from, held_to
@@ -43,6 +43,8 @@ from marin_rl.storage.runs import (
 )
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
+
+Found = TypeVar("Found")
 
 CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
 
@@ -64,13 +66,15 @@ class Collection:
 
     `live` says that another process works on the run, whose files were therefore let alone;
     `skipped` are slots whose manifests cannot be read, or are gone although something proves that
-    they were committed; in those nothing is ever deleted.
+    they were committed; in those nothing is ever deleted. `unread` says which neighbour cannot be
+    read: it may be a fork, so that nothing of a checkpoint was given up; empty where all can be.
     """
 
     garbage: tuple[Garbage, ...]
     live: bool
     skipped: tuple[str, ...]
     deleted: bool
+    unread: str = ""
 
     @property
     def bytes(self) -> int:
@@ -89,20 +93,23 @@ def collect(
 
     `rule` is by default the one that the run goes by now, see `rule_of`; the last two checkpoints
     always stay, for a round that was interrupted is played again from the one before the last.
-    `now` is UTC and given by tests. Raises StorageError, StoreUnavailable; CorruptObject where a
-    neighbouring run cannot be read, for it may be a fork of this one.
+    A neighbouring run that cannot be read may be a fork of this one: then no checkpoint is given
+    up, and all else is deleted. `now` is UTC and given by tests. Raises StorageError,
+    StoreUnavailable.
     """
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
     with _alone(run, dry_run=dry_run) as alone:
         inventory = take_inventory(run.folder)
         open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
-        read_by_others = _borrowed_among(run, {_slot_name(key) for key, _ in open_items})
+        asked = {_slot_name(key) for key, _ in open_items}
+        read_by_others, unread = _or_none(lambda: _borrowed_among(run, asked), asked)
         items = [
             *_unreferenced(inventory),
             *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
             *(_temporary(run, inventory, rule, moment) if alone else ()),
         ]
-        found = [*_measured(run.folder, items), *_retired(run, inventory, rule)]
+        retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
+        found = [*_measured(run.folder, items), *retired]
         if not dry_run:
             found = _delete(run, inventory, rule, found)
     return Collection(
@@ -110,7 +117,18 @@ def collect(
         live=not alone,
         skipped=tuple(sorted(_damaged(inventory) | read_by_others)),
         deleted=not dry_run,
+        unread=unread or unread_too,
     )
+
+
+def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
+    """What a look at the neighbours gives; `none` and the reason where one cannot be read."""
+    try:
+        return look(), ""
+    except StorageError as error:
+        if error.transient:
+            raise
+        return none, str(error)
 
 
 def retire(run: Run) -> None:
@@ -162,7 +180,13 @@ def _recorded_rule(run: Run) -> dict[str, Any] | None:
     latest = latest_checkpoint(run) or latest_sft(run)
     if latest is None or run.owner_of(latest.slot) != run.run_id:
         return None
-    return manifest_of(run.store, latest).extra.get(RETENTION)
+    rule = manifest_of(run.store, latest).extra.get(RETENTION)
+    if not isinstance(rule, dict | None):
+        raise CorruptObject(
+            f"{run.store.url_of(latest.slot)}: expected a mapping as {RETENTION}, found "
+            f"{str(rule)[:100]!r}"
+        )
+    return rule
 
 
 @contextmanager
@@ -227,7 +251,7 @@ def _temporary(
         if path is None:
             continue  # object stores have no temporary names, but for a probe's few bytes
         with suppress(FileNotFoundError):
-            if now.timestamp() - path.stat().st_mtime > rule.age_s:
+            if now.timestamp() - path.lstat().st_mtime > rule.age_s:
                 yield key, "temporary"
 
 

@@ -6,6 +6,7 @@ which attempt wrote the rest, is told here; what is to be done about it is not.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,7 @@ from marin_rl.storage.slots import (
     rollouts_slot,
     round_of,
 )
-from marin_rl.storage.tables import TableReader, load_all
+from marin_rl.storage.tables import TableReader, load_readable
 from schemas.manifests import Manifest
 from schemas.migrations import METRICS
 
@@ -157,7 +158,8 @@ def take_inventory(store: ObjectStore) -> Inventory:
         looked |= late
         _look_again(store, late, keys, slots)
     if closed := _metrics_due(slots) - keys:
-        keys |= closed & set(store.list("metrics"))
+        with suppress(CorruptObject):  # a link in the folder's place, which fsck names
+            keys |= closed & set(store.list("metrics"))
     evaluated = _evaluated(store, keys, slots)
     _look_again(store, map(evals_slot, evaluated), keys, slots)
     return Inventory(
@@ -172,7 +174,11 @@ def _look_again(
 ) -> None:
     """Add what lies in slots by now."""
     for slot in late:
-        there = store.list(slot)
+        try:
+            there = store.list(slot)
+        except CorruptObject as fault:  # a link in the place of the slot's folder
+            slots[slot] = Slot(slot=slot, names=(), fault=fault, damaged=MANIFEST)
+            continue
         keys.update(there)
         if there:
             names = [key.removeprefix(f"{slot}/") for key in there]
@@ -216,11 +222,11 @@ def _evaluated(
 ) -> frozenset[int]:
     """Rounds whose metrics tell of an evaluation that was not seen committed."""
     rounds = [r for r in sorted(_closed_rounds(keys)) if not _is_seen(slots, evals_slot(r))]
-    found = load_all(store, [metrics_key(round) for round in rounds])
+    found = load_readable(store, [metrics_key(round) for round in rounds])
     return frozenset(
         round
         for round, data in zip(rounds, found, strict=True)
-        if _tells_evaluation(data, store.url_of(metrics_key(round)))
+        if data is not None and _tells_evaluation(data, store.url_of(metrics_key(round)))
     )
 
 
@@ -246,8 +252,11 @@ def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
 
 def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
     """Metrics of the rounds after which another one was trained."""
-    rounds = {slot.number for slot in slots.values() if slot.kind == "checkpoints" and slot.sha256}
-    return {metrics_key(round - 1) for round in rounds if round and round + 1 in rounds}
+    committed = [slot for slot in slots.values() if slot.sha256]
+    rounds = {slot.number for slot in committed if slot.kind == "checkpoints"}
+    due = {round for round in rounds if round and round + 1 in rounds}
+    due |= {slot.number for slot in committed if slot.kind == "batches" and slot.number}
+    return {metrics_key(round - 1) for round in due}
 
 
 def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:

@@ -2,20 +2,34 @@
 
 fsspec's own local "create" is not exclusive, so this backend talks to the operating system: a
 temporary file in the same folder, fsync, hard link to the final name, unlink, fsync of the folder.
+The folder of a store may be reached by links; below it none is followed, and nothing but regular
+files is opened, for a folder may come from somebody else.
 """
 
 import errno
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from marin_rl.errors import ObjectMissing, RootUnfit, StorageError, StoreUnavailable
+from marin_rl.errors import (
+    CorruptObject,
+    ObjectMissing,
+    RootUnfit,
+    StorageError,
+    StoreUnavailable,
+)
 from marin_rl.storage.objects import Keys, ObjectStore, PutOutcome, checked
+from schemas.manifests import RECORD_BYTES_MAX
 
 _log = logging.getLogger(__name__)
+
+RECORDS = frozenset(("run.json", "manifest.json", "pruned.json"))  # read whole, so bounded in size
+# Not through a link, and never waiting for the other end of a pipe.
+_CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalStore(ObjectStore):
@@ -28,6 +42,7 @@ class LocalStore(ObjectStore):
         """See ObjectStore. UNKNOWN only if the folder cannot be synced once the name is there."""
         path = self._path(key)
         with explained(path, len(data)):
+            check_way(path, key)
             if path.exists():  # spares writing the bytes; the link below is what decides
                 return self._seen(path)
             make_folder(path.parent)
@@ -45,14 +60,20 @@ class LocalStore(ObjectStore):
         path = self._path(key)
         with explained(path):
             try:
-                return path.read_bytes()
+                check_way(path, key)
+                descriptor = open_regular(path)
             except NotADirectoryError:  # a file where a folder would be: nothing lies below it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
+                if path.name in RECORDS:
+                    _check_size(path, os.fstat(descriptor).st_size)
+                return file.read()
 
     def put_part(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         path = self._path(key)
         with explained(path, len(data)):
+            check_way(path, key)
             make_folder(path.parent)
             _write_synced(path, data, os.O_TRUNC)
             _sync_folder(path.parent)
@@ -61,27 +82,32 @@ class LocalStore(ObjectStore):
         """See ObjectStore."""
         start = self.url.rstrip("/") + "/"
         with explained(Path(self.url, prefix)):
-            return sorted(
-                f"{folder}/{name}".removeprefix(start)
-                for folder, _, names in os.walk((start + prefix).rstrip("/"), onerror=_unless_gone)
-                for name in names
-            )
+            if prefix:
+                check_way(Path(self.url, checked(prefix), "below"), f"{prefix}/below")
+            found = _not_folders((start + prefix).rstrip("/"))
+            return sorted(path.removeprefix(start) for path in found)
 
     def children(self, prefix: str = "") -> Keys:
         """See ObjectStore."""
-        folder = Path(self.url, prefix)
+        folder = Path(self.url, prefix and checked(prefix))
         with explained(folder):
+            if prefix:
+                check_way(folder / "below", f"{prefix}/below")
             return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def delete(self, key: str) -> None:
         """See ObjectStore."""
-        with explained(self._path(key)):
-            self._path(key).unlink(missing_ok=True)
+        path = self._path(key)
+        with explained(path):
+            check_way(path, key)
+            path.unlink(missing_ok=True)
 
     def size(self, key: str) -> int:
         """See ObjectStore."""
-        with explained(self._path(key)):
-            return self._path(key).stat().st_size
+        path = self._path(key)
+        with explained(path):
+            check_way(path, key)
+            return path.lstat().st_size
 
     def local_path(self, key: str) -> Path | None:
         """See ObjectStore."""
@@ -107,6 +133,105 @@ class LocalStore(ObjectStore):
             _log.warning("cannot sync %s after creating a file in it: %s", path.parent, error)
             return PutOutcome.UNKNOWN
         return outcome
+
+
+def check_way(path: Path, key: str) -> None:
+    """Raise CorruptObject where a folder on the way to an object is a link.
+
+    `path` is the file of `key` in some store: what lies above its first part is the user's own.
+    """
+    folder = path.parent
+    for _ in range(key.count("/")):
+        with suppress(FileNotFoundError):
+            if stat.S_ISLNK(folder.lstat().st_mode):
+                raise not_regular(folder, "a folder")
+        folder = folder.parent
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, not reached through a link in its last place.
+
+    Raises CorruptObject for a link, pipe, socket, device or folder; OSError.
+    """
+    try:
+        descriptor = os.open(path, flags | _CAREFULLY, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise not_regular(path)
+    return descriptor
+
+
+def checked_file(path: Path, key: str) -> Path:
+    """Return the file of `key`, for a library that opens it by its name.
+
+    Raises CorruptObject for what is no regular file, or lies behind a link; ObjectMissing.
+    """
+    with explained(path):
+        check_way(path, key)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise not_regular(path)
+    return path
+
+
+def not_regular(path: Path, expected: str = "a regular file") -> CorruptObject:
+    """The error about a file of another kind than `expected`."""
+    with suppress(OSError):
+        mode = path.lstat().st_mode
+        kind = next((name for test, name in _KINDS.items() if test(mode)), "a file of another kind")
+        return CorruptObject(
+            f"{path}: expected {expected}, found {kind}; marin-rl writes none there, and follows "
+            "none below a run's folder (which may be a link itself): remove it, or restore a copy"
+        )
+    return CorruptObject(f"{path}: expected {expected}, found none")
+
+
+_KINDS = {
+    stat.S_ISLNK: "a symbolic link",
+    stat.S_ISFIFO: "a pipe (FIFO)",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISDIR: "a folder",
+    stat.S_ISREG: "a file",
+}
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that may be there already; a link in its place is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with explained(path, len(data)):
+        try:
+            _write_synced(temporary, data, os.O_EXCL)
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > RECORD_BYTES_MAX:
+        raise CorruptObject(
+            f"{path}: expected a record of {RECORD_BYTES_MAX} bytes at most, found {size} bytes"
+        )
+
+
+def _not_folders(top: str) -> Iterator[str]:
+    """Paths of everything below a folder that is no folder; links to folders are of these."""
+    waiting = [top]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        yield entry.path
+        except FileNotFoundError:  # a folder that vanishes while it is listed is empty
+            continue
 
 
 def sync_folders(folder: Path) -> None:
@@ -136,7 +261,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _write_synced(path: Path, data: bytes, flag: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o666)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | flag)
     try:
         view = memoryview(data)
         while view:
@@ -185,6 +310,7 @@ _ADVICE = {
     errno.EPERM: "operation not permitted; choose another root or ask for access",
     errno.ENOTDIR: "a file is in the way of a folder; choose another root or remove it",
     errno.ENAMETOOLONG: "the name is too long for this file system",
+    errno.ELOOP: "links lead in a circle, or to where none may lead; remove them",
 }
 
 

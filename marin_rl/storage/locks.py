@@ -7,6 +7,7 @@ for readers, who cannot lock: a process id means something on its own machine al
 import fcntl
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import TextIO
 
 from marin_rl.errors import ObjectMissing, RunLocked
-from marin_rl.storage.local import explained
+from marin_rl.storage.local import explained, open_regular
+
+SIGNATURE_BYTES_MAX = 1024
+_PID = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,18 @@ class Holder:
 
 def holder_in(path: Path) -> Holder | None:
     """Who signed a lock file; None where nobody did, or it is not there."""
-    with suppress(FileNotFoundError):
-        match path.read_text(encoding="utf-8").split():
-            case [pid, *host] if pid.isdigit():
+    with suppress(ObjectMissing), explained(path):
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            text = file.read(SIGNATURE_BYTES_MAX).decode(errors="replace")
+        match text.split():
+            case [pid, *host] if _PID.fullmatch(pid):
                 return Holder(int(pid), " ".join(host) or None)
     return None
 
 
 def is_free(path: Path) -> bool:
     """Whether nobody holds the lock file at this moment. Writes nothing, and lets go at once."""
-    with suppress(ObjectMissing), explained(path), path.open("rb") as file:
+    with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,9 +73,14 @@ def is_free(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold the lock file while the block runs. Raises RunLocked, with who holds it."""
+    """Hold the lock file while the block runs.
+
+    Raises RunLocked, with the process that holds it; CorruptObject for what is no regular file: it
+    would be emptied.
+    """
     with explained(path, 0):
-        file = path.open("a+", encoding="utf-8")
+        descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        file = os.fdopen(descriptor, "a+", encoding="utf-8")
     with file:
         _lock(file.fileno(), path)
         _sign(file, f"{os.getpid()} {platform.node()}\n")

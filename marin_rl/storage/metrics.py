@@ -8,14 +8,17 @@ mean is `marin_rl.metrics`' business; undefined names are refused here.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.metrics import is_defined
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
-from marin_rl.storage.local import explained
+from marin_rl.storage.local import explained, open_regular
 from marin_rl.storage.runs import Run, metrics_key, round_of
 from marin_rl.storage.tables import TableReader, TableWriter, digest_of, load_all
 from marin_rl.types import SlotRef
@@ -23,6 +26,8 @@ from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import METRICS as LADDER
 
 JSONL_KEY = "metrics.jsonl"
+COLUMNS_MAX = 10_000
+FLOAT = pa.float64()
 
 
 def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
@@ -66,8 +71,22 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     keys = [metrics_key(round) for round in sorted(rounds)]
     for key, data in zip(keys, load_all(run.store, keys), strict=True):
         reader = TableReader(data, run.store.url_of(key), LADDER)
+        check_metrics(reader)
         tables.append(reader.table(reader.schema))
     return pa.concat_tables(tables, promote_options="default")
+
+
+def check_metrics(reader: TableReader) -> None:
+    """Raise CorruptObject unless a file is one row of numbers that says of which round it is."""
+    schema = reader.schema
+    inside, identity = dict(zip(schema.names, schema.types, strict=True)), METRICS_IDENTITY.names
+    wrong = [name for name, kind in inside.items() if name not in identity and kind != FLOAT]
+    wrong += [field.name for field in METRICS_IDENTITY if inside.get(field.name) != field.type]
+    if wrong or reader.rows != 1 or len(schema.names) > COLUMNS_MAX:
+        raise CorruptObject(
+            f"{reader.source}: expected one row of run_id, round and numbers, found {reader.rows} "
+            f"rows, {len(schema.names)} columns, of them wrong: {', '.join(wrong[:5]) or 'none'}"
+        )
 
 
 def _encode(
@@ -96,23 +115,32 @@ def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
         return
     reader = TableReader(data, JSONL_KEY, LADDER)
     (row,) = reader.table(reader.schema).to_pylist()
-    row = {"round": row.pop("round"), **row}
-    with explained(path, len(data)), path.open("ab") as file:
+    with explained(path, len(data)):
+        _append(path, json_line(row))
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """The line of metrics.jsonl for a round's row, without its end."""
+    return json.dumps({"round": row["round"], **row}).encode()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Raises CorruptObject where no regular file is in the place: what it leads to is not ours."""
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         torn = b"" if _ends_a_line(path) else b"\n"
-        file.write(torn + json.dumps(row).encode() + b"\n")
+        file.write(torn + line + b"\n")
 
 
 def _has_line(path: Path, round: int) -> bool:
-    if not path.exists():
-        return False
-    start = f'{{"round": {round}, '
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return any(line.startswith(start) and line.endswith("}") for line in lines)
+    with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
+        start = f'{{"round": {round}, '.encode()
+        return any(line.startswith(start) and line.endswith(b"}\n") for line in file)
+    return False
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Whether the file is empty or its last byte is a newline."""
-    with path.open("rb") as file:
+    """Return True where the file is empty, or its last byte is a newline."""
+    with os.fdopen(open_regular(path), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:
             return True

@@ -11,6 +11,10 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from marin_rl.errors import CorruptObject
+
+_STEPS_OUT = frozenset(("", ".", ".."))
+
 Keys = list[str]  # an alias, because `list` names a method below
 
 
@@ -84,9 +88,12 @@ def is_private(key: str) -> bool:
 
 
 def checked(key: str) -> str:
-    """`key` itself, asserted to stay below its store."""
-    parts = key.split("/")
-    assert all(part and part not in (".", "..") for part in parts), f"malformed key {key!r}"
+    """Return `key`. Raises CorruptObject unless it stays below its store."""
+    if "\0" in key or not _STEPS_OUT.isdisjoint(key.split("/")):
+        raise CorruptObject(
+            f"expected a key like a/b that stays below its folder, found {key[:100]!r}: no record "
+            "of marin-rl names it so"
+        )
     return key
 
 

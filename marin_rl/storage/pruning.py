@@ -13,7 +13,8 @@ from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import commit_object, new_attempt
 from marin_rl.storage.filesystem import ObjectStore
 from schemas import Malformed, NewerVersion
-from schemas.manifests import Manifest, Part, open_sealed_json, sealed_json
+from schemas.manifests import Manifest, Part, open_record, sealed_json
+from schemas.records import TombstoneRecord
 
 FORMAT = "marin-rl/pruned"
 VERSION = 1
@@ -89,7 +90,7 @@ def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> fr
 
 def _parsed(data: bytes, source: str) -> dict[str, Any]:
     try:
-        return open_sealed_json(data, format=FORMAT, version=VERSION)
+        return open_record(data, TombstoneRecord, format=FORMAT, version=VERSION)
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
     except Malformed as error:

@@ -51,14 +51,16 @@ from marin_rl.storage.slots import (
 )
 from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
-from schemas.manifests import canonical_json, open_sealed_json, sealed_json
+from schemas.fields import is_name
+from schemas.manifests import canonical_json, open_record, sealed_json
+from schemas.records import RunRecord
 
 __all__ = [
     "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RUN_KEY", "RoundProgress", "Run", "RunRef",
     "ancestors_in", "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
     "checkpoint_slot", "committed", "committed_checkpoint", "create_record", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "place_named", "progress", "read_record", "refuse_other_content",
+    "pairs_slot", "parse_record", "place_named", "progress", "read_record", "refuse_other_content",
     "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
     "runs_under", "seed_from", "sft_slot", "shard_key",
 ]  # fmt: skip
@@ -271,7 +273,14 @@ def rounds_planned(run: Run, trained: int) -> int:
     slot = checkpoint_slot(trained)
     found = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
     planned = found[0].extra.get(ROUNDS_PLANNED) if found else None
-    return max(run.config.rounds if planned is None else int(planned), trained)
+    if planned is None:
+        return max(run.config.rounds, trained)
+    if not isinstance(planned, int) or not 0 <= planned < 2**31:
+        raise CorruptObject(
+            f"{run.store.url_of(slot)}: expected a number of rounds as {ROUNDS_PLANNED}, found "
+            f"{str(planned)[:100]!r}"
+        )
+    return max(planned, trained)
 
 
 def as_continued(run: Run) -> dict[str, Any]:
@@ -350,10 +359,10 @@ def check_run_id(run_id: str) -> None:
 
     New runs have stricter names; a folder that somebody renamed can be read all the same.
     """
-    if run_id in ("", ".", "..") or "/" in run_id:
+    if not is_name(run_id):
         raise ConfigError(
-            f"expected the id of a run, a folder right under the root, found {run_id!r}; --root "
-            "says where runs are, and `marin-rl status` lists them"
+            f"expected the id of a run, a folder right under the root, found {run_id[:300]!r}; "
+            "--root says where runs are, and `marin-rl status` lists them"
         )
 
 
@@ -365,7 +374,7 @@ def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> l
 
 def _may_be_run(top: ObjectStore, name: str) -> bool:
     try:
-        return RUN_KEY in top.children(name)
+        return RUN_KEY in top.at(name).children()  # a run's own folder may be a link
     except StorageError as error:
         if error.transient:
             raise
@@ -418,12 +427,13 @@ def read_record(store: ObjectStore) -> dict[str, Any] | None:
         data = store.read(RUN_KEY)
     except ObjectMissing:
         return None
-    return _parse_record(data, store.url_of(RUN_KEY))
+    return parse_record(data, store.url_of(RUN_KEY))
 
 
-def _parse_record(data: bytes, source: str) -> dict[str, Any]:
+def parse_record(data: bytes, source: str) -> dict[str, Any]:
+    """The record in the bytes of a run.json. Raises CorruptObject, NewerSchema naming `source`."""
     try:
-        return open_sealed_json(data, format=FORMAT, version=VERSION)
+        return open_record(data, RunRecord, format=FORMAT, version=VERSION)
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
     except Malformed as error:
@@ -461,7 +471,7 @@ def create_record(
 
     def identify(data: bytes) -> tuple[str, str]:
         # Whoever was first is adopted; what differs is then told key by key.
-        return str(_parse_record(data, source)["attempt"]), config.run_id
+        return str(parse_record(data, source)["attempt"]), config.run_id
 
     data = commit_object(
         store,
@@ -471,7 +481,7 @@ def create_record(
         fingerprint=config.run_id,
         identify=identify,
     )
-    return _parse_record(data, source)
+    return parse_record(data, source)
 
 
 def _viewed(top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]) -> ObjectStore:

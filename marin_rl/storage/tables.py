@@ -16,8 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.decoded import check_decoded
 from marin_rl.storage.filesystem import ObjectStore
+from marin_rl.storage.local import checked_file, explained
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Part
 from schemas.migrations import Ladder
@@ -87,6 +89,7 @@ class TableReader:
         self.source, self.ladder = source, ladder
         with corruption_named(source):
             buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
+            self._buffer = buffer
             self._file = pq.ParquetFile(pa.BufferReader(buffer), page_checksum_verification=True)
             self.stamp = _stamp(self._file, source, ladder)
             self.schema = self._file.schema_arrow
@@ -127,6 +130,7 @@ class TableReader:
         values = {key: value for key, value in self.stamp.items() if key != "format"}
         writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
         with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, range(self.row_groups), self.schema.names)
             tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
         for table in tables:
             writer.write(table.replace_schema_metadata())
@@ -138,6 +142,7 @@ class TableReader:
         held = set(self.schema.names)
         columns = [name for name in schema.names if name in held]
         with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, groups, columns)
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
         found = set(table.column_names)
@@ -160,7 +165,13 @@ def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> Tabl
     """
     key = f"{slot}/{part.name}"
     source = store.url_of(key)
-    return TableReader(verified(load(store, key), part.sha256, source), source, ladder)
+    data = load(store, key)
+    if data.size != part.bytes:  # spares hashing what may be of any size
+        raise CorruptObject(
+            f"{source}: expected {part.bytes} bytes, found {data.size}: the file was truncated or "
+            "altered after it was committed; restore it from a copy"
+        )
+    return TableReader(verified(data, part.sha256, source), source, ladder)
 
 
 def load(store: ObjectStore, key: str) -> pa.Buffer:
@@ -168,12 +179,10 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
     path = store.local_path(key)
     if path is None:
         return pa.py_buffer(store.read(key))
-    try:
+    with explained(checked_file(path, key)):
         if path.stat().st_size == 0:  # an empty file cannot be mapped
             return pa.py_buffer(b"")
         return pa.memory_map(str(path)).read_buffer()
-    except FileNotFoundError:
-        raise ObjectMissing(f"{path} does not exist") from None
 
 
 def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
@@ -183,6 +192,18 @@ def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
         return
     with ThreadPoolExecutor(FETCHES_MAX) as pool:
         yield from pool.map(lambda key: load(store, key), keys)
+
+
+def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+    """As `load_all`, with None for what is no file that anyone may read."""
+    if not keys or store.local_path(keys[0]) is None:
+        yield from load_all(store, keys)
+        return
+    for key in keys:
+        try:
+            yield load(store, key)
+        except CorruptObject:
+            yield None
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:
@@ -201,6 +222,10 @@ def verified(data: pa.Buffer, sha256: str, source: str) -> pa.Buffer:
     return data
 
 
+# Beside its own errors Arrow raises these about bytes that somebody made up.
+_UNREADABLE = (pa.ArrowException, OSError, Malformed, ValueError, TypeError, ArithmeticError)
+
+
 @contextmanager
 def corruption_named(source: str) -> Iterator[None]:
     """Turn what a reader of broken bytes raises into CorruptObject or NewerSchema."""
@@ -208,7 +233,7 @@ def corruption_named(source: str) -> Iterator[None]:
         yield
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
-    except (pa.ArrowException, OSError, Malformed, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise CorruptObject(f"{source} is not a readable Parquet file: {reason}") from None
 
@@ -232,7 +257,7 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
             f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
         )
     version = stamp.get("schema_version", "")
-    if not version.isdigit():
+    if not (version.isascii() and version.isdigit() and len(version) < 10):
         raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
     ladder.check(int(version))
     return stamp

@@ -79,7 +79,9 @@ def test_damaged_parts_are_named(tmp_path: Path, kind: str, damage: str) -> None
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data if damage == "flip" else data[:-9])
-    with pytest.raises(CorruptObject, match=rf"{path.name}: expected SHA-256 .*restore it"):
+    with pytest.raises(
+        CorruptObject, match=rf"{path.name}: expected (SHA-256|\d+ bytes).*restore it"
+    ):
         list(read_batches(run, ref)) if kind == "batches-" else read_dispositions(run, 0)
 
 

@@ -19,6 +19,7 @@ from fake_s3 import FakeS3
 
 from marin_rl.errors import (
     ConfigError,
+    CorruptObject,
     ObjectMissing,
     RootUnfit,
     StorageError,
@@ -101,7 +102,7 @@ def test_a_sound_root_passes_the_probe_and_stays_empty(store: ObjectStore) -> No
 
 def test_keys_cannot_leave_the_store(store: ObjectStore) -> None:
     for key in ("../x", "a//b", "/etc/passwd", "", "a/./b"):
-        with pytest.raises(AssertionError, match="malformed key"):
+        with pytest.raises(CorruptObject, match="stays below its folder"):
             store.put_if_absent(key, b"")
 
 

@@ -1,0 +1,85 @@
+"""How many bytes a Parquet file becomes in memory, before it does: a small file may say gigabytes.
+
+A dictionary holds one long value once and names it a million times; runs of equal numbers take no
+space at all. What the footer tells bounds most files at once. Where that bound is too wide, columns
+of text are read as dictionaries, which stay small, and their lengths are added up.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from schemas import Malformed
+
+FACTOR_MAX = 1000  # a shard of ours becomes 5 to 50 times its size
+FLOOR_BYTES = 64 * 2**20
+CEILING_BYTES = 4 * 2**30
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+
+
+def limit_of(size: int) -> int:
+    """Bytes that a row group of a file of `size` bytes may take in memory."""
+    return min(max(FACTOR_MAX * size, FLOOR_BYTES), CEILING_BYTES)
+
+
+def check_decoded(
+    buffer: pa.Buffer, file: pq.ParquetFile, groups: Iterable[int], columns: Sequence[str]
+) -> None:
+    """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
+
+    Nothing that grows is decoded to find out.
+    """
+    limit, wanted = limit_of(buffer.size), set(columns)
+    for group in groups:
+        exact, doubtful = 0, dict[str, int]()
+        metadata = file.metadata.row_group(group)
+        for index in range(metadata.num_columns):
+            chunk = metadata.column(index)
+            path = chunk.path_in_schema
+            if path.partition(".")[0] not in wanted:
+                continue
+            width = _WIDTHS.get(chunk.physical_type)
+            exact += max(chunk.total_uncompressed_size, chunk.num_values * (width or 4))
+            if width is None and chunk.has_dictionary_page:
+                doubtful[path] = chunk.num_values * chunk.total_uncompressed_size
+        _check(exact, limit, group)
+        if exact + sum(doubtful.values()) > limit:
+            _check(exact + sum(_text_bytes(buffer, group, doubtful)), limit, group)
+
+
+def _check(size: int, limit: int, group: int) -> None:
+    if size > limit:
+        raise Malformed(
+            f"row group {group} would take {size} bytes of memory, expected {limit} at most for a "
+            "file of this size: it was made to grow"
+        )
+
+
+def _text_bytes(buffer: pa.Buffer, group: int, paths: Iterable[str]) -> Iterator[int]:
+    """Bytes of the texts of each column, by the lengths of its dictionaries' entries."""
+    names = list(paths)
+    file = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=names)
+    for name in names:
+        table = file.read_row_group(group, columns=[name], use_threads=False)
+        for leaf in (leaf for chunk in table.column(0).chunks for leaf in _leaves(chunk)):
+            if isinstance(leaf, pa.DictionaryArray):
+                lengths = pc.binary_length(leaf.dictionary).cast(pa.int64())
+                yield pc.sum(lengths.take(leaf.indices)).as_py() or 0
+            else:
+                yield leaf.nbytes
+
+
+def _leaves(array: pa.Array) -> Iterator[pa.Array]:
+    """The arrays of values below lists and structs."""
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        yield from _leaves(array.flatten())
+    elif isinstance(array, pa.StructArray):
+        for child in array.flatten():
+            yield from _leaves(child)
+    else:
+        yield array
