@@ -58,6 +58,13 @@ class ServerConfig(Section):
         description="bytes of a request's body; beyond: 413",
         json_schema_extra=FREE,
     )
+    bodies_bytes_max: Count = Field(
+        default=256 * 2**20,
+        le=2**36,
+        description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
+        "counted; at least body_bytes_max; beyond: 503",
+        json_schema_extra=FREE,
+    )
     header_bytes_max: int = Field(
         default=65536,
         ge=1024,
