@@ -52,6 +52,13 @@ class ServerConfig(Section):
         description="web origins that browsers may call from (CORS), like https://app.example.org",
         json_schema_extra=FREE,
     )
+    update_roots: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="folders and URLs below which admins may load weights, beside the root of the "
+        "run, or the folder above the model, that is served",
+        json_schema_extra=FREE,
+    )
     body_bytes_max: Count = Field(
         default=16 * 2**20,
         le=2**30,

@@ -21,6 +21,7 @@ from marin_rl.inference.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.serving.bodies import ApiError, Body, Version, VersionText, parse
 from marin_rl.serving.guard import for_admin, read_body
 from marin_rl.serving.loading import Source, checkpoint, folder
+from marin_rl.serving.places import Places
 from marin_rl.serving.service import Service, json_response
 from marin_rl.serving.updates import Update, UpdateRunning
 
@@ -157,7 +158,7 @@ def _told(update: Update) -> dict[str, Any]:
 
 def _update(service: Service, body: UpdateWeightsBody) -> None:
     """Load what is asked for. ApiError says why the old weights go on."""
-    source = body.source
+    source = Places(service.limits.update_roots).only(body.source)
     try:
         service.updater.load(source, body.version)
     except MarinRLError as error:

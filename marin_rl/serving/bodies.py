@@ -143,8 +143,9 @@ def _found(data: bytes, error: ErrorDetails) -> str:
     if error["type"] == "missing" or error["loc"][-1] == "[key]":
         return ""
     value: Any = from_json(data)
-    for part in error["loc"]:
-        is_item = isinstance(value, list) and isinstance(part, int) and part < len(value)
-        if is_item or (isinstance(value, dict) and part in value):
-            value = value[part]  # other parts name a union's branch
+    for part in error["loc"]:  # some parts name a union's branch, not a place in the body
+        if isinstance(value, dict):
+            value = value.get(part, value)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
     return f", found {value!r}" if isinstance(value, bool | int | float) else ""
