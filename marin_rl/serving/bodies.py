@@ -20,6 +20,9 @@ from marin_rl.serving.json_bounds import TooMuchJson, check_bounds
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
 
+# A larger body is not parsed a second time, to name the number that was found in it.
+FOUND_BYTES_MAX = 2**20
+
 
 class ApiError(Exception):
     """A refusal or fault, as the client will see it."""
@@ -140,7 +143,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _found(data: bytes, error: ErrorDetails) -> str:
     """The number or boolean that was found instead, as the end of a message."""
-    if error["type"] == "missing" or error["loc"][-1] == "[key]":
+    if len(data) > FOUND_BYTES_MAX or error["type"] == "missing" or error["loc"][-1] == "[key]":
         return ""
     value: Any = from_json(data)
     for part in error["loc"]:  # some parts name a union's branch, not a place in the body

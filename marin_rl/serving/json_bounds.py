@@ -8,8 +8,8 @@ bytes (`guard`) and what the fields hold (`requests`).
 
 from collections.abc import Iterator
 
-# Token ids of one request: 1,024 prompts of 1,024 tokens, or one prompt of a million.
-VALUES_MAX = 2**20
+# Token ids of one request: 512 prompts of 1,024 tokens, or one prompt of half a million.
+VALUES_MAX = 2**19
 # Each is a field of a message, a tool call or a schema: 4,096 messages that call and answer in turn
 # have 23,000.
 NAMES_MAX = 2**15

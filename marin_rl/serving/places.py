@@ -39,7 +39,7 @@ class Places:
         if folder is not None:
             return any(folder.is_relative_to(root) for root in self._folders)
         parts = place.split("/")
-        if "::" in place or ".." in parts or "." in parts:
+        if "://" not in place or "::" in place or ".." in parts or "." in parts:
             return False
         return any(place.rstrip("/") == url or place.startswith(f"{url}/") for url in self._urls)
 
