@@ -230,6 +230,7 @@ class Resident:
         import jax.numpy as jnp
 
         from marin_rl.compilation import spare_long_lived_objects
+        from marin_rl.serving.places import with_update_root
         from marin_rl.serving.server import PolicyServer
 
         model = self.trainer.model
@@ -242,7 +243,7 @@ class Resident:
         server = PolicyServer(
             model,
             self.tokenizer,
-            self._run.config.inference,
+            with_update_root(self._run.config.inference, self._run.config.root),
             context_length=policy.context_length,
             weight_version=version,
             parameters_digest=digest,

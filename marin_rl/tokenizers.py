@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from marin_rl.chat_templates import CHAT_TEMPLATE, start_worker
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
+from marin_rl.model_folders import check_model_folder
 
 CHARACTERS = "characters"
 PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
@@ -65,8 +66,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer from a local folder, and check that it can be used for chat.
 
-    Raises InputError when the folder or its files are missing, or when it has no chat template or
-    no end token.
+    Raises InputError when the folder or its files are missing or no ordinary files, or when it has
+    no chat template or no end token.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -74,6 +75,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"no tokenizer folder at {path}: expected a local folder with tokenizer.json and "
             f"tokenizer_config.json, or the word '{CHARACTERS}'"
         )
+    check_model_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

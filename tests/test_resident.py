@@ -16,6 +16,7 @@ from marin_rl.inference.canary import prove
 from marin_rl.resident import Resident
 from marin_rl.rounds import transfer_metrics
 from marin_rl.serving.loading import Source, read_checkpoint
+from marin_rl.serving.places import with_update_root
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.standalone import proven_server
 from marin_rl.serving.updates import Update, Updater
@@ -47,7 +48,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
 
 
 @pytest.fixture(scope="module")
-def remote() -> Iterator[PolicyServer]:
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
     """A server on its own, with weights that no run has trained."""
     config = load_config(DEBUG)
     tokenizer = character_tokenizer()
@@ -55,7 +56,7 @@ def remote() -> Iterator[PolicyServer]:
     server = PolicyServer(
         model,
         tokenizer,
-        config.inference,
+        with_update_root(config.inference, tmp_path_factory.getbasetemp()),
         context_length=config.policy.context_length,
         parameters_digest=parameters_digest(model),
     )
@@ -232,7 +233,7 @@ def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
 
 @pytest.mark.parametrize("kind", ["renames", "forgets"])
 def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, kind: str) -> None:
-    origin = small_run(tmp_path / "origin")
+    origin = small_run(tmp_path / "origin", f"inference.server.update_roots=[{tmp_path}]")
     first = Resident(origin).init_policy()
     server = forgetful_server(origin, renames=kind == "renames")
     run, resident = remote_run(tmp_path / "runs", server)

@@ -43,9 +43,9 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(
         default={}, description="passed to the environment, checked by it"
     )
-    train_seed: int = Field(default=0, ge=0, lt=2**31, description="base seed of training examples")
+    train_seed: int = Field(default=0, ge=0, lt=2**63, description="base seed of training examples")
     eval_seed: int = Field(
-        default=1_000_000_000, ge=0, lt=2**31, description="base seed of held-out examples"
+        default=1_000_000_000, ge=0, lt=2**63, description="base seed of held-out examples"
     )
     reward_timeout_s: Seconds = Field(default=10.0, description="seconds for scoring one rollout")
     reward_memory_bytes_max: int = Field(

@@ -52,10 +52,24 @@ class ServerConfig(Section):
         description="web origins that browsers may call from (CORS), like https://app.example.org",
         json_schema_extra=FREE,
     )
+    update_roots: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="folders and URLs below which admins may load weights, beside the root of the "
+        "run, or the folder above the model, that is served",
+        json_schema_extra=FREE,
+    )
     body_bytes_max: Count = Field(
         default=16 * 2**20,
         le=2**30,
         description="bytes of a request's body; beyond: 413",
+        json_schema_extra=FREE,
+    )
+    bodies_bytes_max: Count = Field(
+        default=256 * 2**20,
+        le=2**36,
+        description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
+        "counted; at least body_bytes_max; beyond: 503",
         json_schema_extra=FREE,
     )
     header_bytes_max: int = Field(

@@ -21,6 +21,8 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.types import Example, RewardComponent, Split
 
 ENTRY_POINTS = "marin_rl.environments"
+# Seeds of examples are signed integers of 64 bits on disk.
+SEED_END = 2**63
 
 _BUILT_IN = {
     "chat": "marin_rl.environments.chat",
@@ -95,6 +97,16 @@ class FixedSet(Protocol):
     @property
     def eval_size(self) -> int:
         """Number of different examples of the split `eval`."""
+        ...
+
+
+@runtime_checkable
+class FoldsSeeds(Protocol):
+    """An environment of a library whose seeds have fewer than 63 bits."""
+
+    @property
+    def seed_period(self) -> int | None:
+        """Seeds that differ by a multiple of it may make one example; None: no two do."""
         ...
 
 
@@ -220,17 +232,35 @@ def check_seeds_apart(
 ) -> None:
     """Refuse seeds whose examples would meet: example i of seed s is made from s + i.
 
-    Raises ConfigError with both ranges.
+    Where a library folds seeds, s and s + `seed_period` make one example, so the two ranges must
+    lie apart on a circle of that length. Raises ConfigError with both ranges.
     """
     first, start = train.train_seed, held_out.eval_seed
     last, end = first + train_examples - 1, start + eval_examples - 1
-    if first <= end and start <= last:
-        raise ConfigError(
-            f"{section}.train_seed {first} reaches {last} with {train_examples} training examples, "
-            f"{held_out_section}.eval_seed {start} reaches {end} with {eval_examples} held-out "
-            "ones: the two ranges share examples; move the seeds further apart (by default "
-            "1000000000)"
-        )
+    ranges = (
+        f"{section}.train_seed {first} reaches {last} with {train_examples} training examples, "
+        f"{held_out_section}.eval_seed {start} reaches {end} with {eval_examples} held-out ones"
+    )
+    if max(last, end) >= SEED_END:
+        raise ConfigError(f"{ranges}: expected seeds below 2**63; choose smaller ones")
+    periods = {period_of(train), period_of(held_out)} - {None}
+    for period in periods or {SEED_END}:
+        assert period is not None
+        if (start - first) % period < train_examples or (first - start) % period < eval_examples:
+            folded = "" if period == SEED_END else f" (its library folds seeds to below {period})"
+            raise ConfigError(
+                f"{ranges}: the two ranges share examples{folded}; move the seeds further apart "
+                "(by default 1000000000)"
+            )
+
+
+def period_of(config: EnvironmentConfig) -> int | None:
+    """The period of an environment's seeds, None where all of them differ.
+
+    Raises ConfigError for an unknown name or wrong options.
+    """
+    environment = construct(config)
+    return environment.seed_period if isinstance(environment, FoldsSeeds) else None
 
 
 def parse_options(kind: type[OptionsT], config: EnvironmentConfig) -> OptionsT:

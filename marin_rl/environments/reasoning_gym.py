@@ -29,6 +29,10 @@ with warnings.catch_warnings():
 _SIZES = {"acre": 2_000, "gsm_symbolic": 100_000, "list_functions": 100_000, "word_ladder": 10_000}
 _ENDLESS = 2**31 - 1
 
+# Datasets that seed NumPy's old generator, which takes 32 bits: a seed and an index below 2**31.
+_SHORT_SEEDED = ("pool_matrix",)
+_SHORT_PERIOD = 2**31
+
 # A dataset is made per base seed; a process meets those of training and evaluation.
 _DATASETS_KEPT = 8
 
@@ -102,6 +106,8 @@ class ReasoningGym:
         )
         sizes = [_size_of(item) for item in self._items]
         self.size = min(sizes) if min(sizes) < _ENDLESS else None
+        short = any(item.dataset in _SHORT_SEEDED for item in self._items)
+        self.seed_period = _SHORT_PERIOD if short else None
         self._dataset = lru_cache(maxsize=_DATASETS_KEPT)(self._make)
 
     def load_examples(self) -> None:
@@ -165,6 +171,8 @@ class ReasoningGym:
         return self._dataset(seed)[index % (self.size or _ENDLESS)]
 
     def _make(self, seed: int) -> Any:
+        if self.seed_period is not None:
+            seed %= self.seed_period
         if not self._options.mixture:
             item = self._items[0]
             return _create(item.dataset, {"size": _size_of(item), **item.config, "seed": seed})

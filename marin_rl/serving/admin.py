@@ -21,6 +21,7 @@ from marin_rl.inference.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.serving.bodies import ApiError, Body, Version, VersionText, parse
 from marin_rl.serving.guard import for_admin, read_body
 from marin_rl.serving.loading import Source, checkpoint, folder
+from marin_rl.serving.places import Places
 from marin_rl.serving.service import Service, json_response
 from marin_rl.serving.updates import Update, UpdateRunning
 
@@ -28,6 +29,7 @@ ADMIN = "/admin"
 DRAIN_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_MAX_S = 3600.0
 POLL_S = 0.01
+BODY_BYTES_MAX = 2**16
 
 # A folder or root; the operating system has no name with a NUL in it.
 Place = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
@@ -84,7 +86,7 @@ def admin_routes(service: Service) -> list[Route]:
 
     async def update_weights(request: Request) -> Response:
         """New weights from disk: read, proven, switched to."""
-        body = parse(UpdateWeightsBody, await read_body(request.receive))
+        body = parse(UpdateWeightsBody, await read_body(request.receive, BODY_BYTES_MAX))
         await asyncio.to_thread(_update, service, body)
         told = {"success": True, "message": f"now serving {service.model_id}"}
         return json_response(told | {"model": service.model_id} | status(service))
@@ -104,7 +106,7 @@ def admin_routes(service: Service) -> list[Route]:
 
     async def drain(request: Request) -> Response:
         """Take no new requests, and wait for the running ones."""
-        body = parse(DrainBody, await read_body(request.receive) or b"{}")
+        body = parse(DrainBody, await read_body(request.receive, BODY_BYTES_MAX) or b"{}")
         drained = await _drain(service, body.timeout_s)
         return json_response({"drained": drained} | status(service))
 
@@ -156,7 +158,7 @@ def _told(update: Update) -> dict[str, Any]:
 
 def _update(service: Service, body: UpdateWeightsBody) -> None:
     """Load what is asked for. ApiError says why the old weights go on."""
-    source = body.source
+    source = Places(service.limits.update_roots).only(body.source)
     try:
         service.updater.load(source, body.version)
     except MarinRLError as error:

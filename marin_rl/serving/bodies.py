@@ -1,8 +1,9 @@
-"""How the server reads what it is sent: strict shapes, and errors that say which field is wrong.
+"""Parse request bodies: strict shapes, and errors that say which field is wrong.
 
 Owns the base of all bodies, the reading of JSON, and the refusal as OpenAI words it. An unknown
 field is refused by name rather than ignored: an option that silently does nothing is worse than
-none. Leaves out what conversations hold (`messages`) and what may be asked for (`generation`).
+none. Leaves out how much JSON is read at all (`json_bounds`), what conversations hold (`messages`)
+and what may be asked for (`generation`).
 """
 
 import difflib
@@ -11,12 +12,16 @@ from functools import lru_cache
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from marin_rl.inference.protocol import error_body
+from marin_rl.serving.json_bounds import TooMuchJson, check_bounds
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
+
+# A larger body is not parsed a second time, to name the number that was found in it.
+FOUND_BYTES_MAX = 2**20
 
 
 class ApiError(Exception):
@@ -50,12 +55,17 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], data: bytes) -> B:
     """Read a JSON body; ApiError 400 names the first wrong field and what was expected of it."""
     try:
+        check_bounds(data)
         return kind.model_validate_json(data)
+    except TooMuchJson as error:
+        raise ApiError(400, str(error), code="limit_exceeded") from None
     except ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False)) from None
+        raise _refusal(kind, data, error) from None
 
 
-def _refusal(kind: type[Body], errors: list[ErrorDetails]) -> ApiError:
+def _refusal(kind: type[Body], data: bytes, error: ValidationError) -> ApiError:
+    # with its input, each error would hold another copy of the object around it
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = _most_telling(errors)
     names = _names(kind, first)
     message = first["msg"].removeprefix("Value error, ")
@@ -72,7 +82,7 @@ def _refusal(kind: type[Body], errors: list[ErrorDetails]) -> ApiError:
     if not names:
         return ApiError(400, f"expected a JSON object: {message}")
     param = ".".join(names)
-    return ApiError(400, f"{param}: {message}{_found(first['input'])}", param=param)
+    return ApiError(400, f"{param}: {message}{_found(data, first)}", param=param)
 
 
 def _names(kind: type[Body], error: ErrorDetails) -> list[str]:
@@ -131,5 +141,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _found(value: object) -> str:
+def _found(data: bytes, error: ErrorDetails) -> str:
+    """The number or boolean that was found instead, as the end of a message."""
+    if len(data) > FOUND_BYTES_MAX or error["type"] == "missing" or error["loc"][-1] == "[key]":
+        return ""
+    value: Any = from_json(data)
+    for part in error["loc"]:  # some parts name a union's branch, not a place in the body
+        if isinstance(value, dict):
+            value = value.get(part, value)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
     return f", found {value!r}" if isinstance(value, bool | int | float) else ""

@@ -120,9 +120,7 @@ def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Pr
     if isinstance(body, ChatTokensBody):
         service.check_ids(body.tokens)
         return np.asarray(body.tokens, np.int32)
-    messages = [message.as_told() for message in body.messages]
-    service.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
-    return service.chat_prompts.ids(messages, tools=tools or None)
+    return service.chat_ids([message.as_told() for message in body.messages], tools=tools)
 
 
 def _constraint(chat: Chat) -> MakeWalker | None:

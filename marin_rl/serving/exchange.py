@@ -21,7 +21,7 @@ from marin_rl.serving.access import RequestRecord, record_of
 from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.connections import client_of
 from marin_rl.serving.delivery import Reply
-from marin_rl.serving.guard import client_left, read_body
+from marin_rl.serving.guard import client_left, parsed, read_body
 from marin_rl.serving.limits import deadline_of, draining_error, queue_timeout, request_timeout
 from marin_rl.serving.service import Service
 
@@ -56,6 +56,7 @@ class Exchange:
         self.reply = Reply()
         self.record: RequestRecord = record_of(scope)
         self._service = service
+        self._parsed = partial(parsed, scope)
         self._futures: list[Future[GenerationResult]] = []
         self._results: dict[int, GenerationResult] = {}
         self._expected = 0
@@ -86,6 +87,8 @@ class Exchange:
             self._submit(prepare(self._service, data))
         except Exception as error:  # noqa: BLE001 whoever reads the reply gets it
             self._raise(error)
+        finally:
+            self._parsed()
         if self._closed:
             self._cancel()
 

@@ -25,6 +25,7 @@ from marin_rl.inference.slots import (
     GenerationRequest,
 )
 from marin_rl.serving.bodies import Body
+from marin_rl.serving.json_bounds import VALUES_MAX
 from marin_rl.serving.messages import (
     TOOLS_MAX,
     ChatMessage,
@@ -36,7 +37,8 @@ from marin_rl.serving.messages import (
 from marin_rl.types import Sampling
 
 MESSAGES_MAX = 4096
-PROMPTS_MAX = 2**20
+PROMPTS_MAX = 2**16
+TOKENS_MAX = VALUES_MAX
 SAMPLES_MAX = 2**20
 STOP_STRINGS_MAX = 16
 STOP_CHARACTERS_MAX = 256
@@ -47,6 +49,13 @@ TEMPERATURE_MIN = 1e-3
 PENALTY_MIN = 1e-2
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+# A list ends at its first wrong item: a million errors of which one is reported take gigabytes.
+Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=TOKENS_MAX)]
+SomeTokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=TOKENS_MAX)]
+Messages = Annotated[
+    list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)
+]
+Tools = Annotated[list[ToolBody], Field(fail_fast=True, max_length=TOOLS_MAX)]
 PromptText = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
@@ -84,8 +93,14 @@ class SamplingFields(Body):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=STOP_STRINGS_MAX)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=STOP_TOKENS_MAX)] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(fail_fast=True, max_length=STOP_STRINGS_MAX)]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[Token], Field(fail_fast=True, max_length=STOP_TOKENS_MAX)] | None
+    ) = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=PENALTY_MIN, le=10)
@@ -169,13 +184,13 @@ class SamplingBody(SamplingFields):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MESSAGES_MAX)
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     compact_logprobs: bool | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=TOOLS_MAX)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -237,7 +252,7 @@ class ChatBody(SamplingBody):
 class ChatTokensBody(ChatBody):
     """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids beside the messages."""
 
-    tokens: list[Token] = Field(min_length=1)
+    tokens: SomeTokens
 
 
 class CompletionBody(SamplingBody):
@@ -245,12 +260,9 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         PromptText
-        | Annotated[list[PromptText], Field(min_length=1, max_length=PROMPTS_MAX)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=PROMPTS_MAX),
-        ]
+        | Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+        | SomeTokens
+        | Annotated[list[SomeTokens], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
     )
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
@@ -295,7 +307,7 @@ class GenerateBody(Body):
     """POST /inference/v1/generate: token ids in and out."""
 
     model: Annotated[str, Field(max_length=1024)]
-    token_ids: list[Token] = Field(min_length=1)
+    token_ids: SomeTokens
     sampling_params: GenerateParameters | None = None
     stream: Literal[False] | None = None
 
@@ -304,10 +316,8 @@ class TokenizeBody(Body):
     """POST /tokenize: messages through the chat template, or plain text."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = (
-        None
-    )
-    tools: Annotated[list[ToolBody], Field(max_length=TOOLS_MAX)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     prompt: str | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -337,4 +347,4 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: list[Token]
+    tokens: Tokens

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.body_budget import BodyBudget, BodyShare
 from marin_rl.serving.connections import Client, client_of
 from marin_rl.serving.keys import Keys
 from marin_rl.serving.limits import Deadline, Rates, request_timeout
@@ -32,8 +33,9 @@ class Guard:
 
     `origins` gives the rules for the address that the server is bound to at the time. Leaves in
     `scope["state"]`: `caller` ("api", "admin", "local"; "open" on the health routes),
-    `deadline`, and `admin_variable`, what `require_admin` tells. The `receive` that routes get
-    raises ApiError 413 or 408 for a body too large or too slow, whoever reads it.
+    `deadline`, `body_share` (what its body holds of the memory for bodies; see `parsed`), and
+    `admin_variable`, which `require_admin` names. The `receive` that routes get raises ApiError 413
+    or 408 for a body too large or too slow, and 503 where all bodies together are too large.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Guard:
         self._keys = keys
         self._origins = origins
         self._rates = Rates(config)
+        self._budget = BodyBudget(max(config.bodies_bytes_max, config.body_bytes_max))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -68,7 +71,7 @@ class Guard:
     def _refusal(
         self, scope: Scope, headers: dict[bytes, list[bytes]], head_bytes: int
     ) -> ApiError | None:
-        refusal = self._origins().refusal(headers)
+        refusal = self._origins().refusal(headers) or _unknown_coding(headers)
         if refusal is not None:
             return refusal
         state = scope.setdefault("state", {})
@@ -94,8 +97,9 @@ class Guard:
 
     async def _within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = Deadline.starting(self._config, asyncio.get_running_loop().time())
-        scope["state"]["deadline"] = deadline
-        body = BoundedBody(receive, self._config, client_of(scope))
+        share = self._budget.share()
+        scope["state"] |= {"deadline": deadline, "body_share": share}
+        body = BoundedBody(receive, self._config, client_of(scope), share)
         begun = False
         timeout = asyncio.timeout_at(deadline.total_at)
         try:
@@ -113,14 +117,22 @@ class Guard:
             if begun or not timeout.expired():
                 raise
             await as_response(request_timeout())(scope, receive, send)
+        finally:
+            share.release()
 
 
 class BoundedBody:
-    """An ASGI `receive` that raises ApiError for a body too large (413) or too slow (408)."""
+    """An ASGI `receive` that raises ApiError for a body too large (413) or too slow (408).
 
-    def __init__(self, receive: Receive, config: ServerConfig, client: Client) -> None:
+    And 503, where the bodies of all requests together leave no room in `share`.
+    """
+
+    def __init__(
+        self, receive: Receive, config: ServerConfig, client: Client, share: BodyShare
+    ) -> None:
         self._receive = receive
         self._client = client
+        self._share = share
         self._bytes_max = config.body_bytes_max
         self._timeout_s = config.body_timeout_s
         self._until = asyncio.get_running_loop().time() + config.body_timeout_s
@@ -138,6 +150,7 @@ class BoundedBody:
             self._complete = not message.get("more_body", False)
             if self._read > self._bytes_max:
                 raise too_large(self._bytes_max)
+            self._share.grow_to(self._read)
         return message
 
     async def _in_time(self) -> Message:
@@ -196,14 +209,27 @@ def as_response(error: ApiError) -> Refusal:
     return Refusal(error)
 
 
-async def read_body(receive: Receive) -> bytes:
-    """The whole body. ApiError where the guard's limits end it (413, 408), or the client leaves."""
+def parsed(scope: Scope) -> None:
+    """Give back the memory for bodies that a request's body holds: its bytes are not kept."""
+    share = scope["state"]["body_share"]
+    assert isinstance(share, BodyShare)
+    share.release()
+
+
+async def read_body(receive: Receive, bytes_max: int | None = None) -> bytes:
+    """Return the whole body.
+
+    ApiError where the guard's limits end it (413, 408, 503), beyond a route's own `bytes_max`
+    (413), or where the client leaves.
+    """
     data = bytearray()  # which grows in place: a body may come in thousands of pieces
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise client_left()
         data += message.get("body", b"")
+        if bytes_max is not None and len(data) > bytes_max:
+            raise too_large(bytes_max)
         if not message.get("more_body", False):
             return bytes(data)
 
@@ -233,6 +259,18 @@ def headers_too_large(bytes_max: int) -> ApiError:
     """A request's head beyond the limit."""
     told = f"expected a request line and headers of at most {bytes_max} bytes"
     return ApiError(431, told, code="headers_too_large")
+
+
+def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:
+    """Refuse what RFC 9112 (6.1) has a server refuse: a transfer coding that it does not know."""
+    codings = b",".join(headers.get(b"transfer-encoding", ())).strip().lower()
+    if codings in (b"", b"chunked"):
+        return None
+    return ApiError(
+        501,
+        "expected no Transfer-Encoding but chunked: bodies are taken as they are, uncompressed",
+        code="unknown_transfer_coding",
+    )
 
 
 def _headers(scope: Scope) -> tuple[dict[bytes, list[bytes]], int]:

@@ -173,7 +173,12 @@ def checkpoint(
     """A run's committed checkpoint: that of a round, or the latest when it is read."""
 
     def read(served: Served) -> Loaded:
-        return read_checkpoint(Run.open(root, run_id, storage_options), round, promised, served)
+        try:
+            run = Run.open(root, run_id, storage_options)
+        except ObjectMissing as error:
+            # which runs there are instead is for those who may list the root
+            raise ObjectMissing(f"no run {run_id!r} under {root}: expected its run.json") from error
+        return read_checkpoint(run, round, promised, served)
 
     return Source(kind="disk", place=root, read=read)
 

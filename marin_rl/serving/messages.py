@@ -4,7 +4,7 @@ Owns the shapes and their limits. Leaves out how they become a prompt (`template
 read back (`tools`), and how a form is enforced (`constraints`).
 """
 
-import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -14,22 +14,31 @@ from marin_rl.types import Role
 
 TOOLS_MAX = 128
 TOOL_CALLS_MAX = 128
+CONTENT_PARTS_MAX = 4096
+SCHEMA_VALUES_MAX = 2**14
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Label = Annotated[str, Field(max_length=1024)]
 
 
-def _finite(schema: dict[str, Any]) -> dict[str, Any]:
-    """Free-form JSON is checked for what JSON has not: NaN and infinities."""
-    try:
-        json.dumps(schema, allow_nan=False)
-    except ValueError:
-        raise ValueError("expected JSON, found NaN or an infinity") from None
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Free-form JSON is checked for its size, and for what JSON has not: NaN and infinities."""
+    remaining: list[Any] = [schema]
+    count = 0
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, dict | list):
+            count += len(value)
+            if count > SCHEMA_VALUES_MAX:
+                raise ValueError(f"expected at most {SCHEMA_VALUES_MAX} values")
+            remaining.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("expected JSON, found NaN or an infinity")
     return schema
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class TextPart(Body):
@@ -62,15 +71,19 @@ class ChatMessage(Body):
     """
 
     role: Role
-    content: str | list[TextPart] | None = None
+    content: (
+        str | Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_PARTS_MAX)] | None
+    ) = None
     name: Label | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=TOOL_CALLS_MAX)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)] | None
+    ) = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "ChatMessage":

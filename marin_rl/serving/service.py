@@ -44,6 +44,10 @@ from marin_rl.tokenizers import encoder_of, is_direct
 TOKEN_CHARACTERS_MAX = 256
 # More than there are processes that check grammars: some may wait, others are known already.
 FORM_THREADS = 4
+# A text may have the tokens of so many contexts: `/tokenize` says how much too long it is.
+CONTEXTS_MAX = 2
+# So many characters of a long text, for each token of the context, are tokenized first.
+PROBE_CHARACTERS = 4
 
 Prompt = Int32[np.ndarray, " P"]
 F = TypeVar("F", bound=SamplingFields)
@@ -155,10 +159,43 @@ class Service:
             executor.shutdown(wait=False, cancel_futures=True)
         self.writer.close()
 
-    def encode(self, text: str, *, special: bool = True) -> Prompt:
-        """Ids of plain text; `special` opens and ends it as the tokenizer does."""
-        self.check_characters(len(text), "prompt")
-        return np.asarray(self._encode(text, special), np.int32)
+    def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> Prompt:
+        """Ids of plain text; `special` opens and ends it as the tokenizer does.
+
+        ApiError 400 for a text of more than CONTEXTS_MAX contexts. Tokenizing takes 0.4 s and
+        130 MB for a million characters, so a long text is refused by its beginning.
+        """
+        self.check_characters(len(text), param)
+        characters = PROBE_CHARACTERS * self.engine.context_length
+        while characters < len(text):
+            self.check_length(len(self._encode(text[:characters], False)), param)
+            characters *= 2
+        ids = self._encode(text, special)
+        self.check_length(len(ids), param)
+        return np.asarray(ids, np.int32)
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]], opening: bool = True
+    ) -> Prompt:
+        """Ids of a conversation by the chat template; ApiError as `ChatPrompts.text` and `encode`.
+
+        `opening` ends the ids with the assistant's opening.
+        """
+        self.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
+        text = self.chat_prompts.text(messages, tools=tools or None, opening=opening)
+        return self.encode(text, special=False, param="messages")
+
+    def check_length(self, count: int, param: str) -> None:
+        """ApiError 400 for ids that more than fill CONTEXTS_MAX contexts."""
+        context = self.engine.context_length
+        if count > CONTEXTS_MAX * context:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {context} tokens, but the text has more "
+                f"than {CONTEXTS_MAX * context}: shorten it",
+                code="context_length_exceeded",
+                param=param,
+            )
 
     def check_model(self, model: str, policy: Policy | None = None) -> None:
         """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""

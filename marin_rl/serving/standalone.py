@@ -16,6 +16,7 @@ from marin_rl.config import Config
 from marin_rl.inference.canary import rehearse
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.loading import Loaded, read_checkpoint, read_folder
+from marin_rl.serving.places import with_update_root
 from marin_rl.serving.server import PolicyServer, serve_forever
 from marin_rl.serving.updates import canary_ids
 from marin_rl.serving.watcher import POLL_S, following
@@ -47,7 +48,7 @@ def serve_checkpoint(
     run = Run.open(root, run_id)
     loaded = read_checkpoint(run, round)
     inference = run.config.inference if config is None else config.inference
-    settings = run.config.model_copy(update={"inference": inference})
+    settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
     server = proven_server(loaded, tokenizer_for(settings.policy), settings)
     if not follow:
         return serve_forever(server, host, port, announce=_announce)
@@ -71,6 +72,8 @@ def serve_folder(folder: Path, config: Config, host: str, port: int) -> int:
         known = {"init": "hf", "hf_path": str(folder), "context_length": longest}
         policy = config.policy.model_copy(update=known)
         config = within_memory(config.model_copy(update={"policy": policy}))
+    inference = with_update_root(config.inference, folder.resolve().parent)
+    config = config.model_copy(update={"inference": inference})
     server = proven_server(loaded, load_tokenizer(folder), config)
     return serve_forever(server, host, port, announce=_announce)
 

@@ -50,6 +50,7 @@ class SamplingEndpoint:
         exchange, data = await take(self._service, scope, receive)
         try:
             exchange.begin(self._prepare, data)
+            del data  # an answer may take minutes, and the body some megabytes
             first = await exchange.reply.read()
             assert first is not None, "an answer has at least one piece"
             if exchange.record.stream:

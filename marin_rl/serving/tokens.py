@@ -59,11 +59,9 @@ def _tokenized(service: Service, data: bytes) -> dict[str, Any]:
     if body.messages is None:
         tokens = service.encode(body.prompt or "", special=body.add_special_tokens is not False)
     else:
-        messages = [message.as_told() for message in body.messages]
-        service.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
-        tokens = service.chat_prompts.ids(
-            messages,
-            tools=body.offered or None,
+        tokens = service.chat_ids(
+            [message.as_told() for message in body.messages],
+            tools=body.offered,
             opening=body.add_generation_prompt is not False,
         )
     answer = {
@@ -80,6 +78,7 @@ def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
     body = parse(DetokenizeBody, data)
     if body.model is not None:
         service.check_model(body.model)
+    service.check_length(len(body.tokens), "tokens")
     service.check_ids(body.tokens)
     return {"prompt": service.texts.of(body.tokens, special=True)}
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
+from marin_rl.model_folders import check_model_folder
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
@@ -301,6 +302,7 @@ def _read_hf_config(path: Path) -> dict[str, Any]:
             f"no model folder at {path}: expected a local Hugging Face folder with config.json and "
             "safetensors; download it first"
         )
+    check_model_folder(path)
     weights = ("model.safetensors", "model.safetensors.index.json")
     if not any((path / name).is_file() for name in weights):
         raise InputError(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from marin_rl.config import Config, EnvironmentConfig, load_config, override, parse_config
 from marin_rl.environments.base import (
+    check_seeds_apart,
     checked_components,
     environment_of,
     known_environments,
@@ -63,6 +64,46 @@ def test_seeds_that_meet_are_refused() -> None:
     make_environment(turned, train_examples=1000, eval_examples=100)
     with pytest.raises(ConfigError, match="reaches 200 with 101 held-out"):
         make_environment(turned, eval_examples=101)
+
+
+SHORT = EnvironmentConfig(name="reasoning_gym", options={"dataset": "pool_matrix"})
+SEEDS = st.integers(0, 2**63 - 1) | st.integers(0, 40) | st.integers(2**31 - 40, 2**31 + 40)
+
+
+@given(
+    SEEDS,
+    SEEDS,
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.sampled_from([SHORT, EnvironmentConfig()]),
+)
+def test_ranges_that_are_let_through_share_no_seed_folded_or_not(
+    train: int, held_out: int, trained: int, asked: int, base: EnvironmentConfig
+) -> None:
+    config = base.model_copy(update={"train_seed": train, "eval_seed": held_out})
+    period = 2**31 if base is SHORT else 2**64
+    seeds = {(train + index) % period for index in range(trained)}
+    others = {(held_out + index) % period for index in range(asked)}
+    too_large = max(train + trained, held_out + asked) > 2**63
+    try:
+        check_seeds_apart(config, config, train_examples=trained, eval_examples=asked)
+        refused = False
+    except ConfigError:
+        refused = True
+    assert refused == (too_large or bool(seeds & others))
+
+
+@pytest.mark.parametrize("dataset", ["pool_matrix", "leg_counting"])
+def test_seeds_of_63_bits_make_examples(dataset: str) -> None:
+    seed = 2**63 - 100
+    config = EnvironmentConfig(name="reasoning_gym", options={"dataset": dataset}, eval_seed=seed)
+    environment = make_environment(config, eval_examples=100)
+    examples = [environment.example(seed, index, "eval") for index in range(4)]
+    assert len({example.messages[0].content for example in examples}) > 1
+    assert [example.seed for example in examples] == [seed + index for index in range(4)]
+    assert environment.score(examples[3], examples[3].answer or "")[0].value == 1.0
+    with pytest.raises(ConfigError, match=r"expected seeds below 2\*\*63"):
+        make_environment(config, eval_examples=101)
 
 
 def test_a_run_counts_all_the_examples_it_may_use() -> None:

@@ -57,8 +57,10 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of three checkpoints."""
-    run = small_run(tmp_path_factory.mktemp("runs"), "inference.engine.chunk_steps=2")
+    """A run of three checkpoints; its server takes weights from all folders of these tests."""
+    root, everywhere = tmp_path_factory.mktemp("runs"), tmp_path_factory.getbasetemp()
+    roots = f"inference.server.update_roots=[{everywhere}]"
+    run = small_run(root, "inference.engine.chunk_steps=2", roots)
     for round in range(3):
         commit(run, round)
     return run
