@@ -77,6 +77,8 @@ class ChatTemplate:
     ) -> None:
         self._source, self._pool = source, pool or _pool
         self._special_tokens = dict(special_tokens)
+        # half a character goes as it is, so that it is the worker that refuses it
+        self._encoded = source.encode(errors="surrogatepass")
 
     @classmethod
     def of(cls, tokenizer: TemplateOwner, *, tools: bool = False) -> "ChatTemplate":
@@ -104,12 +106,8 @@ class ChatTemplate:
         given = [self._variables(conversation) for conversation in conversations]
         if self.is_built_in:
             return [_rendered_here(self._source, variables, spans=spans) for variables in given]
-        try:
-            common = self._source.encode()
-        except UnicodeEncodeError:
-            raise TemplateFault("is no text that can be written in UTF-8") from None
         items = [_as_json({"variables": variables, "spans": spans}) for variables in given]
-        return [_rendering(answer) for answer in self._pool.ask(common, items)]
+        return [_rendering(answer) for answer in self._pool.ask(self._encoded, items)]
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         return {

@@ -50,7 +50,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def constraints() -> Constraints:
-    tokenizer = byte_level_tokenizer()
+    tokenizer: Any = byte_level_tokenizer()
     return Constraints(tokenizer, vocabulary=400, stop_tokens=[tokenizer.eos_token_id])
 
 
