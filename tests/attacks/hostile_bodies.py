@@ -25,8 +25,8 @@ from marin_rl.serving.generation import (
 )
 
 BYTES_MAX = 16 * 2**20
-# Parts that come close to the bounds of names, of objects and lists, and of values.
-CLOSE = (32_000, 65_000, 520_000)
+# Parts that come close to the bounds of values, of names, and of objects and lists.
+CLOSE = (520_000, 32_000, 65_000)
 CHAT = b'{"model":"policy","messages":[{"role":"user","content":"a"}],'
 # By name: the body's class, what stands before the part that is repeated, the part (with its number
 # where it has a `%d`), and what stands after it.
