@@ -99,8 +99,7 @@ def check_end(process: subprocess.Popen[str], code: int, seconds: float) -> tupl
     out, err = process.communicate(timeout=seconds)
     assert process.returncode == code, err
     assert err.count(LOST) == 1, err
-    for noise in ("Still processing items", "failed with", "failed to process", "ConnectError"):
-        assert noise not in err
+    assert "Still processing items" not in err
     return out, err
 
 
@@ -110,6 +109,8 @@ def test_a_flow_whose_temporary_server_is_killed_returns_its_result(when: str) -
         assert process.stdout is not None
         assert process.stdout.readline() == "result 190\n"
         _, err = check_end(process, 0, END_TIMEOUT_S)
+    for noise in ("failed with", "failed to process", "ConnectError"):
+        assert noise not in err
     assert "the temporary Prefect server was killed by SIGKILL" in err
     assert "Traceback" not in err
 
