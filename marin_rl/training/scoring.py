@@ -209,11 +209,11 @@ def _before_last_mlp(
     named = partial(hax.named, axis=(batch, position))
     layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
     mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
+    states = _embedded(model, named(token_ids_BT))
+    positions: NamedArray | Rotation = named(positions_BT)
     if prompts_BT is not None:
         layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)
-    states = _embedded(model, named(token_ids_BT))
-    stacked, positions = with_rotation(layers.stacked, named(positions_BT), states.dtype)
-    layers = dataclasses.replace(layers, stacked=stacked)
+        layers, positions = with_rotation(layers, positions, states.dtype)
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
         states = block(states, mask, pos_ids=positions)
