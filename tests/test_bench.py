@@ -20,7 +20,7 @@ SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
 }  # fmt: skip
-RUN_S_MAX = 600  # against hanging
+RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
 
 
