@@ -21,14 +21,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from standard_work import Work, write_work
+from machine import head, machine
+from peer_venvs import HF, TUNIX, install
+from standard_work import Work, add_size_option, sized, write_work
 
 HERE = Path(__file__).parent
-# The rivals' environments: tunix wants another transformers than Hugging Face's side.
-PEERS = HERE / ".venv-hf"
-PINS = ("torch==2.13.0", "transformers==4.57.6", "ctranslate2==4.8.5")
-TUNIX = HERE / ".venv-tunix"
-TUNIX_PINS = ("google-tunix==0.1.7",)
 # Threads of torch and CTranslate2 that wait would otherwise spin, and eat the CPU-seconds of all.
 PASSIVE = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
 # What marin_rl.compilation.keep_freed_memory sets in a run: without it each side hands large blocks
@@ -59,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", default="1,32,256")
     parser.add_argument("--bandwidth-gb-s", type=float, default=0.0)
     parser.add_argument("--prompt-tokens", type=int, default=32)
+    add_size_option(parser)
     for mode in MODES:
         parser.add_argument(f"--{mode.replace('_', '-')}", action="store_true")
     return parser.parse_args()
@@ -68,26 +66,21 @@ def main() -> None:
     """Run what is asked for."""
     options = parse()
     if options.install_peers:
-        install_peers()
+        install(HF)
+        install(TUNIX)
+    say(head())
+    work = sized(Work(prompt_tokens=options.prompt_tokens), options.sizes)
     modes = [mode for mode in MODES if getattr(options, mode)]
     if modes or options.model:
         sys.path.insert(0, str(HERE.parent))  # this checkout, whatever is installed
         import engine_own
 
-        engine_own.run(modes, options)
+        engine_own.run(modes, work, options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_work(Path(folder), Work(prompt_tokens=options.prompt_tokens), 1)
+        write_work(Path(folder), work, 1)
         for cores in map(int, options.cores.split(",")):
             compare(sides_of(options), Path(folder), cores, options.rounds)
-
-
-def install_peers() -> None:
-    """Make the rivals' environments, with plain pip."""
-    uv = Path(sys.executable).with_name("uv")
-    for folder, pins in ((PEERS, PINS), (TUNIX, TUNIX_PINS)):
-        subprocess.run([uv, "venv", "--seed", "--clear", "--python", "3.11", folder], check=True)
-        subprocess.run([folder / "bin/pip", "install", *pins], check=True)
 
 
 def sides_of(options: argparse.Namespace) -> dict[str, str]:
@@ -95,12 +88,12 @@ def sides_of(options: argparse.Namespace) -> dict[str, str]:
     sides = {"ours": sys.executable}
     if options.peers:
         sides["levanter"] = sys.executable
-        if PEERS.exists():
-            sides |= dict.fromkeys(("hf", "ctranslate2"), str(PEERS / "bin/python"))
+        if HF.python.is_file():
+            sides |= dict.fromkeys(("hf", "ctranslate2"), str(HF.python))
         else:
             say("skipped hf and ctranslate2: not installed; --install-peers does it")
-        if TUNIX.exists():
-            sides["tunix"] = str(TUNIX / "bin/python")
+        if TUNIX.python.is_file():
+            sides["tunix"] = str(TUNIX.python)
         else:
             say("skipped tunix: not installed; --install-peers does it")
     chosen = [name for name in options.only.split(",") if name] or list(sides)
@@ -171,7 +164,7 @@ def report(results: dict[str, list[dict[str, float]]], cores: int) -> None:
             f"{name:12} {wall:9,.0f} {wall / base['tokens_per_second']:6.2f} {cpu:10,.0f} "
             f"{cpu / base['tokens_per_cpu_second']:6.2f} {row['peak_rss_mb']:8,.0f}"
         )
-    say(json.dumps({"cores": cores, "load_average": os.getloadavg()[0], "sides": rows}))
+    say(json.dumps({**machine(), "cores": cores, "sides": rows}))
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+from standard_work import Work
 
 from marin_rl.compilation import keep_freed_memory
 from marin_rl.config import EngineConfig
@@ -27,42 +28,31 @@ from marin_rl.inference.decoder import block_size
 from marin_rl.inference.engine import Engine, GenerationRequest
 from marin_rl.types import Sampling
 
-VOCABULARY = 512
-STANDARD = LlamaConfig(
-    max_seq_len=1024,
-    hidden_dim=256,
-    intermediate_dim=704,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    gradient_checkpointing=False,
-)
-MODELS = {
-    "0.5b": (
-        LlamaConfig(
-            max_seq_len=4096,
-            hidden_dim=896,
-            intermediate_dim=4864,
-            num_layers=24,
-            num_heads=14,
-            num_kv_heads=2,
-            tie_word_embeddings=True,
-            gradient_checkpointing=False,
-        ),
-        151_936,
+# Prompts of `shared_prompt` and `mixed`: 512 tokens of the standard work's 32.
+LONG_PROMPT = 16
+HALF_BILLION = (
+    LlamaConfig(
+        max_seq_len=4096,
+        hidden_dim=896,
+        intermediate_dim=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+        gradient_checkpointing=False,
     ),
-    "tiny": (STANDARD, VOCABULARY),
-}
+    151_936,
+)
 
 
-def run(modes: list[str], options: argparse.Namespace) -> None:
+def run(modes: list[str], work: Work, options: argparse.Namespace) -> None:
     """Everything that is asked for, one after the other."""
     keep_freed_memory()
     for mode in modes:
-        report(mode, MEASURES[mode](options.rounds))
+        report(mode, MEASURES[mode](work, options.rounds))
     if options.model:
         for batch in map(int, options.batch.split(",")):
-            report("bandwidth", bandwidth(options, batch))
+            report("bandwidth", bandwidth(work, options, batch))
 
 
 def report(mode: str, found: dict[str, Any]) -> None:
@@ -73,24 +63,40 @@ def report(mode: str, found: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def model_of(config: LlamaConfig, vocabulary: int = VOCABULARY, seed: int = 0) -> LlamaLMHeadModel:
+def standard(work: Work) -> tuple[LlamaConfig, int]:
+    """Architecture and vocabulary of the work's model, with room for long prompts."""
+    config = LlamaConfig(
+        max_seq_len=1024,
+        hidden_dim=work.hidden,
+        intermediate_dim=work.intermediate,
+        num_layers=work.layers,
+        num_heads=work.heads,
+        num_kv_heads=work.kv_heads,
+        gradient_checkpointing=False,
+    )
+    return config, work.vocabulary
+
+
+def model_of(config: LlamaConfig, vocabulary: int, seed: int = 0) -> LlamaLMHeadModel:
     """Random weights."""
     return LlamaLMHeadModel.init(hax.Axis("vocab", vocabulary), config, key=jax.random.key(seed))
 
 
-def engine_of(context: int, slots: int = 128) -> Engine:
-    """A warm engine over the standard model."""
-    engine = Engine(model_of(STANDARD), EngineConfig(slots=slots), context_length=context)
+def engine_of(work: Work, context: int, slots: int | None = None) -> Engine:
+    """A warm engine over the work's model; `slots` for all of its rows by default."""
+    settings = EngineConfig(slots=slots or work.rows)
+    engine = Engine(model_of(*standard(work)), settings, context_length=context)
     engine.warm_up()
     return engine
 
 
-def request(length: int, seed: int, n: int = 1, new_tokens: int = 64) -> GenerationRequest:
-    """Random prompt of `length`."""
-    prompt = np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)
-    return GenerationRequest(
-        prompt_ids=prompt, n=n, sampling=Sampling(max_tokens=new_tokens, seed=seed)
-    )
+def request(
+    work: Work, length: int, seed: int, n: int = 1, new_tokens: int | None = None
+) -> GenerationRequest:
+    """A random prompt of `length`."""
+    sampling = Sampling(max_tokens=new_tokens or work.new_tokens, seed=seed)
+    prompt = np.random.default_rng(seed).integers(0, work.vocabulary, length).astype(np.int32)
+    return GenerationRequest(prompt_ids=prompt, n=n, sampling=sampling)
 
 
 def played(engine: Engine, requests: list[GenerationRequest]) -> tuple[float, float]:
@@ -102,13 +108,15 @@ def played(engine: Engine, requests: list[GenerationRequest]) -> tuple[float, fl
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def shared_prompt(rounds: int) -> dict[str, Any]:
+def shared_prompt(work: Work, rounds: int) -> dict[str, Any]:
     """16 groups of 8 on prompts of 512 against 128 requests of their own, 64 new tokens each."""
-    engine = engine_of(512 + 64)
+    length = LONG_PROMPT * work.prompt_tokens
+    engine = engine_of(work, length + work.new_tokens)
     shared, apart = [], []
     for number in range(rounds + 1):
-        groups = [request(512, 1000 * number + index, n=8) for index in range(16)]
-        singles = [request(512, 1000 * number + index) for index in range(128)]
+        seeds = range(1000 * number, 1000 * number + work.rows)
+        groups = [request(work, length, seed, work.completions) for seed in seeds[: work.prompts]]
+        singles = [request(work, length, seed) for seed in seeds]
         shared.append(played(engine, groups))
         apart.append(played(engine, singles))
     engine.close()
@@ -125,21 +133,22 @@ def shared_prompt(rounds: int) -> dict[str, Any]:
     }
 
 
-def mixed(rounds: int) -> dict[str, Any]:
+def mixed(work: Work, rounds: int) -> dict[str, Any]:
     """Prompts and completions of 8 to 512 tokens that arrive over time: busy share of the slots.
 
     Counted from when the slots are first full until the last request has come.
     """
-    engine = engine_of(1024, slots=32)
+    longest, slots = LONG_PROMPT * work.prompt_tokens, work.rows // 4
+    engine = engine_of(work, 2 * longest, slots)
     random = np.random.default_rng(0)
     futures = []
     before = (0, 0)
-    for index in range(64 * rounds):
-        prompt, new = random.integers(8, 513, 2).tolist()
-        futures.append(engine.submit(request(prompt, index, new_tokens=new)))
-        while engine.queued > 16:
+    for index in range(2 * slots * rounds):
+        prompt, new = random.integers(8, longest + 1, 2).tolist()
+        futures.append(engine.submit(request(work, prompt, index, new_tokens=new)))
+        while engine.queued > slots // 2:
             time.sleep(0.001)
-        if index == 48:
+        if index == slots + slots // 2:
             before = engine.stats.tokens, engine.stats.slot_steps
     after = engine.stats.tokens, engine.stats.slot_steps
     wait(futures)
@@ -147,13 +156,15 @@ def mixed(rounds: int) -> dict[str, Any]:
     return {"asked": 0.8, "busy_share": (after[0] - before[0]) / (after[1] - before[1])}
 
 
-def memory(rounds: int) -> dict[str, Any]:
+def memory(work: Work, rounds: int) -> dict[str, Any]:
     """Peak memory beyond what the process had before the model, its weights and its cache."""
     jnp.zeros(8).block_until_ready()
     start = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    engine = engine_of(128)
+    length = 2 * work.prompt_tokens
+    engine = engine_of(work, length + work.new_tokens)
     for number in range(rounds):
-        played(engine, [request(64, 100 * number + index, n=8) for index in range(16)])
+        seeds = range(100 * number, 100 * number + work.prompts)
+        played(engine, [request(work, length, seed, work.completions) for seed in seeds])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = bytes_of(engine.policy.weights) + bytes_of(engine._runner._caches)
     engine.close()
@@ -165,28 +176,31 @@ def bytes_of(arrays: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
 
-def swap(rounds: int) -> dict[str, Any]:
+def swap(work: Work, rounds: int) -> dict[str, Any]:
     """Milliseconds of putting other weights in the place of those that are sampled with."""
-    engine = engine_of(128)
-    models = [model_of(STANDARD, seed=seed) for seed in (1, 2)]
-    futures = [engine.submit(request(64, index)) for index in range(128)]
+    length = 2 * work.prompt_tokens
+    engine = engine_of(work, length + work.new_tokens)
+    models = [model_of(*standard(work), seed=seed) for seed in (1, 2)]
+    futures = [engine.submit(request(work, length, index)) for index in range(work.rows)]
     times = []
-    for number in range(10 * rounds):
+    # Every swap has a version of its own: two weights of one version are refused while requests
+    # run, and version 0 is that of the engine's first weights.
+    for version in range(1, 10 * rounds + 1):
         started = time.perf_counter()
-        engine.swap(models[number % 2], number, str(number))
+        engine.swap(models[version % 2], version, str(version))
         times.append(1000 * (time.perf_counter() - started))
     wait(futures)
     engine.close()
     return {"asked_ms": 10, "median_ms": statistics.median(times), "longest_ms": max(times)}
 
 
-def bandwidth(options: argparse.Namespace, batch: int) -> dict[str, Any]:
+def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Decode tokens/s of a random model against the bound that memory sets.
 
     The bound: bytes of the weights and of the cache blocks that a step reads, over the bandwidth.
     """
-    config, vocabulary = MODELS[options.model]
-    prompt, new = 128, 128
+    config, vocabulary = HALF_BILLION if options.model == "0.5b" else standard(work)
+    prompt = new = 2 * work.new_tokens
     dtype = jnp.dtype(options.dtype)
     model = jax.tree.map(lambda leaf: leaf.astype(dtype), model_of(config, vocabulary))
     settings = EngineConfig(slots=batch, chunk_steps=16)

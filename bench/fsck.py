@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from builders import configuration
+from machine import print_head
 from whole_runs import play
 
 from marin_rl.storage.commits import (
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     chosen = parser.parse_args()
+    print_head()
     folder = tempfile.mkdtemp(prefix="marin-rl-fsck-", dir=chosen.folder)
     try:
         make(folder, chosen.megabytes, chosen.files)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import jax
 import numpy as np
+from machine import print_head
 from standard_work import Work
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
@@ -68,6 +69,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = parse()
+    print_head()
     keep_freed_memory()
     enable_compilation_cache()
     config = config_of(options)

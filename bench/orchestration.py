@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import print_head
 from prefect import flow, task
 
 from flows.server import prefect_api, quieten
@@ -46,7 +47,7 @@ from tasks.options import GROUP, STAGE, Attempts, in_thread, opened, told
 
 SHARDS = 2
 EDGE = 50
-RESULTS = Path(__file__).resolve().parent / "results" / "orchestration.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def slot(run: Run, name: str, parents: Sequence[SlotRef], files: int) -> SlotRef:
@@ -181,8 +182,10 @@ def main() -> None:
     """Measure both, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
     parser.add_argument("--root", help="folder for the files; default: a temporary one")
     options = parser.parse_args()
+    print_head()
     load = os.getloadavg()
     with tempfile.TemporaryDirectory(dir=options.root) as root:
         files = asyncio.run(timed(plain, new_run(root, "plain"), min(options.rounds, 200)))
@@ -197,8 +200,9 @@ def main() -> None:
         "api": url,
         "load": load,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / "orchestration.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for name in ("files", "files_and_prefect"):
         print(name, {key: round(value, 4) for key, value in result[name].items()})
     print(f"load before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}")

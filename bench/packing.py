@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from standard_work import Work
+from machine import print_head
+from standard_work import Work, add_size_option, sized
 
 LAYOUTS = ("none", "sequences", "shared_prompt")
 
@@ -39,11 +40,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    add_size_option(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
+    print_head()
     steps = {layout: prepared(options, layout) for layout in options.layouts}
     after = {layout: step() for layout, step in steps.items()}  # compiles
     taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in options.layouts}
@@ -66,6 +69,7 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
     from marin_rl.training.scoring import packing_of
     from marin_rl.training.state import fresh_state
 
+    work = sized(Work(), options.sizes)
     longest = options.prompt + options.completion
     sampled = completion_tokens(options)
     row = row_tokens(options, layout, options.prompt + int(sampled.max()))
@@ -73,7 +77,7 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
         {
             "policy": {
                 "context_length": longest + 1,
-                "model": Work().sizes,
+                "model": work.sizes,
             },
             "sampling": {"max_tokens": options.completion},
             "batching": {"packing": layout, "row_tokens": max(row, longest + 1)},
@@ -90,7 +94,7 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
     rows = max(1, options.microbatch_tokens // row)
     arrays, used = fitted(batch, rows, len(batch.token_ids))
     print(f"{layout}: {len(batch.token_ids)} rows of {row} tokens, {rows} in a microbatch")
-    parameters = named_parameters(build_model(config.policy, 512, 0))
+    parameters = named_parameters(build_model(config.policy, work.vocabulary, 0))
 
     def step() -> dict[str, np.ndarray]:
         state = fresh_state(dict(parameters), program.optimizer, 0)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import print_head
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "configs/demo.yaml"
 RECIPES = tuple(sorted(path.stem for path in (REPOSITORY / "configs/recipes").glob("*.yaml")))
@@ -58,8 +60,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     options = parser.parse_args()
+    print_head()
     with tempfile.TemporaryDirectory() as folder:
         begun = warm_start(Path(folder), options.overrides)
         curves = [
@@ -67,8 +71,8 @@ def main() -> None:
             for recipe in options.recipes
             for seed in options.seeds
         ]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    kept = RESULTS / "recipes.json"
+    options.results.mkdir(parents=True, exist_ok=True)
+    kept = options.results / "recipes.json"
     if options.add and kept.is_file():
         curves += [Curve(**one) for one in json.loads(kept.read_text())]
         curves.sort(key=lambda curve: (curve.recipe, curve.seed))

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import print_head
+
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.injection import VARIABLE
 from marin_rl.storage.rollouts import decode_shard
@@ -39,10 +41,11 @@ from marin_rl.storage.runs import (
 
 POLL_S = 0.01
 START_S_MAX = 240.0
-LOGGED_S = 12.0
+# Operations are counted from the end of one round to that of another, so two rounds must end.
+LOGGED_ROUNDS = 3
 COMMAND = (sys.executable, "-c", "from marin_rl.cli import main; main()", "run")
 COMMITS = ("*/*/manifest.json", "rollouts/*/shard-*.parquet", "metrics/*.parquet")
-RESULTS = Path(__file__).resolve().parent / "results" / "recovery.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,21 @@ class Lives:
         self._command = (*COMMAND, options.config, *named, "--rounds", "100000")
         self._choices, self._life_s = random.Random(options.seed), options.life_s
 
-    def live(self, least_s: float = 0.0, **environment: str) -> Crash:
-        """One start, killed at a random instant, `least_s` or more after its first commit."""
-        before, began = self._commits(), time.time()
+    def live(self, rounds: int = 0, **environment: str) -> Crash:
+        """One start, killed at a random instant after its first commit and the end of `rounds`."""
+        before, began, ends = self._commits(), time.time(), self._ends()
         process = subprocess.Popen(
             self._command,
             env={**os.environ, "PREFECT_API_URL": "", **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        while not (new := self._commits().keys() - before.keys()):
+        while not (new := self._commits().keys() - before.keys()) or self._ends() < ends + rounds:
             assert process.poll() is None, f"it ended with exit code {process.returncode}"
-            assert time.time() - began < START_S_MAX, "it commits nothing"
+            assert time.time() - began < START_S_MAX, "it commits nothing, or ends no round"
             time.sleep(POLL_S)
         first = min(self._commits()[key] for key in new)
-        time.sleep(least_s + self._choices.uniform(0, self._life_s))
+        time.sleep(self._choices.uniform(0, self._life_s))
         process.send_signal(signal.SIGKILL)
         ended = time.time()
         process.wait()
@@ -92,6 +95,10 @@ class Lives:
         """When each commit was made, in seconds since the epoch."""
         found = (path for pattern in COMMITS for path in self._folder.glob(pattern))
         return {path: path.stat().st_mtime for path in found}
+
+    def _ends(self) -> int:
+        """Rounds whose last file is committed."""
+        return len(list(self._folder.glob("metrics/*.parquet")))
 
     def _sampling(self) -> tuple[str, ...]:
         run = Run.open(str(self._root), self._run_id)
@@ -144,7 +151,7 @@ def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     lives.live()  # compiles what the others find in the cache
     crashes = [lives.live() for _ in range(options.kills)]
     log = root / "operations.log"
-    lives.live(LOGGED_S, **{VARIABLE: f"log:{log}"})
+    lives.live(LOGGED_ROUNDS, **{VARIABLE: f"log:{log}"})
     run = Run.open(str(root), options.run_id)
     lost = [tokens(run, crash.sampling) for crash in crashes]
     rows = [asdict(crash) | {"lost_tokens_max": n} for crash, n in zip(crashes, lost, strict=True)]
@@ -168,12 +175,15 @@ def main() -> None:
     parser.add_argument("--run-id", default="recovery")
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
     parser.add_argument("--life-s", type=float, default=6.0, help="at most, after a first commit")
     options = parser.parse_args()
+    print_head()
     with tempfile.TemporaryDirectory(prefix="marin-rl-recovery-") as name:
         found = measured(options, options.root or Path(name))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / "recovery.json"
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in found.items() if key != "crashes"}, indent=2))
 
 

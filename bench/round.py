@@ -10,7 +10,6 @@ what was measured stands in bench/README.md.
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from machine import print_head
+from peer_venvs import TRL, TUNIX, Peer, install
 from rich.console import Console
 from round_report import (
     OURS,
@@ -32,7 +33,7 @@ from round_report import (
     summarise,
     write_results,
 )
-from standard_work import Work, short_work, write_work
+from standard_work import Work, add_size_option, short_work, sized, write_work
 from watch import Watch
 
 from marin_rl.storage.metrics import read_metrics
@@ -40,6 +41,7 @@ from marin_rl.storage.runs import Run, metrics_key
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
+PEERS = TRL, TUNIX
 
 # OpenMP threads of torch spin while they wait, which on a shared machine eats the cores they need.
 PEER_THREADS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
@@ -62,11 +64,17 @@ def main() -> None:
         if peer.key in options.install_peers:
             install(peer)
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: options.cores]))
+    print_head()
     works = {
         "standard": Work(prompt_tokens=options.prompt_tokens),
         "short": short_work(prompt_tokens=options.prompt_tokens),
     }
-    summaries = {name: measure(works[name], options) for name in options.works}
+    summaries = {
+        name: measure(sized(works[name], options.sizes), options) for name in options.works
+    }
+    if options.sizes:
+        print("no bars: they are for the standard sizes")
+        return
     print_bars(summaries)
     sys.exit(bool(missed(summaries)))
 
@@ -84,7 +92,7 @@ def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
                 if options.only in (None, "ours"):
                     run_ours(measured, folder, work, repeat, options)
     summary = summarise(measured, options.skip)
-    path = write_results(RESULTS, measured, summary, work, vars(options))
+    path = write_results(options.results, measured, summary, work, vars(options))
     Console().print(f"wrote {path}")
     print_summary(summary, work)
     return summary
@@ -122,7 +130,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="override of our configuration; repeatable",
     )
-    parser.add_argument("--scratch", type=Path, help="folder for runs; default: bench/results")
+    add_size_option(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
+    parser.add_argument("--scratch", type=Path, help="folder for runs; default: that of --results")
     parser.add_argument(
         "--install-peers",
         nargs="*",
@@ -140,52 +150,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def work_root(options: argparse.Namespace) -> Path:
     """Where runs are written while they are measured: a real disk, as a user's."""
-    root = options.scratch or RESULTS
+    root = options.scratch or options.results
     root.mkdir(parents=True, exist_ok=True)
     return root
 
 
 # ---------------------------------------------------------------- peers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """Another trainer: `name` on the tables, `key` in the names of its files."""
-
-    name: str
-    key: str
-
-    @property
-    def venv(self) -> Path:
-        """Its environment."""
-        return BENCH / f".venv-{self.key}"
-
-    @property
-    def requirements(self) -> Path:
-        """The pins of its environment."""
-        return BENCH / "peers" / f"requirements-{self.key}.txt"
-
-    @property
-    def python(self) -> Path:
-        """Its interpreter, where it is installed."""
-        return self.venv / "bin/python"
-
-
-TRL, TUNIX = PEERS = Peer(name="TRL", key="trl"), Peer(name="tunix", key="tunix")
-
-
-def install(peer: Peer) -> None:
-    """Create a peer's environment from its pins, torch first; nothing to do where that is done."""
-    stamp, pins = peer.venv / ".installed", peer.requirements.read_text()
-    if stamp.is_file() and stamp.read_text() == pins:
-        return
-    shutil.rmtree(peer.venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", peer.venv], check=True)
-    pip = [peer.python, "-m", "pip", "install", "--disable-pip-version-check", "-qq"]
-    for torch in (pin for pin in pins.splitlines() if pin.startswith("torch==")):
-        subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, "-r", peer.requirements], check=True)
-    stamp.write_text(pins)
 
 
 def peers_of(options: argparse.Namespace) -> list[Peer]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from machine import machine
 from rich.console import Console
 from rich.table import Table
 from standard_work import Work
@@ -121,7 +122,7 @@ def write_results(
             "platform": platform.platform(),
             "python": platform.python_version(),
             "nice": os.nice(0),
-            "load_average": os.getloadavg(),
+            **machine(),
         },
         "options": {key: str(value) for key, value in options.items()},
         "work": asdict(work),

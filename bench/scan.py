@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+from machine import print_head
 
 SHARD_ROWS, SHARDS, GROUP = 1000, 4, 8
 TOKENS = 48
@@ -27,6 +28,7 @@ REWARD_SEED = 7
 
 def main() -> None:
     options = parse()
+    print_head()
     run_id = f"scan-{options.rollouts}"
     made = make_run(options.folder, run_id, options.rollouts)
     if made:

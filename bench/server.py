@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from load import Load, post
+from machine import machine, print_head
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -44,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--chunk-steps", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
     parser.add_argument("--role", choices=["client", "server"], default="client")
     return parser.parse_args()
 
@@ -194,6 +196,7 @@ class Served:
 
 def measure(options: argparse.Namespace) -> None:
     """All repetitions, a line for each, and a JSON summary of the best."""
+    print_head()
     served = Served()
     print(f"server's process {served.process.pid} at {served.url}, load {os.getloadavg()[0]:.1f}")
     once = argparse.Namespace(**vars(options) | {"requests": options.concurrency})
@@ -202,8 +205,8 @@ def measure(options: argparse.Namespace) -> None:
     rounds = [repetition(served, options, number) for number in range(options.repeat)]
     served.end()
     best = {
-        "options": {k: v for k, v in vars(options).items() if k != "role"},
-        "load_average": os.getloadavg()[0],
+        "options": {k: v for k, v in vars(options).items() if k not in ("role", "results")},
+        "machine": machine(),
         "engine": min((r["engine"] for r in rounds), key=lambda found: found["cpu_s"]),
         "http": min((r["http"] for r in rounds), key=lambda found: found["cpu_s"]),
         "stream": min((r["stream"] for r in rounds), key=lambda found: found["cpu_s"]),
@@ -213,8 +216,8 @@ def measure(options: argparse.Namespace) -> None:
         best[kind]["added_cpu"] = added(best, kind, "cpu_s")
         best[kind]["added_wall"] = added(best, kind, "wall_s")
     print(json.dumps(best, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"server-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / f"server-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps({"best": best, "rounds": rounds}, indent=1), encoding="utf-8")
 
 

@@ -7,8 +7,10 @@ equal weights and see equal prompts. Runs in ours and in the peers' environments
 and how is left to round.py.
 """
 
+import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,35 @@ def short_work(**sizes: int) -> Work:
     next to nothing here, at the same cost.
     """
     return Work(ends_early=True, learning_rate=1e-9, **sizes)
+
+
+def add_size_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--size`, which `sized` takes."""
+    parser.add_argument(
+        "--size",
+        dest="sizes",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="another size of the work, e.g. hidden=32 or prompts=2; repeatable",
+    )
+
+
+def sized(work: Work, sizes: Sequence[str]) -> Work:
+    """`work` with fields replaced, each written NAME=NUMBER.
+
+    Raises SystemExit for a name that is not a whole number of `Work`.
+    """
+    known = [field.name for field in fields(Work) if field.type is int]
+    given: dict[str, int] = {}
+    for size in sizes:
+        name, _, number = size.partition("=")
+        if name not in known or not number.isdecimal():
+            raise SystemExit(
+                f"--size: expected NAME=NUMBER with one of {', '.join(known)}, found {size!r}"
+            )
+        given[name] = int(number)
+    return replace(work, **given)
 
 
 def reward(_example: object, completion: str) -> float:

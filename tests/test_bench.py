@@ -1,14 +1,26 @@
-"""What benchmarks take from the library is there."""
+"""Benchmarks run: their imports are there, and each mode runs at its smallest size."""
 
 import ast
 import importlib
 import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
+BENCH = ROOT / "bench"
+SCRIPTS = sorted(BENCH.glob("*.py"))
+# Those that are run by themselves; the others are their modules.
+SCRIPTS_RUN = {
+    "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
+    "recovery.py", "scan.py", "orchestration.py", "fsck.py",
+}  # fmt: skip
+RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
 
 
@@ -39,3 +51,176 @@ def test_a_round_of_the_benchmark_misses_by_ratio_or_memory_never_by_seconds(mon
     assert missed(1.2e9, 0.6) == []
     assert missed(1.3e9, 0.6) == ["peak of the main process, bytes"]
     assert missed(1.2e9, 0.7) == ["round, ours / TRL"]
+
+
+# --- every script, in every mode that bench/README.md names, at its smallest size
+
+# A work of two prompts and 8 rows: its programs compile in seconds.
+TINY = tuple(
+    f"--size={size}"
+    for size in (
+        "prompts=2", "completions=4", "prompt_tokens=8", "new_tokens=8", "vocabulary=64",
+        "hidden=32", "layers=1", "heads=2", "kv_heads=1", "intermediate=64",
+    )
+)  # fmt: skip
+TRL, TUNIX, HF = (BENCH / f".venv-{key}/bin/python" for key in ("trl", "tunix", "hf"))
+ROUND = ("round.py", "--rounds", "2", "--skip", "1", "--repeat", "1", "--peer-microbatches", "1")
+PACKING = ("packing.py", *TINY, "--prompt", "8", "--completion", "8", "--groups", "2", "--group",
+           "2", "--rounds", "1")  # fmt: skip
+ENGINE = ("engine.py", *TINY, "--rounds", "1")
+SERVER = ("server.py", "--requests", "4", "--concurrency", "2", "--new-tokens", "4", "--slots", "4",
+          "--repeat", "1")  # fmt: skip
+RECIPES = ("recipes.py", "--rounds", "3", "--seeds", "0", "--recipes", "grpo", "--set",
+           "rollouts.groups_per_round=4", "--set", "sft.steps=2", "--set",
+           "sft.steps_per_checkpoint=2", "--set", "evaluation.examples=4", "--picture",
+           "{folder}/recipes.svg")  # fmt: skip
+# The scripts that write numbers, and so take the folder for them.
+WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A command line of a benchmark, what its output has in it, and the interpreter it needs."""
+
+    command: tuple[str, ...]
+    shows: tuple[str, ...]
+    peer: Path | None = None
+
+
+MODES = {
+    "round": Mode(
+        command=(*ROUND, *TINY, "--only", "ours", "--set", "training.microbatch_sequences=2"),
+        shows=("marin-rl", "completions of 8", "completions of about 3", "no bars"),
+    ),
+    "round-trl": Mode(
+        command=(*ROUND, *TINY, "--only", "trl", "--works", "short"), shows=("TRL 1x8",), peer=TRL
+    ),
+    "round-tunix": Mode(
+        command=(*ROUND, *TINY, "--only", "tunix", "--works", "standard"),
+        shows=("tunix 1x8",),
+        peer=TUNIX,
+    ),
+    "packing": Mode(command=PACKING, shows=('"layout": "shared_prompt"', "times_faster_cpu")),
+    "packing-mean": Mode(command=(*PACKING, "--mean", "3"), shows=('"layout": "sequences"',)),
+    "packing-bucket": Mode(
+        command=(*PACKING, "--shortest", "1", "--padded-to", "bucket"), shows=('"layout": "none"',)
+    ),
+    "mfu": Mode(
+        command=("mfu.py", "--model", "tiny", "--row", "16", "--rows", "2", "--steps", "1",
+                 "--peak-tflops", "0.2"),
+        shows=('"mfu": 0.',),
+    ),
+    "recipes": Mode(command=RECIPES, shows=("| `grpo` |", "recipes.svg")),
+    "recipes-add": Mode(command=(*RECIPES, "--add"), shows=("| `grpo` |",)),
+    "engine-peers": Mode(
+        command=(*ENGINE, "--peers", "--cores", "1", "--only", "ours,levanter"),
+        shows=("levanter", "tokens_per_cpu_second"),
+    ),
+    "engine-hf": Mode(
+        command=(*ENGINE, "--peers", "--only", "hf,ctranslate2"),
+        shows=("ctranslate2  ", "hf  "),
+        peer=HF,
+    ),
+    "engine-tunix": Mode(
+        command=(*ENGINE, "--peers", "--only", "tunix"), shows=("tunix  ",), peer=TUNIX
+    ),
+    "engine-modes": Mode(
+        command=(*ENGINE, "--prompt-tokens", "8", "--shared-prompt", "--mixed", "--memory",
+                 "--swap"),
+        shows=('"measure": "shared_prompt"', '"busy_share": ', '"beyond_mb": ', '"median_ms": '),
+    ),
+    "engine-model": Mode(
+        command=(*ENGINE, "--model", "tiny", "--dtype", "float32", "--batch", "1,2",
+                 "--bandwidth-gb-s", "10"),
+        shows=('"batch": 1,', '"batch": 2,', "share_of_bound"),
+    ),
+    "server": Mode(command=SERVER, shows=("overhead", "added_cpu")),
+    "server-samples": Mode(
+        command=(*SERVER, "--samples", "2", "--chunk-steps", "2", "--logprobs"), shows=("overhead",)
+    ),
+    "process": Mode(
+        command=("process.py", "--rollouts", "64", "--tokens", "32", "--group-size", "4",
+                 "--shards", "2", "--rows-per-step", "16", "--repeats", "1"),
+        shows=("build_round", "ratio (ours / loop)"),
+    ),
+    "recovery": Mode(
+        command=("recovery.py", "--config", "configs/debug.yaml", "--kills", "1", "--life-s",
+                 "0.5"),
+        shows=("first_commit_s", "operations_per_round"),
+    ),
+    "scan": Mode(
+        command=("scan.py", "--rollouts", "8000", "--folder", "{folder}/scan", "--repeat", "1"),
+        shows=("mean reward per round (SQL)",),
+    ),
+    "orchestration": Mode(command=("orchestration.py", "--rounds", "2"), shows=("files_and_pr",)),
+    "fsck": Mode(
+        command=("fsck.py", "--megabytes", "1", "--files", "2", "--repeat", "1"),
+        shows=("MB/s", "SHA-256 alone"),
+    ),
+}  # fmt: skip
+# Options of the README's commands that no mode takes: they only install, or choose another size.
+UNTRIED = {"--install-peers"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
+def test_a_benchmark_runs_at_its_smallest_size(name, tmp_path):
+    mode = MODES[name]
+    if mode.peer is not None and not mode.peer.is_file():
+        pytest.skip(f"{mode.peer.parent.parent.name} is not installed: --install-peers makes it")
+    script, *options = (part.format(folder=tmp_path) for part in mode.command)
+    if script in WRITERS:
+        options += ["--results", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / script), *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S_MAX,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.stdout.startswith("machine: "), done.stdout[:200]
+    for text in mode.shows:
+        assert text in done.stdout, f"expected {text!r} in:\n{done.stdout[-4000:]}"
+
+
+def test_every_command_of_the_readme_is_tried():
+    """Each script of a code block, and each of its options, is that of a mode above."""
+    readme = (BENCH / "README.md").read_text()
+    commands = re.findall(r"^    \S*python bench/(\w+\.py)([^#\n]*)", readme, re.MULTILINE)
+    assert {script for script, _ in commands} >= {"round.py", "engine.py", "packing.py", "mfu.py"}
+    tried = {script: set[str]() for script in SCRIPTS_RUN}
+    for mode in MODES.values():
+        script, *options = mode.command
+        tried[script] |= {part.partition("=")[0] for part in options if part.startswith("--")}
+    table = set(re.findall(r"^\| `(\w+\.py)` \|", readme, re.MULTILINE))
+    assert table == SCRIPTS_RUN, "every script stands in the table, and each is run"
+    for script, options in commands:
+        unknown = set(re.findall(r"--[\w-]+", options)) - tried[script] - UNTRIED
+        assert not unknown, f"no mode of {script} takes {sorted(unknown)}"
+
+
+def test_the_head_names_the_smaller_instruction_set(monkeypatch):
+    machine = bench_module("machine", monkeypatch)
+    assert machine._xla_instructions("AVX512", "") == "AVX512"
+    assert machine._xla_instructions("AVX512", "--xla_cpu_max_isa=AVX2 --other=1") == "AVX2"
+    assert machine._xla_instructions("AVX2", "--xla_cpu_max_isa=AVX512") == "AVX2"
+    assert machine._xla_instructions("instruction set unknown", "--xla_cpu_max_isa=AVX2") == (
+        "instruction set unknown"
+    )
+
+
+def test_sizes_are_those_of_the_work(monkeypatch):
+    work = bench_module("standard_work", monkeypatch)
+    assert work.sized(work.Work(), ["layers=1", "hidden=32"]) == work.Work(layers=1, hidden=32)
+    for wrong in ("depth=1", "layers", "layers=x", "learning_rate=1"):
+        with pytest.raises(SystemExit, match="expected NAME=NUMBER with one of prompts"):
+            work.sized(work.Work(), [wrong])
+
+
+def bench_module(name, monkeypatch):
+    """A module of bench/, whose scripts import each other by plain names."""
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module(name)

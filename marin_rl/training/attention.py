@@ -104,7 +104,7 @@ class RowAttention(Attention):
         return cls(**{field.name: getattr(attention, field.name) for field in fields})
 
     def __call__(  # type: ignore[override]  # a Sight says more than Levanter's masks can
-        self, x: NamedArray, mask: Sight, *, key: Any = None, pos_ids: NamedArray | None = None
+        self, x: NamedArray, mask: Sight, *, key: Any = None, pos_ids: Any = None
     ) -> NamedArray:
         """Attend over x [batch, position, embed]; `key` is for dropout, which there is none of."""
         del key

@@ -26,6 +26,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.training.attention import RowAttention, Sight, sight_of
 from marin_rl.training.losses import scores_of_logits
+from marin_rl.training.rotary import Rotation, with_rotation
 
 TOKENS_PER_CHUNK = 256
 UNROLLED_LAYERS_MAX = 8
@@ -208,10 +209,11 @@ def _before_last_mlp(
     named = partial(hax.named, axis=(batch, position))
     layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
     mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
+    states = _embedded(model, named(token_ids_BT))
+    positions: NamedArray | Rotation = named(positions_BT)
     if prompts_BT is not None:
         layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)
-    positions = named(positions_BT)
-    states = _embedded(model, named(token_ids_BT))
+        layers, positions = with_rotation(layers, positions, states.dtype)
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
         states = block(states, mask, pos_ids=positions)
@@ -258,7 +260,9 @@ def _blocks(layers: Any, count: int) -> list[Any]:
     return [partial(_fold, shorter), last]
 
 
-def _fold(layers: Any, states: Any, mask: AttentionMask | Sight, *, pos_ids: Any) -> Any:
+def _fold(
+    layers: Any, states: Any, mask: AttentionMask | Sight, *, pos_ids: NamedArray | Rotation
+) -> Any:
     return layers.fold(states, mask=mask, key=None, pos_ids=pos_ids)
 
 
