@@ -100,9 +100,14 @@ def fork(
 ) -> None:
     """Make a run that shares the rounds before --from-round with another, without a copy."""
     from marin_rl.storage.forks import fork_run
+    from marin_rl.storage.own_runs import remembered, try_to_remember
     from marin_rl.storage.runs import Run
 
-    made = fork_run(Run.open(root, run_name), from_round, run_id, overrides or ())
+    parent = Run.open(root, run_name)
+    free = remembered(parent)
+    made = fork_run(parent, from_round, run_id, [*(free or ()), *(overrides or ())])
+    if free is not None:
+        try_to_remember(made)
     if as_json:
         ancestors = [asdict(ancestor) for ancestor in made.ancestors]
         tell_json({"run_id": run_id, "url": made.folder.url, "ancestors": ancestors})

@@ -22,6 +22,10 @@ from marin_rl.types import Example, RewardComponent, Split
 
 ENTRY_POINTS = "marin_rl.environments"
 
+# Functions that a configuration may name without another's code being imported.
+_ANSWERS = ("exact_match", "number_match", "last_number")
+SHIPPED = frozenset(f"marin_rl.environments.answers:{name}" for name in _ANSWERS)
+
 _BUILT_IN = {
     "chat": "marin_rl.environments.chat",
     "echo": "marin_rl.environments.echo",
@@ -155,6 +159,26 @@ def construct(config: EnvironmentConfig) -> Environment:
             f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
         )
     return _registered[name](config)
+
+
+def code_of(config: EnvironmentConfig) -> dict[str, str]:
+    """Code of others that an environment imports: `module:name` by the key that names it.
+
+    Empty for environments and functions that come with this package, and for environments that
+    this process has registered.
+    """
+    name = config.name
+    if name not in _BUILT_IN and name not in _registered:
+        values = [point.value for point in _points() if point.name == name]
+        return {"name": values[-1]} if values else {}
+    if name != "chat":
+        return {}
+    chosen = {f"options.{key}": config.options.get(key) for key in ("reward", "extract")}
+    return {
+        key: str(value)
+        for key, value in chosen.items()
+        if value is not None and value not in SHIPPED
+    }
 
 
 def make_environment(

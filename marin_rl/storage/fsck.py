@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.faults import (
     Fault,
@@ -48,6 +47,7 @@ from marin_rl.storage.runs import (
     metrics_key,
     read_record,
     round_of,
+    stored_config,
 )
 from marin_rl.storage.shared import Ancestor, ForkedStore
 from marin_rl.storage.tables import TableReader, digest_of, load
@@ -145,7 +145,7 @@ def _identity(
         return None, (), [Fault("missing", place, "the record that makes this folder a run")]
     ancestors, faults = ancestors_in(record), list[Fault]()
     try:
-        parse_config(record["config"], place)
+        stored_config(record, place)
     except ConfigError as error:
         faults.append(Fault("malformed", place, str(error)))
     for ancestor in ancestors:
