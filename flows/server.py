@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,8 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
 
 def _template() -> Path:
     """A database of this Prefect that is migrated and empty: migrating a new one takes seconds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises where there is no home
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
     return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
 
 
@@ -161,7 +162,8 @@ def _keep(database: Path, template: Path) -> None:
         partial.replace(template)
     except (OSError, sqlite3.Error) as error:
         _log.debug("no template of the server's database was kept: %s", error)
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a home that is no folder has no such file either
+            partial.unlink()
 
 
 @contextmanager

@@ -6,7 +6,9 @@ back once, and what lives as long as the process is not looked at again and agai
 """
 
 import gc
+import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +26,8 @@ from marin_rl.memory import (
     share_one_heap,
 )
 
+_log = logging.getLogger(__name__)
+
 CACHE_VARIABLE = "MARIN_RL_COMPILATION_CACHE"
 
 # The largest threshold that mallopt(3) accepts.
@@ -38,15 +42,27 @@ def enable_compilation_cache() -> Path | None:
     """Keep compiled programs on disk; returns the folder, or None where it is switched off.
 
     The folder is that of the environment variable MARIN_RL_COMPILATION_CACHE (empty: no cache), of
-    JAX's own setting, or ~/.cache/marin-rl/xla. A program found there is the one that was compiled,
-    so it computes the same bits.
+    JAX's own setting, or ~/.cache/marin-rl/xla. A program in it is the one that was compiled, so
+    it computes the same bits. A folder that cannot be written is a warning: programs are then
+    compiled in every process.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen == "":
         return None
     folder = Path(chosen or os.environ.get("JAX_COMPILATION_CACHE_DIR") or "~/.cache/marin-rl/xla")
-    folder = folder.expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # expanduser knows no home
+        _log.warning(
+            "no compiled programs are kept (%s): each process compiles them again. Set %s to a "
+            "folder that can be written, or to nothing to switch the cache off",
+            error,
+            CACHE_VARIABLE,
+        )
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from marin_rl.config import Config, EnvironmentConfig, content, load_config, override, parse_config
 from marin_rl.environments.base import Environment, FixedSet, construct
+from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.text_client import TextClient
@@ -280,7 +281,9 @@ def _answered(served: Served, config: Config, environment: Environment) -> Evalu
     return Evaluated(
         model=name,
         config=config,
-        metrics=evaluation_metrics(groups, config.evaluation, environment),
+        metrics=evaluation_metrics(
+            groups, config.evaluation, Judge(environment, config.environment)
+        ),
         groups=groups,
         rows=rows,
     )

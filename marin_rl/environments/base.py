@@ -93,6 +93,16 @@ class Extracts(Protocol):
 
 
 @runtime_checkable
+class ExtractsHere(Protocol):
+    """What an environment may add: that its `extract` is code of this package, and cannot hang."""
+
+    @property
+    def extracts_here(self) -> bool:
+        """True where answers may be extracted outside of the process that scores."""
+        ...
+
+
+@runtime_checkable
 class FixedSet(Protocol):
     """What an environment may add: how many different held-out examples it has."""
 
@@ -100,6 +110,13 @@ class FixedSet(Protocol):
     def eval_size(self) -> int:
         """Number of different examples of the split `eval`."""
         ...
+
+
+def extracts_here(environment: Environment) -> bool:
+    """Return True where answers are extracted by code that needs no process of its own."""
+    if environment.workers == 0 or not isinstance(environment, Extracts):
+        return True
+    return isinstance(environment, ExtractsHere) and environment.extracts_here
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:

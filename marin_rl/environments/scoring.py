@@ -17,14 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, checked_components
+from marin_rl.environments.base import Environment, answer_in, checked_components, extracts_here
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.types import Example, RewardComponent
 
@@ -66,6 +67,19 @@ class Scorer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._score_in_worker, example, completions)
 
+    def extract(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion, extracted in a worker; None where that fails or hangs.
+
+        Raises InputError where the extracting function cannot be imported.
+        """
+        if self._pool is None:
+            return [answer_in(self._environment, text) for text in completions]
+        worker = self._workers.get()
+        try:
+            return worker.extract(completions)
+        finally:
+            self._workers.put(worker)
+
     def close(self) -> None:
         """End the workers, once what they score now is done."""
         if self._pool is None:
@@ -104,8 +118,15 @@ class RewardWorker:
         """One score per completion, in order. Raises InputError where the worker cannot start."""
         scores: list[Score] = []
         while len(scores) < len(completions):
-            self._score_rest(example, completions, scores)
+            self._ask_rest({"example": example}, completions, scores, _score_of)
         return scores
+
+    def extract(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion, None where there is none. Raises InputError as `score`."""
+        found: list[str | RewardFault | None] = []
+        while len(found) < len(completions):
+            self._ask_rest({"extract": True}, completions, found, _answer_of)
+        return [None if isinstance(answer, RewardFault) else answer for answer in found]
 
     def close(self) -> None:
         """End the process now."""
@@ -116,16 +137,20 @@ class RewardWorker:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _score_rest(
-        self, example: Example, completions: Sequence[str], scores: list[Score]
+    def _ask_rest(
+        self,
+        question: dict[str, Any],
+        completions: Sequence[str],
+        scores: list[Any],
+        read: Callable[[dict[str, Any]], Any],
     ) -> None:
         """Ask for the completions without a score; stop early, with a fresh worker, at a fault."""
         self._wait_until_ready()
         asked = list(completions[len(scores) :])
         try:
-            self._send({"example": example, "completions": asked, "timeout_s": self._timeout_s})
+            self._send({**question, "completions": asked, "timeout_s": self._timeout_s})
             while len(scores) < len(completions):
-                scores.append(_score_of(self._receive(self._timeout_s)))
+                scores.append(read(self._receive(self._timeout_s)))
         except TimeoutError:
             scores.append(RewardFault(f"the reward took longer than {self._timeout_s:g} s"))
             self._restart()
@@ -204,6 +229,26 @@ def _score_of(answer: dict[str, Any]) -> Score:
     if "fault" in answer:
         return RewardFault(answer["fault"])
     return tuple(RewardComponent(**component) for component in answer["components"])
+
+
+def _answer_of(answer: dict[str, Any]) -> str | RewardFault | None:
+    if "unfit" in answer:
+        raise InputError(f"the environment cannot extract answers: {answer['unfit']}")
+    return RewardFault(answer["fault"]) if "fault" in answer else answer["answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What says which answer completions give: an environment, or its worker for others' code."""
+
+    environment: Environment
+    config: EnvironmentConfig
+
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion. Raises InputError as `Scorer.extract`."""
+        if extracts_here(self.environment):
+            return [answer_in(self.environment, text) for text in completions]
+        return scorer_for(self.environment, self.config).extract(completions)
 
 
 _scorers: dict[str, Scorer] = {}

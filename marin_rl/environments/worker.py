@@ -10,16 +10,19 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, construct
+from marin_rl.environments.base import Environment, answer_in, construct
 from marin_rl.environments.scoring import score_here
-from marin_rl.errors import MarinRLError, RewardFault
+from marin_rl.errors import InputError, MarinRLError, RewardFault
 from marin_rl.types import Example, Message
+
+Answer = Callable[[str], dict[str, Any]]
 
 # The parent kills at the time limit; this is for when there is no parent any more.
 GRACE_S = 2.0
@@ -52,17 +55,40 @@ def _serve(environment: Environment, questions: BinaryIO, answers: BinaryIO) -> 
     with Path(os.devnull).open("w") as nowhere:
         while line := questions.readline():
             group = orjson.loads(line)
-            example = _example(group["example"])
+            answer = (
+                _scoring(environment, group) if "example" in group else _extracting(environment)
+            )
             for completion in group["completions"]:
                 faulthandler.dump_traceback_later(
                     group["timeout_s"] + GRACE_S, exit=True, file=nowhere
                 )
-                score = score_here(environment, example, completion)
+                found = answer(completion)
                 faulthandler.cancel_dump_traceback_later()
-                if isinstance(score, RewardFault):
-                    _tell(answers, {"fault": str(score)})
-                else:
-                    _tell(answers, {"components": score})
+                _tell(answers, found)
+
+
+def _scoring(environment: Environment, group: dict[str, Any]) -> Answer:
+    """The answer to a completion of a group that is to be scored."""
+    example = _example(group["example"])
+
+    def answer(completion: str) -> dict[str, Any]:
+        score = score_here(environment, example, completion)
+        return {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}
+
+    return answer
+
+
+def _extracting(environment: Environment) -> Answer:
+    """The answer to a completion whose answer is to be extracted."""
+
+    def answer(completion: str) -> dict[str, Any]:
+        try:
+            found = answer_in(environment, completion)
+        except InputError as error:
+            return {"unfit": str(error)}
+        return {"answer": None if found is None else str(found)}
+
+    return answer
 
 
 def _tell(answers: BinaryIO, message: dict[str, Any]) -> None:
