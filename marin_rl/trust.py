@@ -29,7 +29,7 @@ from marin_rl.storage.runs import RUN_KEY, Run, read_record
 from marin_rl.tokenizers import CHARACTERS
 
 EVERYTHING = ""  # the beginning of all keys
-TOLD_MAX = 300  # characters of a line of an error
+LINE_MAX = 300  # characters of a line of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,14 @@ class Named:
 
     key: str
     value: str
-    told: str
+    shown: str
 
 
 def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,)) -> Config:
     """The configuration of a command on `run`: the run's content, and the user's free keys.
 
     `uses` are the dotted beginnings of the keys that the command goes by. Raises ConfigError that
-    lists the free keys among them that run.json sets, if nobody else says what they should be.
+    lists the free keys among them that run.json sets and the user does not.
     """
     own = remembered(run)
     if own is not None:
@@ -98,7 +98,7 @@ def check_named(
         raise ConfigError(
             f"run {run.run_id!r} was not started by you on this machine ({run.folder.url}), and "
             "its run.json names code or places outside of its folder:\n  "
-            + "\n  ".join(f"{item.key}: {item.told}"[:TOLD_MAX] for item in foreign)
+            + "\n  ".join(f"{item.key}: {item.shown}"[:LINE_MAX] for item in foreign)
             + "\nTo use them, add --trust, or give a configuration file of your own that names them"
         )
 
@@ -110,7 +110,7 @@ def named_in(config: Config) -> list[Named]:
         "sft.environment": config.sft.environment,
         **{f"evaluation.sets.{name}": e for name, e in (config.evaluation.sets or {}).items()},
     }
-    found = [
+    named = [
         item
         for prefix, environment in environments.items()
         if environment is not None
@@ -123,35 +123,35 @@ def named_in(config: Config) -> list[Named]:
         "policy.tokenizer": None if policy.tokenizer == CHARACTERS else policy.tokenizer,
         "reward_model.pairs": config.reward_model and config.reward_model.pairs,
     }
-    return found + [_place(key, value) for key, value in places.items() if value]
+    return named + [_place(key, value) for key, value in places.items() if value]
 
 
 def _of_environment(prefix: str, config: EnvironmentConfig) -> list[Named]:
-    found = [
-        Named(key=f"{prefix}.{key}", value=value, told=f"imports {value}, {origin_of(value)}")
+    named = [
+        Named(key=f"{prefix}.{key}", value=value, shown=f"imports {value}, {origin_of(value)}")
         for key, value in code_of(config).items()
     ]
     if config.name == "chat" and "path" in config.options:
-        found.append(_place(f"{prefix}.options.path", str(config.options["path"])))
+        named.append(_place(f"{prefix}.options.path", str(config.options["path"])))
     if config.reward_model is not None:
-        found.append(_place(f"{prefix}.reward_model.checkpoint", config.reward_model.checkpoint))
-    return found
+        named.append(_place(f"{prefix}.reward_model.checkpoint", config.reward_model.checkpoint))
+    return named
 
 
 def _place(key: str, value: str) -> Named:
-    return Named(key=key, value=value, told=f"reads {value}")
+    return Named(key=key, value=value, shown=f"reads {value}")
 
 
 def origin_of(function: str) -> str:
     """Where `module:name` would be imported from, as a phrase. Imports nothing."""
     top = function.partition(":")[0].partition(".")[0]
     try:
-        found = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         return "which is not on the Python path"
-    return f"from {found.origin or ', '.join(found.submodule_search_locations or ())}"
+    return f"from {spec.origin or ', '.join(spec.submodule_search_locations or ())}"
 
 
 def _of_file(consent: Consent) -> list[Named]:
@@ -188,7 +188,7 @@ def _refuse_left_out(run: Run, items: Sequence[str], consent: Consent) -> None:
     raise ConfigError(
         f"run {run.run_id!r} was not started by you on this machine, and these settings of "
         f"{run.folder.url_of(RUN_KEY)} are not taken from there:\n  "
-        + "\n  ".join(item[:TOLD_MAX] for item in left)
+        + "\n  ".join(item[:LINE_MAX] for item in left)
         + f"\nName each as you want it, like --set {shlex.quote(example)}, or give a configuration "
         "file of your own; --trust takes them as they are"
     )

@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).resolve().parents[1] / ".pytest_cache/d/marin-rl-progr
 os.environ.setdefault("MARIN_RL_TEST_PROGRAMS", str(PROGRAMS))
 os.environ["MARIN_RL_COMPILATION_CACHE"] = os.environ["MARIN_RL_TEST_PROGRAMS"]
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ["MARIN_RL_TEST_PROGRAMS"])
-# Runs that tests start are remembered apart from those of whoever tests.
+# Runs that tests start are remembered apart from the user's own.
 os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
 
 from collections.abc import Iterator

@@ -123,10 +123,10 @@ class RewardWorker:
 
     def extract(self, completions: Sequence[str]) -> list[str | None]:
         """The answer in each completion, None where there is none. Raises InputError as `score`."""
-        found: list[str | RewardFault | None] = []
-        while len(found) < len(completions):
-            self._ask_rest({"extract": True}, completions, found, _answer_of)
-        return [None if isinstance(answer, RewardFault) else answer for answer in found]
+        answers: list[str | RewardFault | None] = []
+        while len(answers) < len(completions):
+            self._ask_rest({"extract": True}, completions, answers, _answer_of)
+        return [None if isinstance(answer, RewardFault) else answer for answer in answers]
 
     def close(self) -> None:
         """End the process now."""
@@ -239,7 +239,7 @@ def _answer_of(answer: dict[str, Any]) -> str | RewardFault | None:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What says which answer completions give: an environment, or its worker for others' code."""
+    """Extracts the answers of completions: in this process, or in a worker for others' code."""
 
     environment: Environment
     config: EnvironmentConfig

@@ -62,7 +62,7 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
 
 
 def judges_of(config: Config) -> Judge | Mapping[str, Judge]:
-    """What says which answer a completion gives: the run's environment, or each named set's."""
+    """The judges of an evaluation's answers: the run's environment, or that of each named set."""
     if config.evaluation.sets is None:
         return Judge(construct(config.environment), config.environment)
     return {

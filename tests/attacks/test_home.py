@@ -22,10 +22,10 @@ OWN_FOLDERS = (
 def homeless(home: str | None, folder: Path) -> dict[str, str]:
     """The environment of a process with this home; `file` is a file in `folder`."""
     (folder / "file").write_text("no folder")
-    found = {key: value for key, value in os.environ.items() if key not in OWN_FOLDERS}
+    kept = {key: value for key, value in os.environ.items() if key not in OWN_FOLDERS}
     if home is None:
-        return found
-    return {**found, "HOME": str(folder / "file") if home == "file" else home}
+        return kept
+    return {**kept, "HOME": str(folder / "file") if home == "file" else home}
 
 
 @pytest.mark.parametrize("home", HOMES[:3])
