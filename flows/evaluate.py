@@ -40,7 +40,7 @@ async def evaluate_run(
     """
     chosen = settled(config, run_id, overrides)
     check_own(chosen, round)
-    with working_on(chosen) as reference:
+    with working_on(chosen, plays=False) as reference:
         run = opened(reference)
         found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
         if found is None:

@@ -144,7 +144,8 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
 
 def _template() -> Path:
     """A database of this Prefect that is migrated and empty: migrating a new one takes seconds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises where there is no home
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
     return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
 
 

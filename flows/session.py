@@ -18,6 +18,7 @@ from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.resident import release
+from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (
     Run,
     RunRef,
@@ -65,10 +66,13 @@ def settled(
 
 
 @contextmanager
-def working_on(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> Iterator[RunRef]:
+def working_on(
+    config: Config, checks: Sequence[Check] = BEFORE_A_RUN, *, plays: bool = True
+) -> Iterator[RunRef]:
     """The run of `config`, created or continued, checked, locked and watched while the block runs.
 
-    `checks` are what must hold before anything is written.
+    `checks` are what must hold before anything is written. A flow that `plays` makes the run its
+    user's own, with these settings.
     A flow hands this one reference to all of its tasks: Prefect knows objects by their address, and
     would take a later one for whatever result lay there before.
 
@@ -80,6 +84,8 @@ def working_on(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> Iterat
     run = Run.create_or_open(config)
     with ExitStack() as stack:
         stack.enter_context(run.lock())
+        if plays:
+            try_to_remember(run)
         trackers = open_trackers(config)
         stack.callback(trackers.close)
         stack.enter_context(listening(trackers.listen))

@@ -6,7 +6,9 @@ back once, and what lives as long as the process is not looked at again and agai
 """
 
 import gc
+import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +26,8 @@ from marin_rl.memory import (
     glibc,
     share_one_heap,
 )
+
+_log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MARIN_RL_COMPILATION_CACHE"
 
@@ -46,24 +50,44 @@ def programs_folder() -> Path | None:
         return None
     folder = Path(chosen or os.environ.get("JAX_COMPILATION_CACHE_DIR") or "~/.cache/marin-rl/xla")
     key = machine_key()
-    # JAX's setting may name such a folder already: that of the process that began this one
-    return folder.expanduser() if folder.name == key else folder.expanduser() / key
+    try:
+        # JAX's setting may name such a folder already: that of the process that began this one
+        return folder.expanduser() if folder.name == key else folder.expanduser() / key
+    except RuntimeError as error:  # no home is known
+        _warn_of_no_cache(error)
+        return None
 
 
 @cache
 def enable_compilation_cache() -> Path | None:
-    """Keep compiled programs on disk; returns the folder, or None where it is switched off.
+    """Keep compiled programs on disk; returns the folder, or None without a cache.
 
-    A program that is read from there is the one that was compiled, so it computes the same bits.
+    A program that is read from there is the one that was compiled, so it computes the same bits. A
+    folder that cannot be written is a warning: programs are then compiled in every process.
     """
     folder = programs_folder()
     if folder is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _warn_of_no_cache(error)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return folder
+
+
+def _warn_of_no_cache(error: Exception) -> None:
+    _log.warning(
+        "no compiled programs are kept (%s): each process compiles them again. Set %s to a folder "
+        "that can be written, or to nothing to switch the cache off",
+        error,
+        CACHE_VARIABLE,
+    )
 
 
 def compiled_apart(jitted: Any) -> Callable[..., Any]:

@@ -7,12 +7,13 @@ environment and committed with it, are `rollouts.evaluate` and the flow "evaluat
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config import Config, content, load_config, override, parse_config
+from marin_rl.config import Config, EnvironmentConfig, content, load_config, override, parse_config
 from marin_rl.environments.base import Environment, FixedSet, construct
+from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.client import PolicyClient
 from marin_rl.inference.text_client import TextClient
@@ -30,6 +31,7 @@ from marin_rl.storage.runs import (
     latest_checkpoint,
     seed_from,
 )
+from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 
 NEW_TOKENS_MAX = 512
@@ -61,7 +63,8 @@ class Target:
     """What is evaluated: `name` is a run, its folder, one checkpoint of it, or a model's folder.
 
     A checkpoint is ROOT/RUN_ID/checkpoints/round-00012 or ROOT/RUN_ID/sft/step-00500. Where there
-    is an endpoint, `name` is empty.
+    is an endpoint, `name` is empty. `trust` takes what a run of somebody else names outside of its
+    folder: see `marin_rl.trust`.
     """
 
     name: str = ""
@@ -71,6 +74,7 @@ class Target:
     model: str | None = None
     config: Path | None = None
     api_key_variable: str | None = None
+    trust: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +159,7 @@ def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
     from marin_rl.resident import Resident
 
     opened, found = _checkpoint(folder, target)
-    # Whatever served the run while it was trained, this process serves it now.
-    here = opened.config.inference.model_copy(update={"endpoints": ()})
-    config = opened.config.model_copy(update={"inference": here})
+    config = _run_config(opened, target, asked)
     settings, environment = settled(config, asked)
     if found.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
         from marin_rl.serving.briefly import serving, weights_of_slot
@@ -169,6 +171,23 @@ def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
         return _answered((resident.serve(found), PolicyClient), settings, environment)
     finally:
         resident.close()
+
+
+def _run_config(opened: Run, target: Target, asked: Asked) -> Config:
+    """The configuration of a run as this process serves it, whatever served its training.
+
+    Raises ConfigError where the run is somebody else's and names what its user did not.
+    """
+    options = tuple(f"environment.options.{item}" for item in asked.options)
+    consent = Consent(file=target.config, overrides=options, trust=target.trust)
+    chosen = settings_of(opened, replace(consent, overrides=()), ())
+    here = chosen.inference.model_copy(update={"endpoints": ()})
+    config = chosen.model_copy(update={"inference": here})
+    own = asked.environment is not None and asked.environment != config.environment.name
+    environment = EnvironmentConfig.model_validate(_environment(config, asked))
+    sections = ("policy",) if own else ("policy", "environment.")
+    check_named(opened, config.model_copy(update={"environment": environment}), consent, sections)
+    return config
 
 
 def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
@@ -262,7 +281,9 @@ def _answered(served: Served, config: Config, environment: Environment) -> Evalu
     return Evaluated(
         model=name,
         config=config,
-        metrics=evaluation_metrics(groups, config.evaluation, environment),
+        metrics=evaluation_metrics(
+            groups, config.evaluation, Judge(environment, config.environment)
+        ),
         groups=groups,
         rows=rows,
     )

@@ -18,6 +18,8 @@ from marin_rl.machine import machine_key
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", f"{os.environ['MARIN_RL_TEST_PROGRAMS']}/{machine_key()}"
 )
+# Runs that tests start are remembered apart from the user's own.
+os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
 
 from collections.abc import Iterator
 

@@ -9,12 +9,17 @@ are scanned. Arrays of batches are lists here, for the padded length differs fro
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
 
+from marin_rl.analysis.database import (
+    check_statements,
+    connect_unsafe,
+    explained,
+    restricted_database,
+)
 from marin_rl.analysis.parts import (
     Part,
     frame,
@@ -28,6 +33,7 @@ from marin_rl.errors import InputError
 from marin_rl.storage.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.runs import Run, read_record, runs_under
 from marin_rl.storage.scores import SCORES_PREFIX
+from marin_rl.storage.shared import ForkedStore
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
@@ -133,34 +139,65 @@ VIEWS = {
 
 
 def sql(
-    root: Root, run_id: Runs, query: str, storage_options: Options | None = None
+    root: Root,
+    run_id: Runs,
+    query: str,
+    storage_options: Options | None = None,
+    *,
+    unsafe: bool = False,
 ) -> pl.DataFrame:
-    """DuckDB's answer to `query`, which may name the views of the runs (`VIEWS`).
+    """Return DuckDB's answer to `query`, which may name the views of the runs (`VIEWS`).
 
     Local rollouts are read by DuckDB itself, unless `*`, `?` or `[` is in their path, everything
-    else through Polars. What a query creates
-    is gone when it has answered. Intervals are durations, in which a month has 30 days. Raises
-    InputError in DuckDB's own words when the query is wrong, or when Polars has no such type as it
-    answers with, and as `scan_rollouts`.
+    else through Polars. A query reads the files of these runs and nothing else, and writes none:
+    DuckDB's access to files, extensions and settings is switched off but for the folders of
+    rollouts, and statements that write files are refused. Tables that it creates in memory are
+    dropped when it has answered. `unsafe` lifts all of that: the query may then read and write
+    whatever the user may, in a database of its own.
+
+    Intervals are durations, in which a month has 30 days. Raises InputError in DuckDB's own words
+    when the query is wrong or refused, or when Polars has no such type as it answers with, and as
+    `scan_rollouts`.
     """
     import duckdb  # here, for it is large, and only SQL needs it
 
     runs = _runs(root, run_id, storage_options)
-    attempts = frozenset(_attempt(run) for run in runs)
-    with _database(os.getpid(), attempts).cursor() as connection:
-        connection.begin()  # never committed: closing takes back what the query creates
-        for name in VIEWS:
-            if re.search(rf"\b{name}\b", query, re.IGNORECASE):
-                _create_view(connection, name, runs)
-        try:
-            answer = connection.sql(query)
-            if answer is None:
-                raise InputError(f"expected a query that returns rows, found {query!r}")
-            return _as_frame(answer)
-        except duckdb.Error as error:
-            raise InputError(f"DuckDB refuses the query: {error}") from None
-        except (pl.exceptions.PolarsError, pa.ArrowException) as error:
-            raise InputError(f"no table can hold the answer: {error}; cast its columns") from None
+    try:
+        if unsafe:
+            with connect_unsafe() as connection:
+                return _answer(connection, query, runs)
+        check_statements(query)
+        attempts = frozenset(_attempt(run) for run in runs)
+        database = restricted_database(os.getpid(), attempts, _rollout_folders(runs))
+        with database.cursor() as connection:
+            connection.begin()  # never committed: closing takes back what the query creates
+            return _answer(connection, query, runs)
+    except duckdb.Error as error:
+        raise InputError(f"DuckDB refuses the query: {explained(error)}") from None
+    except (pl.exceptions.PolarsError, pa.ArrowException) as error:
+        raise InputError(f"no table can hold the answer: {error}; cast its columns") from None
+
+
+def _answer(
+    connection: "duckdb.DuckDBPyConnection", query: str, runs: Sequence[Run]
+) -> pl.DataFrame:
+    for name in VIEWS:
+        if re.search(rf"\b{name}\b", query, re.IGNORECASE):
+            _create_view(connection, name, runs)
+    answer = connection.sql(query)
+    if answer is None:
+        raise InputError(f"expected a query that returns rows, found {query!r}")
+    return _as_frame(answer)
+
+
+def _rollout_folders(runs: Sequence[Run]) -> frozenset[str]:
+    """Local folders that hold rollouts of these runs, those of their ancestors included."""
+    stores = [run.folder for run in runs]
+    for run in runs:
+        if isinstance(run.store, ForkedStore):
+            stores += [store for _, store in run.store.shared]
+    folders = (store.local_path("rollouts") for store in stores)
+    return frozenset(str(folder) for folder in folders if folder is not None)
 
 
 def _as_frame(answer: "duckdb.DuckDBPyRelation") -> pl.DataFrame:
@@ -185,31 +222,6 @@ def _attempt(run: Run) -> str:
     """What tells a run from one that was made anew under its name."""
     record = read_record(run.store)
     return "" if record is None else str(record["attempt"])
-
-
-@lru_cache(maxsize=8)
-def _database(process: int, runs: frozenset[str]) -> "duckdb.DuckDBPyConnection":
-    """An empty database in memory for these runs, which remembers the footers that it has read.
-
-    Of a query over many files most of the time is theirs, and files of a run never change. Other
-    runs have a database of their own, for DuckDB takes a file that has the name and the time of one
-    before it for the same. So has a forked process.
-    """
-    del process, runs  # are the key
-    import duckdb
-
-    # The system has pages of local files in its memory; a second copy costs more than it spares.
-    settings = {"threads": _cores(), "enable_external_file_cache": False}
-    database = duckdb.connect(config=settings)
-    database.execute("set global parquet_metadata_cache = true")
-    return database
-
-
-def _cores() -> int:
-    """Cores that this process may use: DuckDB counts all of the machine's, and would crowd them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run]:

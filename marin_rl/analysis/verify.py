@@ -41,10 +41,12 @@ from marin_rl.storage.runs import (
     rollouts_slot,
 )
 from marin_rl.storage.scores import StepScores, iter_scores
+from marin_rl.trust import Consent, check_named
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
 
 UNREADABLE = "(unreadable)"
+CODE = ("environment", "evaluation")  # sections that name what extracts answers
 VALUED_TOLERANCE = 1e-3  # whitening multiplies the rounding of advantages that hardly differ
 
 
@@ -73,10 +75,11 @@ class Finding:
         return f"round {self.round}: {self.metric} {self.problem}: {values}"
 
 
-def verify_run(run: Run, round: int | None = None) -> Iterator[Finding]:
+def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> Iterator[Finding]:
     """Every metric of every closed round, or of `round` alone; `unchecked` where no file gives it.
 
-    Raises ObjectMissing where no round, or not that one, is closed. Files that are missing or
+    Raises ObjectMissing where no round, or not that one, is closed; ConfigError where somebody
+    else's run names code that extracts answers, unless with `trust`. Files that are missing or
     damaged are findings.
     """
     rows = read_metrics(run, None if round is None else [round]).to_pylist()
@@ -87,6 +90,8 @@ def verify_run(run: Run, round: int | None = None) -> Iterator[Finding]:
         number, said = row["round"], _said(row)
         try:
             player = run.at_round(number)  # a fork's first rounds are as its parent's settings say
+            if any(name.startswith("eval/") for name in said):  # whose answers are extracted
+                check_named(player, player.config, Consent(trust=trust), CODE)
             expected = expected_metrics(player, number, said)
             expected["episode"] = episodes.up_to(number)
             yield from _compare(player, number, said, expected)

@@ -1,6 +1,6 @@
 """The commands that look after what lies on disk: `fsck`, `gc`, `fork`."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +15,7 @@ from marin_rl.commands.options import (
     tell,
     tell_json,
 )
+from marin_rl.config import override, parse_config
 
 if TYPE_CHECKING:
     from marin_rl.storage.gc import Collection
@@ -112,9 +113,16 @@ def fork(
 ) -> None:
     """Make a run that shares the rounds before --from-round with another, without a copy."""
     from marin_rl.storage.forks import fork_run
+    from marin_rl.storage.own_runs import remembered, try_to_remember
     from marin_rl.storage.runs import Run
 
-    made = fork_run(Run.open(root, run_name), from_round, run_id, overrides or ())
+    parent = Run.open(root, run_name)
+    free = remembered(parent)
+    changes = [*(free or ()), *(overrides or ())]
+    made = fork_run(parent, from_round, run_id, changes)
+    if free is not None:  # a fork of one's own run is one's own, with the same settings
+        tree = override(made.config.model_dump(mode="json"), changes)
+        try_to_remember(replace(made, config=parse_config(tree, "fork")))
     if as_json:
         ancestors = [asdict(ancestor) for ancestor in made.ancestors]
         tell_json({"run_id": run_id, "url": made.folder.url, "ancestors": ancestors})

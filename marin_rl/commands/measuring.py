@@ -16,6 +16,7 @@ from marin_rl.commands.options import (
     LatestRound,
     Root,
     RunName,
+    Trust,
     complain,
     out,
     tell,
@@ -47,8 +48,9 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
         str | None, typer.Option(help="environment variable with the endpoint's key")
     ] = None,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="settings for a folder or an endpoint")
+        Path | None, typer.Option("--config", help="your own settings, as YAML")
     ] = None,
+    trust: Trust = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Parquet of rows")] = None,
     as_json: AsJson = False,
     root: Root = "runs",
@@ -68,6 +70,7 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
             model=model,
             config=config_file,
             api_key_variable=api_key_variable,
+            trust=trust,
         ),
         Asked(
             environment=env,
@@ -92,6 +95,7 @@ def verify_metrics(
     run_name: RunName,
     *,
     round_number: Annotated[int | None, typer.Option("--round", min=0, help="default: all")] = None,
+    trust: Trust = False,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
@@ -100,7 +104,7 @@ def verify_metrics(
     from marin_rl.display import findings_table
     from marin_rl.storage.runs import Run
 
-    findings = list(verify_run(Run.open(root, run_name), round_number))
+    findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
     wrong = [found for found in findings if found.problem]
     if as_json:
         for found in findings:

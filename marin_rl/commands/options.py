@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from datetime import date, timedelta
 from decimal import Decimal
@@ -11,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from marin_rl.config import Config, load_config, override, parse_config
+from marin_rl.config import Config, load_config
+from marin_rl.errors import ConfigError
 
 out = Console(emoji=False)  # what runs say is shown as it is, `:x:` included
 err = Console(stderr=True, emoji=False)
@@ -40,6 +42,21 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else")]
 AsJsonLines = Annotated[
     bool, typer.Option("--json", help="a JSON object per line on standard output, nothing else")
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="take the code, places and settings that a run of somebody else names"
+    ),
+]
+OwnConfig = Annotated[
+    Path | None, typer.Option("--config", help="your own YAML file; its free keys count")
+]
+ApiKeyVariable = Annotated[
+    str | None,
+    typer.Option("--api-key-variable", help="environment variable with the key of endpoints"),
 ]
 
 
@@ -85,17 +102,47 @@ def complain(lines: Iterable[str], style: str = "red") -> None:
         err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def load(file: Path, overrides: list[str] | None, **given: Any) -> Config:
+def load(
+    file: Path,
+    overrides: list[str] | None,
+    *,
+    trust: bool = False,
+    only_shown: bool = False,
+    **given: Any,
+) -> Config:
     """The configuration in `file`, with overrides and what was `given` by options of their own.
 
     `file` may be the folder of a run, also `.`: it stands for the configuration in its run.json.
+    Raises ConfigError where that run is somebody else's and names code, places or settings that
+    are the user's to choose, unless with `trust` or where the configuration is `only_shown`.
     """
     items = [f"{key}={value}" for key, value in given.items() if value is not None]
     changes = [*(overrides or ()), *items]
     if not (file / "run.json").is_file():
         return load_config(file, changes)
     from marin_rl.storage.runs import Run
+    from marin_rl.trust import Consent, check_named, settings_of
 
     folder = file.resolve() if file.name in ("", "..") else file
     run = Run.open(str(folder.parent), folder.name)
-    return parse_config(override(run.config.model_dump(mode="json"), changes), str(file))
+    consent = Consent(overrides=tuple(changes), trust=trust)
+    if only_shown:
+        return settings_of(run, consent, ())
+    config = settings_of(run, consent)
+    check_named(run, config, consent)
+    return config
+
+
+def key_named(variable: str | None, *, admin: bool = False) -> list[str]:
+    """The override by which a configuration takes the key that a variable of any name holds.
+
+    Only the command line may name such a variable: its value goes into one that configurations may
+    name. Raises ConfigError where it is not set.
+    """
+    if variable is None:
+        return []
+    if (value := os.environ.get(variable)) is None:
+        raise ConfigError(f"the environment variable {variable} is not set: expected a key in it")
+    own = "MARIN_RL_ADMIN_KEY" if admin else "MARIN_RL_API_KEY"
+    os.environ[own] = value
+    return [f"inference.{'server.admin' if admin else 'api'}_key_variable={own}"]

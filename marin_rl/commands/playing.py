@@ -14,12 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from marin_rl.commands.options import (
+    ApiKeyVariable,
     ConfigFile,
     LatestRound,
     Overrides,
+    OwnConfig,
     Root,
     RunName,
+    Trust,
     err,
+    key_named,
     load,
     out,
     tell,
@@ -38,10 +42,13 @@ def run(
     root: Annotated[str | None, typer.Option("--root", help="folder or URL for runs")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", help="rounds to reach")] = None,
     overrides: Overrides = None,
+    api_key_variable: ApiKeyVariable = None,
+    trust: Trust = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
 ) -> None:
     """Start a run, or continue it where it stopped; the same command does both."""
-    config = load(config_file, overrides, run_id=run_id, root=root, rounds=rounds)
+    changes = [*(overrides or ()), *key_named(api_key_variable)]
+    config = load(config_file, changes, trust=trust, run_id=run_id, root=root, rounds=rounds)
     if dry_run:
         _print_plan(config)
         return
@@ -55,9 +62,10 @@ def sft(
     run_id: Annotated[str | None, typer.Option("--run-id")] = None,
     root: Annotated[str | None, typer.Option("--root")] = None,
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Run only the supervised warm start of a run."""
-    _played("sft", load(config_file, overrides, run_id=run_id, root=root))
+    _played("sft", load(config_file, overrides, trust=trust, run_id=run_id, root=root))
 
 
 def reward_model(
@@ -66,9 +74,10 @@ def reward_model(
     run_id: Annotated[str | None, typer.Option("--run-id")] = None,
     root: Annotated[str | None, typer.Option("--root")] = None,
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Train a reward model from preference pairs, or continue where it stopped."""
-    config = load(config_file, overrides, run_id=run_id, root=root)
+    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.display import key_values
 
     trained = _played("reward-model", config)
@@ -82,6 +91,10 @@ def evaluate(
     run_name: RunName,
     *,
     round_number: LatestRound = None,
+    config_file: OwnConfig = None,
+    overrides: Overrides = None,
+    api_key_variable: ApiKeyVariable = None,
+    trust: Trust = False,
     root: Root = "runs",
 ) -> None:
     """Evaluate a committed checkpoint as its run is configured, and commit the rows with it.
@@ -89,9 +102,14 @@ def evaluate(
     `marin-rl eval` evaluates anything in any environment, and leaves runs as they are.
     """
     from marin_rl.storage.runs import Run
+    from marin_rl.trust import Consent, check_named, settings_of
 
     opened = Run.open(root, run_name)
-    _flow("evaluate")(opened.config, round_number)
+    changes = (*(overrides or ()), *key_named(api_key_variable))
+    consent = Consent(file=config_file, overrides=changes, trust=trust)
+    config = settings_of(opened, consent, ("inference", "trackers", "flow"))
+    check_named(opened, config, consent, ("environment", "evaluation", "policy"))
+    _flow("evaluate")(config, round_number)
 
 
 def serve(  # noqa: PLR0913 - each is an option that people type
@@ -104,6 +122,13 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         typer.Option("--config", envvar="MARIN_RL_CONFIG", help="YAML file; inference.* counts"),
     ] = None,
     overrides: Overrides = None,
+    api_key_variable: Annotated[
+        str | None, typer.Option("--api-key-variable", help="variable with the bearer token")
+    ] = None,
+    admin_key_variable: Annotated[
+        str | None, typer.Option("--admin-key-variable", help="variable with the admin token")
+    ] = None,
+    trust: Trust = False,
     host: Annotated[
         str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
     ] = "127.0.0.1",
@@ -121,7 +146,8 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     for flag, given in (("--follow", follow), ("--round", round_number is not None)):
         if given and run_name is None:
             raise ConfigError(f"{flag} needs a run: --run RUN_ID")
-    config = serving_config(config_file, overrides, root, run_name)
+    keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
+    config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
     from marin_rl.serving.addresses import check_address
 
     check_address(config.inference, host, port)
@@ -137,19 +163,29 @@ def serve(  # noqa: PLR0913 - each is an option that people type
 
 
 def serving_config(
-    file: Path | None, overrides: list[str] | None, root: str, run_name: str | None
+    file: Path | None,
+    overrides: list[str] | None,
+    root: str,
+    run_name: str | None,
+    *,
+    trust: bool = False,
 ) -> Config:
     """What a server goes by: the file's settings or the defaults, for a run its own ones.
 
     Of a file beside a run only the section `inference` counts: the rest is the run's content.
+    Raises ConfigError for a run of somebody else as `settings_of` and `check_named` do.
     """
     given = load_config(file) if file else None
     if run_name is None:
         base = given or Config()
     else:
         from marin_rl.storage.runs import Run
+        from marin_rl.trust import Consent, check_named, settings_of
 
-        base = Run.open(root, run_name).config
+        run = Run.open(root, run_name)
+        consent = Consent(file=file, overrides=tuple(overrides or ()), trust=trust)
+        base = settings_of(run, consent, ("inference",))
+        check_named(run, base, consent, ("policy",))
         if given is not None:
             base = base.model_copy(update={"inference": given.inference})
     said = base.model_dump(mode="json", exclude_unset=True)  # a server sees what nobody chose

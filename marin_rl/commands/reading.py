@@ -91,14 +91,20 @@ def sql(
     run_name: RunName,
     query: Annotated[str, typer.Argument(help="DuckDB's SQL over the tables below")],
     *,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="let the query reach other files, and write")
+    ] = False,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Query a run with DuckDB: rollouts, batches, dispositions, metrics, evals, scores."""
+    """Query a run with DuckDB: rollouts, batches, dispositions, metrics, evals, scores.
+
+    A query reads the run's own files and writes none, unless --unsafe is given.
+    """
     from marin_rl.analysis.scan import sql as run_sql
     from marin_rl.display import frame_table
 
-    frame = run_sql(root, run_name, query)
+    frame = run_sql(root, run_name, query, unsafe=unsafe)
     if as_json:
         for row in frame.iter_rows(named=True):
             tell_json(row)

@@ -7,7 +7,7 @@ Others import from here alone.
 """
 
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
-from marin_rl.config.keys import differences, free_keys, known_keys
+from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, without
 from marin_rl.config.loading import RECIPE, load_config, override, parse_config
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
@@ -27,12 +27,14 @@ from marin_rl.config.sampling import (
 from marin_rl.config.section import (
     ABSENT,
     FREE,
+    PLAN,
     Count,
     Seconds,
     Section,
     SetName,
     content,
     is_free,
+    is_plan,
     leaves_no_trace,
     section_of,
 )
@@ -47,6 +49,7 @@ from marin_rl.config.training import (
 __all__ = [
     "ABSENT",
     "FREE",
+    "PLAN",
     "RECIPE",
     "RUN_ID_PATTERN",
     "BatchingConfig",
@@ -80,10 +83,13 @@ __all__ = [
     "differences",
     "free_keys",
     "is_free",
+    "is_plan",
     "known_keys",
     "leaves_no_trace",
     "load_config",
+    "outward_keys",
     "override",
     "parse_config",
     "section_of",
+    "without",
 ]

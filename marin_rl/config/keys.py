@@ -4,11 +4,11 @@ Leaves out reading and setting them (loading.py).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marin_rl.config.run import Config
-from marin_rl.config.section import Section, is_free, section_of
+from marin_rl.config.section import Section, is_free, is_plan, section_of
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -32,6 +32,32 @@ def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
         elif (inner := section_of(info.annotation)) is not None:
             keys += free_keys(inner, f"{prefix}{name}.")
     return keys
+
+
+def outward_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of the free keys that are their user's alone: no run.json decides them."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        if is_free(info) and not is_plan(info):
+            keys.append(prefix + name)
+        elif (inner := section_of(info.annotation)) is not None:
+            keys += outward_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a nested mapping without the dotted `keys`."""
+    heads: dict[str, list[str]] = {}
+    for key in keys:
+        head, _, rest = key.partition(".")
+        heads.setdefault(head, []).append(rest)
+    return {
+        name: without(value, [rest for rest in heads.get(name, ()) if rest])
+        if isinstance(value, Mapping)
+        else value
+        for name, value in tree.items()
+        if "" not in heads.get(name, ())
+    }
 
 
 def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:

@@ -8,14 +8,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import ABSENT, FREE, Count, Seconds, Section, SetName
+from marin_rl.config.section import ABSENT, FREE, PLAN, Count, Seconds, Section, SetName
 
 
 class EvaluationConfig(Section):
     """Held-out evaluation along the way."""
 
     every_rounds: Count = Field(
-        default=10, description="rounds between evaluations", json_schema_extra=FREE
+        default=10, description="rounds between evaluations", json_schema_extra=PLAN
     )
     examples: Count = Field(default=256, le=1_000_000, description="held-out examples")
     samples: Count = Field(default=1, le=4096, description="completions per example")
@@ -100,18 +100,18 @@ class RetentionConfig(Section):
         default=None,
         ge=2,
         description="keep the arrays of so many last checkpoints; null keeps all",
-        json_schema_extra=FREE,
+        json_schema_extra=PLAN,
     )
     checkpoints_every: int | None = Field(
         default=None,
         ge=1,
         description="and of the checkpoint of every n-th round",
-        json_schema_extra=FREE,
+        json_schema_extra=PLAN,
     )
     age_s: Seconds = Field(
         default=3600.0,
         description="`gc` takes files of killed processes that are older, local roots",
-        json_schema_extra=FREE,
+        json_schema_extra=PLAN,
     )
 
     @model_validator(mode="after")

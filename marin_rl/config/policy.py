@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.config.section import FREE, Count, Section
+from marin_rl.config.section import PLAN, Count, Section
 
 ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -101,11 +101,11 @@ class PolicyConfig(Section):
 class MeshConfig(Section):
     """Device mesh of the training step; 1 on an axis switches it off, -1 takes what is left."""
 
-    data: int = Field(default=1, ge=-1, description="data parallel", json_schema_extra=FREE)
+    data: int = Field(default=1, ge=-1, description="data parallel", json_schema_extra=PLAN)
     fsdp: int = Field(
-        default=1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=FREE
+        default=1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=PLAN
     )
-    tensor: int = Field(default=1, ge=1, description="tensor parallel", json_schema_extra=FREE)
+    tensor: int = Field(default=1, ge=1, description="tensor parallel", json_schema_extra=PLAN)
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":

@@ -17,7 +17,7 @@ from marin_rl.config.orchestration import (
 )
 from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
-from marin_rl.config.section import ABSENT, FREE, Count, Section
+from marin_rl.config.section import ABSENT, FREE, PLAN, Count, Section
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
 
@@ -40,7 +40,7 @@ class Config(Section):
         default=0, ge=0, lt=2**31, description="root of every random number of the run"
     )
     rounds: Count = Field(
-        default=10, le=1_000_000, description="rounds to reach", json_schema_extra=FREE
+        default=10, le=1_000_000, description="rounds to reach", json_schema_extra=PLAN
     )
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

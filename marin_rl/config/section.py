@@ -2,6 +2,8 @@
 
 Fields marked `FREE` may differ when a run is continued: they change how, when or how far a run
 goes, never what its slots contain. All others are the run's *content* and are part of fingerprints.
+Of the free ones, those marked `PLAN` are numbers whose effect stays in the run's own folder; a
+run.json says them to all commands, while no other free key is ever taken from one.
 Sections marked `ABSENT` leave no trace while they are null: runs from before them stay what they
 were.
 """
@@ -14,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from pydantic.fields import FieldInfo
 
 FREE: dict[str, Any] = {"free": True}
+PLAN: dict[str, Any] = {**FREE, "plan": True}
 ABSENT: dict[str, Any] = {"absent": True}
 
 Count = Annotated[int, Field(ge=1)]
@@ -66,6 +69,12 @@ def is_free(info: FieldInfo) -> bool:
     """Whether a key may differ when a run is continued."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("free"))
+
+
+def is_plan(info: FieldInfo) -> bool:
+    """Return True for free keys that a run.json decides for everyone."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("plan"))
 
 
 def leaves_no_trace(info: FieldInfo) -> bool:

@@ -4,14 +4,28 @@ With the limits that a server holds its callers to. Leaves out what is asked for
 """
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.section import FREE, Count, Seconds, Section
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
+KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:\d{1,5})?")
+
+
+def _key_variable(name: str) -> str:
+    """A file may be somebody else's, so it cannot choose which secret goes to an endpoint."""
+    if not KEY_VARIABLE.fullmatch(name):
+        raise ValueError(
+            "expected the name of an environment variable that begins with MARIN_RL_; another one "
+            "is named on the command line alone, by --api-key-variable or --admin-key-variable"
+        )
+    return name
+
+
+KeyVariable = Annotated[str, AfterValidator(_key_variable)]
 
 
 class EngineConfig(Section):
@@ -35,9 +49,10 @@ class EngineConfig(Section):
 class ServerConfig(Section):
     """Who may call a server that we run, how much they may ask of it, and how long it waits."""
 
-    admin_key_variable: str = Field(
+    admin_key_variable: KeyVariable = Field(
         default="MARIN_RL_ADMIN_KEY",
-        description="environment variable that holds the bearer token of the admin routes",
+        description="environment variable, MARIN_RL_*, that holds the bearer token of the admin "
+        "routes",
         json_schema_extra=FREE,
     )
     hosts_allowed: tuple[str, ...] = Field(
@@ -185,9 +200,9 @@ class InferenceConfig(Section):
         json_schema_extra=FREE,
     )
     model: str = Field(default="policy", description="name the policy is served under")
-    api_key_variable: str = Field(
+    api_key_variable: KeyVariable = Field(
         default="MARIN_RL_API_KEY",
-        description="environment variable that holds the bearer token",
+        description="environment variable, MARIN_RL_*, that holds the bearer token",
         json_schema_extra=FREE,
     )
     publish: Literal["none", "update_weights_from_disk"] = Field(

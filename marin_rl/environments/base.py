@@ -24,6 +24,10 @@ ENTRY_POINTS = "marin_rl.environments"
 # Seeds of examples are signed integers of 64 bits on disk.
 SEED_END = 2**63
 
+# Functions that a configuration may name without another's code being imported.
+_ANSWERS = ("exact_match", "number_match", "last_number")
+SHIPPED = frozenset(f"marin_rl.environments.answers:{name}" for name in _ANSWERS)
+
 _BUILT_IN = {
     "chat": "marin_rl.environments.chat",
     "echo": "marin_rl.environments.echo",
@@ -91,6 +95,16 @@ class Extracts(Protocol):
 
 
 @runtime_checkable
+class ExtractsHere(Protocol):
+    """What an environment may add: that its `extract` is code of this package, and cannot hang."""
+
+    @property
+    def extracts_here(self) -> bool:
+        """True where answers may be extracted outside of the process that scores."""
+        ...
+
+
+@runtime_checkable
 class FixedSet(Protocol):
     """What an environment may add: how many different held-out examples it has."""
 
@@ -108,6 +122,13 @@ class FoldsSeeds(Protocol):
     def seed_period(self) -> int | None:
         """Seeds that differ by a multiple of it may make one example; None: no two do."""
         ...
+
+
+def extracts_here(environment: Environment) -> bool:
+    """Return True where answers are extracted by code that needs no process of its own."""
+    if environment.workers == 0 or not isinstance(environment, Extracts):
+        return True
+    return isinstance(environment, ExtractsHere) and environment.extracts_here
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:
@@ -167,6 +188,26 @@ def construct(config: EnvironmentConfig) -> Environment:
             f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
         )
     return _registered[name](config)
+
+
+def code_of(config: EnvironmentConfig) -> dict[str, str]:
+    """Code of others that an environment imports: `module:name` by the key that names it.
+
+    Empty for environments and functions that come with this package, and for environments that
+    this process has registered.
+    """
+    name = config.name
+    if name not in _BUILT_IN and name not in _registered:
+        values = [point.value for point in _points() if point.name == name]
+        return {"name": values[-1]} if values else {}
+    if name != "chat":
+        return {}
+    chosen = {f"options.{key}": config.options.get(key) for key in ("reward", "extract")}
+    return {
+        key: str(value)
+        for key, value in chosen.items()
+        if value is not None and value not in SHIPPED
+    }
 
 
 def make_environment(

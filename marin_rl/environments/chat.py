@@ -18,7 +18,7 @@ import orjson
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import number, parse_options, plain_json, register
+from marin_rl.environments.base import SHIPPED, number, parse_options, plain_json, register
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message, RewardComponent, Split
 
@@ -114,6 +114,11 @@ class Chat:
     def demonstration(self, example: Example) -> str | None:
         """The answer that the prompt file gives, if it does."""
         return example.answer
+
+    @property
+    def extracts_here(self) -> bool:
+        """False where a function of others extracts."""
+        return self._options.extract is None or self._options.extract in SHIPPED
 
     def extract(self, completion: str) -> str | None:
         """What the user's function takes for the answer. Raises InputError, or as it does."""

@@ -95,6 +95,7 @@ class ReasoningGym:
 
     name = "reasoning_gym"
     workers = 1
+    extracts_here = True
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._options = parse_options(ReasoningGymOptions, config)

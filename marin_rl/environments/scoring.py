@@ -14,14 +14,15 @@ import contextlib
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, checked_components
+from marin_rl.environments.base import Environment, answer_in, checked_components, extracts_here
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.process import PrintedText, WorkerProcess, clean_environment
 from marin_rl.types import Example, RewardComponent
@@ -66,6 +67,19 @@ class Scorer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._score_in_worker, example, completions)
 
+    def extract(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion, extracted in a worker; None where that fails or hangs.
+
+        Raises InputError where the extracting function cannot be imported.
+        """
+        if self._pool is None:
+            return [answer_in(self._environment, text) for text in completions]
+        worker = self._workers.get()
+        try:
+            return worker.extract(completions)
+        finally:
+            self._workers.put(worker)
+
     def close(self) -> None:
         """End the workers, once what they score now is done."""
         if self._pool is None:
@@ -106,25 +120,37 @@ class RewardWorker:
         """One score per completion, in order. Raises InputError where the worker cannot start."""
         scores: list[Score] = []
         while len(scores) < len(completions):
-            self._score_rest(example, completions, scores)
+            self._ask_rest({"example": example}, completions, scores, _score_of)
         return scores
+
+    def extract(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion, None where there is none. Raises InputError as `score`."""
+        answers: list[str | RewardFault | None] = []
+        while len(answers) < len(completions):
+            self._ask_rest({"extract": True}, completions, answers, _answer_of)
+        return [None if isinstance(answer, RewardFault) else answer for answer in answers]
 
     def close(self) -> None:
         """End the process now, and whatever it started."""
         self._process.end()
 
-    def _score_rest(
-        self, example: Example, completions: Sequence[str], scores: list[Score]
+    def _ask_rest(
+        self,
+        question: dict[str, Any],
+        completions: Sequence[str],
+        scores: list[Any],
+        read: Callable[[dict[str, Any]], Any],
     ) -> None:
         """Ask for the completions without a score; stop early, with a new worker, at a fault."""
         self._wait_until_ready()
         asked = list(completions[len(scores) :])
-        group = {"nonce": secrets.token_hex(16), "example": example, "completions": asked}
+        nonce = secrets.token_hex(16)
+        group = {"nonce": nonce, **question, "completions": asked}
         try:
             self._process.send(orjson.dumps(group), SEND_TIMEOUT_S)
             for index in range(len(asked)):
                 line = self._process.receive(self._timeout_s, ANSWER_BYTES_MAX)
-                scores.append(_score_of(_checked(line, group["nonce"], index)))
+                scores.append(read(_checked(line, nonce, index)))
         except TimeoutError:
             scores.append(RewardFault(f"the reward took longer than {self._timeout_s:g} s"))
             self._restart()
@@ -192,6 +218,26 @@ def _score_of(answer: dict[str, Any]) -> Score:
     if "fault" in answer:
         return RewardFault(answer["fault"])
     return tuple(RewardComponent(**component) for component in answer["components"])
+
+
+def _answer_of(answer: dict[str, Any]) -> str | RewardFault | None:
+    if "unfit" in answer:
+        raise InputError(f"the environment cannot extract answers: {answer['unfit']}")
+    return RewardFault(answer["fault"]) if "fault" in answer else answer["answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Extracts the answers of completions: in this process, or in a worker for others' code."""
+
+    environment: Environment
+    config: EnvironmentConfig
+
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion. Raises InputError as `Scorer.extract`."""
+        if extracts_here(self.environment):
+            return [answer_in(self.environment, text) for text in completions]
+        return scorer_for(self.environment, self.config).extract(completions)
 
 
 _scorers: dict[str, Scorer] = {}

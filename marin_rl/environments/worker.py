@@ -4,16 +4,19 @@ Started by `scoring` through `marin_rl.process`, which ends it and whatever it s
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, construct
+from marin_rl.environments.base import Environment, answer_in, construct
 from marin_rl.environments.scoring import score_here
-from marin_rl.errors import MarinRLError, RewardFault
+from marin_rl.errors import InputError, MarinRLError, RewardFault
 from marin_rl.process import Channel
 from marin_rl.types import Example, Message
+
+Answer = Callable[[str], dict[str, Any]]
 
 
 def main(channel: Channel) -> None:
@@ -23,7 +26,7 @@ def main(channel: Channel) -> None:
     if environment is None:
         return
     for line in lines:
-        _score_group(environment, orjson.loads(line), channel)
+        _answer_group(environment, orjson.loads(line), channel)
 
 
 def _begin(hello: dict[str, Any], channel: Channel) -> Environment | None:
@@ -38,14 +41,34 @@ def _begin(hello: dict[str, Any], channel: Channel) -> Environment | None:
     return environment
 
 
-def _score_group(environment: Environment, group: dict[str, Any], channel: Channel) -> None:
-    example = _example(group["example"])
+def _answer_group(environment: Environment, group: dict[str, Any], channel: Channel) -> None:
+    answer = _scoring(environment, group) if "example" in group else _extracting(environment)
     for index, completion in enumerate(group["completions"]):
+        _answer(channel, group, {"index": index, **answer(completion)})
+
+
+def _scoring(environment: Environment, group: dict[str, Any]) -> Answer:
+    """Return the function that scores a completion of a group."""
+    example = _example(group["example"])
+
+    def answer(completion: str) -> dict[str, Any]:
         score = score_here(environment, example, completion)
-        if isinstance(score, RewardFault):
-            _answer(channel, group, {"index": index, "fault": str(score)})
-        else:
-            _answer(channel, group, {"index": index, "components": score})
+        return {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}
+
+    return answer
+
+
+def _extracting(environment: Environment) -> Answer:
+    """Return the function that extracts the answer of a completion."""
+
+    def answer(completion: str) -> dict[str, Any]:
+        try:
+            extracted = answer_in(environment, completion)
+        except InputError as error:
+            return {"unfit": str(error)}
+        return {"answer": None if extracted is None else str(extracted)}
+
+    return answer
 
 
 def _answer(channel: Channel, question: dict[str, Any], answer: dict[str, Any]) -> None:

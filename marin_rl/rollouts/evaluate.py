@@ -13,10 +13,11 @@ import numpy as np
 
 from marin_rl.config import Config, EvaluationConfig, content
 from marin_rl.environments.base import Environment, answer_in
+from marin_rl.environments.scoring import Judge
 from marin_rl.rollouts.assemble import GroupRequest
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
-from marin_rl.rollouts.held_out import HeldOut, held_out_sets, judges_of
+from marin_rl.rollouts.held_out import HeldOut, held_out_sets
 from marin_rl.storage.commits import (
     commit_manifest,
     committed_as,
@@ -54,7 +55,13 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
     )
-    metrics = evaluation_metrics(groups, run.config.evaluation, judges_of(run.config))
+    judges = {item.name: Judge(item.environment, item.config) for item in sets}
+    metrics = await asyncio.to_thread(
+        evaluation_metrics,
+        groups,
+        run.config.evaluation,
+        judges.get(None) or {name: judge for name, judge in judges.items() if name is not None},
+    )
     return await asyncio.to_thread(_commit, run, round, groups, metrics, decided, policy)
 
 
@@ -105,17 +112,17 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup],
     evaluation: EvaluationConfig,
-    environment: Environment | Mapping[str, Environment],
+    judge: Environment | Judge | Mapping[str, Judge],
 ) -> dict[str, float]:
     """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
 
-    `environment`, one or by the name that examples carry, says what a completion's answer is, where
-    votes are counted.
+    `judge`, one or by the name that examples carry, says what a completion's answer is, where votes
+    are counted. Raises InputError where its function cannot be imported.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]
-    judged = [_judged(group, evaluation.pass_threshold, environment) for group in groups]
+    judged = [_judged(group, evaluation.pass_threshold, judge) for group in groups]
     result = {
         "eval/accuracy": sum(int(j.right_N.sum()) for j in judged) / len(rollouts),
         "eval/examples": float(len(groups)),
@@ -142,21 +149,26 @@ class _Judged:
 
 
 def _judged(
-    group: RolloutGroup, threshold: float, environment: Environment | Mapping[str, Environment]
+    group: RolloutGroup, threshold: float, judge: Environment | Judge | Mapping[str, Judge]
 ) -> _Judged:
-    if isinstance(environment, Mapping):
-        environment = environment[group.example.environment]
+    if isinstance(judge, Mapping):
+        judge = judge[group.example.environment]
     right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
-    answers = tuple(_answer(rollout, environment) for rollout in group.rollouts)
+    said = [_said(rollout) for rollout in group.rollouts]
+    texts = [text for text in said if text is not None]
+    found = iter(
+        judge.answers(texts) if isinstance(judge, Judge) else [answer_in(judge, t) for t in texts]
+    )
+    answers = tuple(None if text is None else next(found) for text in said)
     return _Judged(group.example.environment, np.array(right, np.bool_), answers)
 
 
-def _answer(rollout: Rollout, environment: Environment) -> str | None:
-    """What a sample votes for; a failed one does not vote."""
+def _said(rollout: Rollout) -> str | None:
+    """The completion that a sample votes with; a failed one does not vote."""
     if rollout.reward is None:
         return None
     said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-    return answer_in(environment, said[-1]) if said else None
+    return said[-1] if said else None
 
 
 def _estimates(prefix: str, judged: Sequence[_Judged], ks: Sequence[int]) -> dict[str, float]:

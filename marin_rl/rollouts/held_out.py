@@ -17,6 +17,7 @@ from marin_rl.environments.base import (
     environment_of,
     loaded_environment,
 )
+from marin_rl.environments.scoring import Judge
 from marin_rl.types import Example
 
 
@@ -60,11 +61,13 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     )
 
 
-def judges_of(config: Config) -> Environment | Mapping[str, Environment]:
-    """Who says what a completion's answer is: the run's environment, or each named set's."""
+def judges_of(config: Config) -> Judge | Mapping[str, Judge]:
+    """The judges of an evaluation's answers: the run's environment, or that of each named set."""
     if config.evaluation.sets is None:
-        return construct(config.environment)
-    return {name: construct(chosen) for name, chosen in config.evaluation.sets.items()}
+        return Judge(construct(config.environment), config.environment)
+    return {
+        name: Judge(construct(chosen), chosen) for name, chosen in config.evaluation.sets.items()
+    }
 
 
 def _held_out(

@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from marin_rl.config import parse_config
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
 from marin_rl.storage.batches import schema_of
 from marin_rl.storage.faults import (
@@ -52,6 +51,7 @@ from marin_rl.storage.runs import (
     metrics_key,
     read_record,
     round_of,
+    stored_config,
 )
 from marin_rl.storage.shared import Ancestor, ForkedStore
 from marin_rl.storage.tables import TableReader, digest_of, load
@@ -154,7 +154,7 @@ def _identity(
         return None, (), [Fault("missing", place, "the record that makes this folder a run")]
     ancestors, faults = ancestors_in(record), list[Fault]()
     try:
-        parse_config(record["config"], place)
+        stored_config(record, place)
     except Exception as error:  # noqa: BLE001 - a validator meets values of any kind here
         faults.append(Fault("malformed", place, _in_words(error)))
     for ancestor in ancestors:

@@ -20,8 +20,10 @@ from marin_rl.config import (
     content,
     differences,
     free_keys,
+    outward_keys,
     override,
     parse_config,
+    without,
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import (
@@ -62,7 +64,7 @@ __all__ = [
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
     "pairs_slot", "parse_record", "place_named", "progress", "read_record", "refuse_other_content",
     "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
-    "runs_under", "seed_from", "sft_slot", "shard_key",
+    "runs_under", "seed_from", "sft_slot", "shard_key", "stored_config",
 ]  # fmt: skip
 
 FORMAT = "marin-rl/run"
@@ -123,7 +125,9 @@ class Run:
     ) -> "Run":
         """The run as run.json describes it.
 
-        Raises ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
+        What reaches beyond the run's folder (`outward_keys`: endpoints, variables with keys,
+        trackers, …) is at its default: `marin_rl.trust` takes that from the user. Raises
+        ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
         """
         return cls._open(root, run_id, storage_options or {}, None)
 
@@ -152,7 +156,7 @@ class Run:
                 f"no run {run_id!r} under {root}: expected {store.url_of(RUN_KEY)}; "
                 f"found there: {told}{f' and {more} more' if more > 0 else ''}"
             )
-        stored = _stored_config(record, store.url_of(RUN_KEY))
+        stored = stored_config(record, store.url_of(RUN_KEY))
         tree = stored.model_dump(mode="json") if free is None else override(content(stored), free)
         tree |= {"root": root, "storage_options": dict(storage_options)}
         ancestors = ancestors_in(record)
@@ -490,12 +494,16 @@ def _viewed(top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]) -
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])
 
 
-def _stored_config(record: Mapping[str, Any], source: str) -> Config:
-    return parse_config(record["config"], source)
+def stored_config(record: Mapping[str, Any], source: str) -> Config:
+    """The configuration in a record, without what is its user's alone. Raises ConfigError."""
+    tree = record["config"]
+    return parse_config(
+        without(tree, outward_keys()) if isinstance(tree, Mapping) else tree, source
+    )
 
 
 def _check_content(record: Mapping[str, Any], config: Config, source: str) -> None:
-    lines = differences(content(_stored_config(record, source)), content(config))
+    lines = differences(content(stored_config(record, source)), content(config))
     if lines:
         raise ConfigError(
             f"run {config.run_id!r} exists with another content ({source}); these keys differ:\n  "

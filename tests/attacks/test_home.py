@@ -1,0 +1,96 @@
+"""Homes that cannot be written, or are not there: each is a warning, never the end of a command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builders import configuration
+from debug_run import DEBUG
+
+from marin_rl.storage.own_runs import remembered, try_to_remember
+from marin_rl.storage.runs import Run
+
+HOMES = ["/dev/null", "/proc", "file", None]
+OWN_FOLDERS = (
+    "HOME", "MARIN_RL_COMPILATION_CACHE", "JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME",
+    "XDG_STATE_HOME",
+)  # fmt: skip
+
+
+def homeless(home: str | None, folder: Path) -> dict[str, str]:
+    """The environment of a process with this home; `file` is a file in `folder`."""
+    (folder / "file").write_text("no folder")
+    kept = {key: value for key, value in os.environ.items() if key not in OWN_FOLDERS}
+    if home is None:
+        return kept
+    return {**kept, "HOME": str(folder / "file") if home == "file" else home}
+
+
+@pytest.mark.parametrize("home", HOMES[:3])
+def test_no_home_for_compiled_programs_is_a_warning(home: str, tmp_path: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig(); "
+        "from marin_rl.compilation import enable_compilation_cache as enable; print(enable())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=homeless(home, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr
+    assert "MARIN_RL_COMPILATION_CACHE" in done.stderr
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_no_home_for_the_servers_database_goes_unnoticed(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import server
+
+    for key in OWN_FOLDERS:
+        monkeypatch.delenv(key, raising=False)
+    for key, value in homeless(home, tmp_path).items():
+        monkeypatch.setenv(key, value)
+    if home is None:  # a user that the system does not know has no home at all
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+        monkeypatch.chdir(tmp_path)
+    database = tmp_path / "prefect.db"
+    database.write_bytes(b"")
+    server._keep(database, server._template())
+    assert server._template().exists() == (home is None)
+
+
+@pytest.mark.parametrize("home", HOMES[:3])
+def test_a_run_that_cannot_be_remembered_is_a_warning(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", homeless(home, tmp_path)["HOME"])
+    run = Run.create_or_open(configuration(str(tmp_path / "runs")))
+    assert remembered(run) is None
+    try_to_remember(run)
+    assert "XDG_STATE_HOME" in caplog.text
+    assert remembered(run) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["/dev/null", "/proc"])
+def test_a_run_is_played_without_a_home(home: str, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    done = subprocess.run(
+        [sys.executable, "-m", "marin_rl", "run", DEBUG, "--rounds", "1", "--root", str(root)],
+        env=homeless(home, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MARIN_RL_COMPILATION_CACHE" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (root / "debug/metrics/round-00000.parquet").is_file()
