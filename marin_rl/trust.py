@@ -171,7 +171,9 @@ def _left_out(run: Run, uses: Sequence[str]) -> list[str]:
 
 def _outward_of(config: Config) -> list[str]:
     tree = config.model_dump(mode="json")
-    return [f"{key}={json.dumps(_at(tree, key))}" for key in _outward()]
+    values = {key: _at(tree, key) for key in _outward()}
+    # a key of a section that is null has no value
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not _ABSENT]
 
 
 def _outward() -> list[str]:
