@@ -59,7 +59,7 @@ def test_a_round_of_the_benchmark_misses_by_ratio_or_memory_never_by_seconds(mon
 TINY = tuple(
     f"--size={size}"
     for size in (
-        "prompts=2", "completions=4", "prompt_tokens=8", "new_tokens=8", "vocabulary=64",
+        "prompts=2", "completions=4", "prompt_tokens=8", "new_tokens=8",
         "hidden=32", "layers=1", "heads=2", "kv_heads=1", "intermediate=64",
     )
 )  # fmt: skip
