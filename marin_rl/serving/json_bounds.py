@@ -17,7 +17,7 @@ CONTAINERS_MAX = 2**16
 # Schemas of forms have at most 32 levels, inside of six levels of a request.
 DEPTH_MAX = 64
 
-# Small enough that a chunk's pieces stay in the processor's cache.
+# Small enough that a chunk's pieces stay in the processor's cache; 2 is the least, for an escape.
 _CHUNK_BYTES = 2**17
 _OTHERS = bytes(set(range(256)) - set(b'"[]{},:'))
 
@@ -67,7 +67,7 @@ def _refuse_beyond(count: int, most: int, noun: str) -> None:
 
 def _marks_outside_strings(data: bytes) -> Iterator[bytes]:
     """The brackets, commas and colons that are no part of a string, chunk by chunk."""
-    inside, start, strings = False, 0, 0
+    inside, start, quotes = False, 0, 0
     while start < len(data):
         chunk = data[start : start + _CHUNK_BYTES]
         backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
@@ -76,7 +76,7 @@ def _marks_outside_strings(data: bytes) -> Iterator[bytes]:
         start += len(chunk)
         unescaped = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = unescaped.translate(None, _OTHERS).split(b'"')
-        strings += len(pieces) // 2
-        _refuse_beyond(strings, VALUES_MAX + NAMES_MAX, "strings")
+        quotes += len(pieces) - 1  # a string may begin in one chunk and end in another
+        _refuse_beyond((quotes + 1) // 2, VALUES_MAX + NAMES_MAX, "strings")
         yield b"".join(pieces[inside::2])
         inside ^= len(pieces) % 2 == 0
