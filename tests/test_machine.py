@@ -29,20 +29,26 @@ digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in out)).hexdiges
 print(json.dumps([digest, before, machine.running_pool_threads(), machine.machine_facts()]))
 """
 
+# A fork that runs Python code is refused once JAX has threads, so the child moves and starts again.
+ON_CORES = (
+    "import os, sys; os.sched_setaffinity(0, {cores}); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
 
 def started(*, one_core: bool, first: str = "", **environment: str):
     """The program in a process that starts on one core, or on all that there are."""
     cores = os.sched_getaffinity(0)
+    chosen = {min(cores)} if one_core else cores
     unset = ("NPROC", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first)],
+        [sys.executable, "-c", ON_CORES.format(cores=chosen), "-c", PROGRAM.format(first=first)],
         env=kept | environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        preexec_fn=lambda: os.sched_setaffinity(0, {min(cores)} if one_core else cores),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

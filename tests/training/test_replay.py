@@ -64,6 +64,11 @@ def test_a_round_done_again_gives_the_same_bits(run: Run) -> None:
     assert check_run(run.config.root, "debug").faults == ()
 
 
+# A fork that runs Python code is refused once JAX has threads, so the child moves and starts again.
+ON_CORES = (
+    "import os, sys; os.sched_setaffinity(0, {cores}); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 REPLAY = [sys.executable, "-m", "marin_rl", "replay-step", "debug", "0", "--json"]
 
 
@@ -71,13 +76,12 @@ def replayed(root: Path, cores: set[int], **environment: str) -> dict[str, Any]:
     """`marin-rl replay-step` in a process that starts on these cores."""
     kept = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     done = subprocess.run(
-        [*REPLAY, "--root", str(root)],
+        [sys.executable, "-c", ON_CORES.format(cores=cores), *REPLAY[1:], "--root", str(root)],
         env=kept | environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     assert done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout)
