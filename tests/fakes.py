@@ -9,6 +9,7 @@ import json
 import struct
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,7 +110,7 @@ class FakePolicyServer:
             for index in range(body.get("n", 1))
         ]
         answer: dict[str, Any] = {
-            "id": f"chatcmpl-{len(self.requests)}",
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": 0,
             "model": "someone-else" if fault == "wrong-model" else self.model,

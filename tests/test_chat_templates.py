@@ -36,7 +36,11 @@ texts = st.text(max_size=30)
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
 messages_of = st.lists(st.builds(lambda r, c: {"role": r, "content": c}, roles, texts), min_size=1)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )

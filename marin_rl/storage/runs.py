@@ -361,7 +361,8 @@ def refuse_other_content(config: Config) -> None:
 def check_run_id(run_id: str) -> None:
     """Raise ConfigError unless `run_id` can be the name of a folder right under a root.
 
-    New runs have stricter names; a folder that somebody renamed can be read all the same.
+    New runs have stricter names; a folder that was renamed can be read all the same, unless its
+    name has control characters.
     """
     if not is_name(run_id):
         raise ConfigError(

@@ -46,7 +46,7 @@ def policy_of(server: FakePolicyServer, **changes: Any) -> ServedPolicy:
         "parameters_digest": DIGEST,
         "tokenizer_digest": "t",
         "chat_template_digest": "c",
-        "checkpoint": SlotRef(slot="checkpoints/round-00004", sha256="s"),
+        "checkpoint": SlotRef(slot="checkpoints/round-00004", sha256="5" * 64),
     }
     return ServedPolicy(**values | changes)
 

@@ -110,7 +110,7 @@ def policy_of(server: FakePolicyServer) -> ServedPolicy:
         parameters_digest=DIGEST,
         tokenizer_digest="t",
         chat_template_digest="c",
-        checkpoint=SlotRef(slot="checkpoints/round-00000", sha256="s"),
+        checkpoint=SlotRef(slot="checkpoints/round-00000", sha256="5" * 64),
     )
 
 

@@ -79,7 +79,8 @@ def test_of_a_file_beside_a_run_the_section_inference_counts(tmp_path: Path) -> 
     assert (found.inference.model, found.inference.engine.slots) == ("mine", 3)
     assert found.inference.engine.chunk_steps == 5
     assert found.rounds == run.config.rounds
-    assert serving_config(None, None, str(tmp_path), run.run_id) == run.config
+    recorded = Run.open(str(tmp_path), run.run_id).config
+    assert serving_config(None, None, str(tmp_path), run.run_id) == recorded
 
 
 @pytest.mark.parametrize(
