@@ -173,8 +173,8 @@ BASELINES = {
 }  # fmt: skip
 
 
-def with_norms(run: Run, round: int, factor: float) -> None:
-    """Write the scores of a round again, the norms of their tokens times a factor."""
+def with_other_norms(run: Run, round: int) -> None:
+    """Write the scores of a round again, with the fourth power of every norm."""
     slot = checkpoint_slot(round + 1)
     manifest = committed_manifest(run.store, slot)
     (part,) = (part for part in manifest.parts if part.name.startswith("scores-"))
@@ -184,7 +184,7 @@ def with_norms(run: Run, round: int, factor: float) -> None:
         table = reader.group(index, SCORES).combine_chunks()
         place = table.schema.get_field_index(COLUMN)
         column = table[COLUMN].combine_chunks()
-        values = pa.array(column.flatten().to_numpy() * factor, pa.float32())
+        values = pa.array(column.flatten().to_numpy() ** 4, pa.float32())
         column = pa.ListArray.from_arrays(column.offsets, values, type=column.type)
         writer.write(table.set_column(place, table.schema.field(place), column))
     data = writer.finish()
@@ -205,8 +205,13 @@ def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
     tmp_path: Path, choices
 ) -> None:
     reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
-    chosen = ("objective.advantage=optimal_token_baseline", "objective.ratio_level=token")
-    settings = [f"root={tmp_path}", *reduced, *chosen, *choices]
+    # Probabilities and lengths differ much, so that weights and what is compared do.
+    varied = (
+        "objective.advantage=optimal_token_baseline", "objective.ratio_level=token",
+        "policy.model.initializer_range=0.3", "rollouts.group_size=8",
+        "objective.overlong=soft_penalty", "objective.overlong_buffer=1.0",
+    )  # fmt: skip
+    settings = [f"root={tmp_path}", *reduced, *varied, *choices]
     run = Run.create_or_open(load_config(DEBUG, settings))
     play_two_rounds(run)
     findings = list(verify_run(run))
@@ -226,14 +231,14 @@ def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
     assert tokens.is_finite().all()
     spread = joined.select(pl.col("advantages").list.max() - pl.col("advantages").list.min())
     assert spread.to_series().max() > 1e-3  # it differs from token to token
-    member, other = joined.filter(round=1, group_id=joined.filter(round=1)["group_id"][0])[
-        "rollout_id"
-    ][:2]
-    names = {node.facts.get("of") for node in trace_forward(run, member).nodes.values()}
-    assert other in names  # its baseline is made of the group
-    with_norms(run, 1, 0.25)
+    group = joined.filter(round=1, group_id=joined.filter(round=1)["group_id"][0])["rollout_id"]
+    rows = trace_forward(run, group[0]).nodes.values()
+    others = {row.facts.get("of") for row in rows} - {None}
+    assert others  # the baselines of others are made of it
+    assert others <= set(group[1:])
+    with_other_norms(run, 1)
     wrong = {found.metric for found in verify_run(run) if found.problem and found.round == 1}
-    assert f"scores/{COLUMN}" in wrong
+    assert {f"scores/{COLUMN}", "scores/advantages"} <= wrong
 
 
 @pytest.mark.slow
