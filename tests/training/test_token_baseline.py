@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 from hand_made import LENGTH, VOCAB, random_batch, tiny_policy
 from numpy.testing import assert_allclose, assert_array_equal
+from played_runs import play_two_rounds
 
 from marin_rl.analysis.token_baseline import group_advantages
-from marin_rl.config import ObjectiveConfig
+from marin_rl.config import MeshConfig, ObjectiveConfig
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.storage.scores import iter_scores
+from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.foresight import Foresight
+from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
+from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.program import Program, fitted, score_norm_rows
+from marin_rl.training.reprocess import reprocess_round
 from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import final_states, packing_of
+from marin_rl.training.state import Identity, first_parameters, identity_of
 from marin_rl.training.step import as_array, make_score_norms, step_arrays
 from marin_rl.training.token_baseline import token_advantages
 
@@ -187,3 +197,55 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
         assert change.norms is not None
         assert change.advantages is not None
         assert_array_equal(change.advantages[~rows.mask], 0.0)
+
+
+SETTINGS = (
+    "policy.model.layers=1", "training.microbatch_sequences=4", "training.epochs=2",
+    "objective.advantage=optimal_token_baseline", "objective.ratio_level=token",
+    "objective.importance_correction=truncated", "batching.sequences_per_step=8",
+    "policy.model.initializer_range=0.3", "rollouts.group_size=8",
+    "objective.overlong=soft_penalty", "objective.overlong_buffer=1.0",
+)  # fmt: skip
+
+
+@pytest.mark.bits
+@pytest.mark.slow
+def test_a_round_that_is_done_again_ends_in_the_same_bits(debug, tokenizer) -> None:
+    """Two epochs of four steps: norms are those before the first of eight updates."""
+    run = Run.create_or_open(debug(*SETTINGS))
+    play_two_rounds(run)
+    checkpoint, batches, trained = (
+        committed(run, slot) for slot in (checkpoint_slot(1), batches_slot(1), checkpoint_slot(2))
+    )
+    assert None not in (checkpoint, batches, trained)
+    state, _ = Trainer(run, tokenizer).replay_round(1, batches, checkpoint)
+    assert Identity.of(state, TokenizerIdentity.of(tokenizer)) == identity_of(run, trained)
+    norms = [
+        scores.floats["squared_score_norms"]
+        for scores in iter_scores(run, manifest_of(run.store, trained))
+    ]
+    assert len(norms) == 4
+    assert all(norm is not None for norm in norms)
+    other = ("objective.advantage=rloo", "objective.aggregation=token_mean")
+    compared = reprocess_round(run, 1, other)
+    assert compared.advantages is None
+    assert compared.gradient is not None
+    assert compared.gradient.norm_before > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_on_a_mesh_norms_are_those_of_one_device(debug, tokenizer, axis) -> None:
+    config = debug(*SETTINGS)
+    batch = random_batch(6)
+    found = []
+    for mesh in (MeshConfig(), MeshConfig(**{axis: 2})):
+        chosen = config.model_copy(update={"mesh": mesh})
+        settings = StepSettings(objective=config.objective)
+        program = Program(chosen, tokenizer, policy_adamw(config.training), settings)
+        parameters = first_parameters(chosen, tokenizer)
+        placed = program.layout.place_parameters(parameters, program.template)
+        found.append(score_norm_rows(program, placed, *fitted(batch, 4, 8)))
+    assert found[0].max() > 0
+    assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
