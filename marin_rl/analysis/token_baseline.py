@@ -1,6 +1,6 @@
-"""The optimal token baseline, again, from the scores of a round, its returns and its groups.
+"""Recompute the optimal token baseline from the scores of a round, its returns and its groups.
 
-Worked out over one group and one place after the other in float64, apart from the training stage,
+Computed over one group and one place after the other in float64, apart from the training stage,
 which has all tokens of a round in one array. Axes: N trained tokens of a step, G members of a group
 that have a t-th trained token.
 """
@@ -62,8 +62,8 @@ def baseline_of(run: Run, batches: Manifest, checkpoint: Manifest) -> ExpectedBa
     for member, group in enumerate(group_numbers(run, batches, names)[0]):
         members[group].append(member)
     for group in members.values():
-        found = group_advantages([returns[m] for m in group], [weights[m] for m in group])
-        for member, advantage in zip(group, found, strict=True):
+        computed = group_advantages([returns[m] for m in group], [weights[m] for m in group])
+        for member, advantage in zip(group, computed, strict=True):
             advantages[member] = advantage
     first = np.cumsum(counts) - counts
     return ExpectedBaseline(
@@ -84,13 +84,13 @@ def group_advantages(returns: list[np.ndarray], weights: list[np.ndarray]) -> li
     result = [np.zeros(len(member)) for member in returns]
     sums = [np.cumsum(member) for member in weights]
     for t in range(max(map(len, returns))):
-        there = [m for m, member in enumerate(returns) if t < len(member)]
-        return_G = np.array([returns[m][t] for m in there])
-        weight_G = np.array([sums[m][t] for m in there])
+        present = [m for m, member in enumerate(returns) if t < len(member)]
+        return_G = np.array([returns[m][t] for m in present])
+        weight_G = np.array([sums[m][t] for m in present])
         if weight_G.sum() == 0:
-            weight_G = np.ones(len(there))
+            weight_G = np.ones(len(present))
         for m, advantage in zip(
-            there, return_G - np.average(return_G, weights=weight_G), strict=True
+            present, return_G - np.average(return_G, weights=weight_G), strict=True
         ):
             result[m][t] = advantage
     return result
@@ -111,9 +111,9 @@ def _weights(scores: StepScores, objective: ObjectiveConfig) -> Float64[np.ndarr
 
 
 def _out_of_bounds(scores: StepScores) -> int:
-    """How many norms are not between (1 - p)^2 and twice that, as squares of p's sum to 1 make it.
+    """Count norms outside of (1 - p)^2 and twice that: the others' p sum to 1 - p.
 
-    Asked where p(y) before the first update is known: of the first step, and with old_logprobs.
+    Checked where p(y) before the first update is known: of the first step, and with old_logprobs.
     """
     if scores.floats["old_logprobs"] is None and scores.step > 0:
         return 0

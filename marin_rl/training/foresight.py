@@ -20,7 +20,7 @@ from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import token_gae, whitened
 from marin_rl.training.reference_policy import reward_penalty, token_penalty
 from marin_rl.training.step import Parameters, Reference, StepArrays
-from marin_rl.training.token_baseline import round_token_advantages, token_weights
+from marin_rl.training.token_baseline import return_weights, round_token_advantages
 from marin_rl.types import TrainingBatch
 
 Cut = Sequence[tuple[StepArrays, int]]
@@ -131,7 +131,7 @@ class Foresight:
         changes, arrays = self._begun(cut), [rows for rows, _ in cut]
         norms = [score_norms(parameters, *rows) for rows in cut]
         weights = [
-            token_weights(self._objective, rows, change.old, norm)
+            return_weights(self._objective, rows, change.old, norm)
             for rows, change, norm in zip(arrays, changes, norms, strict=True)
         ]
         advantages = round_token_advantages(groups, batches, arrays, weights)

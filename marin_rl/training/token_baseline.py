@@ -1,4 +1,4 @@
-"""The optimal token baseline: of each token, what its group's returns weigh by their gradients.
+"""The optimal token baseline: at each token, the mean of the group's returns by gradient norms.
 
 The baseline of least variance weighs a return by the squared norm of the gradient it multiplies.
 For the tokens of a completion so far that is taken to be the sum of the squared norms of their
@@ -46,16 +46,16 @@ def squared_score_norms(
     return jnp.where(rows.mask, jnp.square(jnp.expm1(scores.logprobs)) + others, 0.0)
 
 
-def token_weights(
+def return_weights(
     objective: ObjectiveConfig,
     rows: StepArrays,
     old: Float[np.ndarray, "M R T"] | None,
     norms: Float[np.ndarray, "M R T"],
 ) -> Float[np.ndarray, "M R T"]:
-    """What each token adds to the weight of its completion's returns from it on.
+    """The summand that each token adds to the weights of the returns from it on.
 
     That is the squared norm of its score, times the square of its correction weight where the loss
-    has one, which `old`, the trainer's log-probabilities before the first update, give.
+    has one, which follows from `old`, the trainer's log-probabilities before the first update.
     """
     if objective.importance_correction == "none":
         return norms
@@ -75,7 +75,7 @@ def round_token_advantages(
     """The advantages of all trained tokens of a round, step by step; 0 elsewhere.
 
     Returns are those of the batches, `groups` has the group of every rollout, and `weights` are
-    those of `token_weights`.
+    those of `return_weights`.
     """
     group_S, _ = group_numbers(groups, batches)
     sequences, returns, flat_weights, start = [], [], [], 0
