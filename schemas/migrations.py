@@ -40,18 +40,27 @@ class Ladder:
         return table
 
 
-def _unvalued(table: pa.Table) -> pa.Table:
-    """Scores of version 1 are those of runs without a critic."""
-    for name in scores.VALUED:
+def _without(table: pa.Table, names: tuple[str, ...]) -> pa.Table:
+    for name in names:
         kind = scores.SCORES.field(name)
         table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
     return table
+
+
+def _unvalued(table: pa.Table) -> pa.Table:
+    """Upgrade scores of version 1, which are those of runs without a critic."""
+    return _without(table, scores.VALUED)
+
+
+def _unweighed(table: pa.Table) -> pa.Table:
+    """Upgrade scores of version 2, which are those of runs without an optimal token baseline."""
+    return _without(table, scores.WEIGHED)
 
 
 ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION)
 BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
 DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
 METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)
-SCORES = Ladder(scores.FORMAT, scores.SCHEMA_VERSION, {1: _unvalued})
+SCORES = Ladder(scores.FORMAT, scores.SCHEMA_VERSION, {1: _unvalued, 2: _unweighed})
 PAIRS = Ladder(pairs.FORMAT, pairs.SCHEMA_VERSION)
 REWARDS = Ladder(rewards.FORMAT, rewards.SCHEMA_VERSION)

@@ -1,21 +1,23 @@
-"""The shape of a trained round's per-token scores: one row per trained segment, version 2.
+"""The shape of a trained round's per-token scores: one row per trained segment, version 3.
 
 A segment is a rollout, or a part of one, that was trained on. The lists of a row are parallel:
 entry i of each is about the i-th trained token of the segment, which is token `positions[i]` of it.
-Version 2 adds what a critic says; runs without one go on writing version 1, whose bytes are fewer.
+Version 2 adds the values of a critic, version 3 what an optimal token baseline is made of. A run
+goes on writing the lowest version that has its columns, whose bytes are fewer.
 """
 
 import pyarrow as pa
 
 FORMAT = "marin-rl/scores"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FLOATS = (
     "trainer_logprobs", "sampler_logprobs", "reference_logprobs", "old_logprobs", "entropies",
     "ratios", "advantages",
 )  # fmt: skip
 VALUED = ("values", "old_values", "returns")
-NULLABLE = ("reference_logprobs", "old_logprobs", *VALUED)
+WEIGHED = ("squared_score_norms",)
+NULLABLE = ("reference_logprobs", "old_logprobs", *VALUED, *WEIGHED)
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:
@@ -47,4 +49,8 @@ SCORES_V1 = pa.schema(
 
 # Of a critic: the value of each token before the update of the step, and before the first update of
 # the round; `returns`, which it is to learn, are the latter and the advantage before whitening.
-SCORES = pa.schema([*SCORES_V1, *(pa.field(name, _list_of(pa.float32())) for name in VALUED)])
+SCORES_V2 = pa.schema([*SCORES_V1, *(pa.field(name, _list_of(pa.float32())) for name in VALUED)])
+
+# Of an optimal token baseline: 1 - 2 p(y) + sum_v p(v)^2 by the parameters before the first update
+# of the round, the squared norm of the gradient of log p(y) by logits / temperature.
+SCORES = pa.schema([*SCORES_V2, *(pa.field(name, _list_of(pa.float32())) for name in WEIGHED)])

@@ -68,6 +68,7 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
         load_config(file)
 
 
+TOKEN_BASELINE = {"advantage": "optimal_token_baseline", "ratio_level": "token"}
 KL_IN_REWARD = {"kl_placement": "reward", "kl_coefficient": 0.1}
 REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_high": 0.5}
 
@@ -191,6 +192,34 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             {"objective": {"advantage": "gae", "advantage_scale": "group_std"}},
             "advantage gae has a scale of default, none, batch_whitening, token_whitening: found "
             "group_std",
+        ),
+        (
+            {"objective": {"advantage": "optimal_token_baseline"}},
+            "optimal_token_baseline differs from token to token and needs ratio_level token",
+        ),
+        (
+            {"objective": {**TOKEN_BASELINE, "advantage_scale": "token_whitening"}},
+            "advantage_scale token_whitening divides advantages before a round is trained on",
+        ),
+        (
+            {"objective": {**TOKEN_BASELINE, "overlong": "mask"}},
+            "set filters.truncated instead, which leaves it out of both",
+        ),
+        (
+            {"objective": {**TOKEN_BASELINE, "kl_coefficient": 0.1, "kl_placement": "reward"}},
+            "linear in the rewards",
+        ),
+        (
+            {"objective": {**TOKEN_BASELINE, "turn_discount": 1.0}},
+            "turn_discount has no meaning with advantage optimal_token_baseline",
+        ),
+        (
+            {"objective": TOKEN_BASELINE, "training": {"critic": {}}},
+            "training.critic is for objective.advantage gae: found optimal_token_baseline",
+        ),
+        (
+            {"objective": TOKEN_BASELINE, "rollouts": {"group_size": 1, "group_size_min": 1}},
+            "for a baseline of the group needs others",
         ),
         ({"training": {"critic": {"trunk": "both"}}}, "training.critic.trunk"),
         ({"rounds": 0}, "rounds"),

@@ -91,7 +91,7 @@ def _of_completions(
     coefficient: float,
 ) -> list[Float64[np.ndarray, " _"]]:
     """The advantage of the KL of whole completions, which is linear in it."""
-    group_N, groups = _groups(run, batches, names)
+    group_N, groups = group_numbers(run, batches, names)
     choice = AdvantageChoice(estimator=run.config.objective.advantage, scale="none")
     advantage_N = round_advantages(-coefficient * np.concatenate(sums), group_N, groups, choice)
     ends = np.cumsum([len(sum_S) for sum_S in sums])
@@ -124,7 +124,7 @@ def _of_tokens(
     return [found - before for found, before in zip(whole, raw, strict=True)]
 
 
-def _groups(run: Run, batches: Manifest, names: list[str]) -> tuple[np.ndarray, int]:
+def group_numbers(run: Run, batches: Manifest, names: list[str]) -> tuple[np.ndarray, int]:
     """The group of each rollout as a number, and how many groups there are."""
     table = dispositions_of(run, batches)
     group_of = dict(

@@ -48,7 +48,7 @@ def step_metrics(scores: StepScores, objective: ObjectiveConfig) -> dict[str, fl
         **_completion_mismatch(scores, trainer_N, sampler_N),
     }
     if objective.importance_correction != "none":
-        result["sampling/correction_weight/mean"] = mean(_corrections(scores, objective))
+        result["sampling/correction_weight/mean"] = mean(corrections(scores, objective))
     if objective.rejection is not None:
         result["sampling/rejected"] = mean(~_accepted(scores, objective))
     if scores.floats["reference_logprobs"] is not None and objective.kl_placement == "loss":
@@ -99,8 +99,8 @@ def contradictions(
 ) -> dict[str, float]:
     """How many tokens of a step's scores are not what its batch, or their own logs, say.
 
-    `added_N` is what KL in the reward, or a critic, adds to the batch's advantages; their sum may
-    be off by `near`, relative or absolute.
+    `added_N` is what KL in the reward, or a baseline of tokens, adds to the batch's advantages;
+    their sum may be off by `near`, relative or absolute.
     """
     mask = trained(batch)
     if int(mask.sum()) != len(scores.positions):
@@ -240,7 +240,7 @@ def _beyond(
             return none_N, none_N
 
 
-def _corrections(scores: StepScores, objective: ObjectiveConfig) -> Float64[np.ndarray, " N"]:
+def corrections(scores: StepScores, objective: ObjectiveConfig) -> Float64[np.ndarray, " N"]:
     """The weights of the importance correction."""
     log_N = _old(scores) - column_of(scores, "sampler_logprobs")
     weight_N = np.ones(len(log_N))

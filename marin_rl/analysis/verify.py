@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from marin_rl.analysis.critic import ExpectedValues, unlearned, value_metrics, values_of
 from marin_rl.analysis.penalty import ExpectedPenalty, coefficient_of, penalty_of
+from marin_rl.analysis.token_baseline import COLUMN, ExpectedBaseline, baseline_of
 from marin_rl.analysis.tokens import (
     ADVANTAGE_TOLERANCE,
     contradictions,
@@ -47,6 +48,7 @@ from schemas.manifests import Manifest
 
 UNREADABLE = "(unreadable)"
 CODE = ("environment", "evaluation")  # sections that name what extracts answers
+Reckoned = ExpectedBaseline | ExpectedPenalty | ExpectedValues
 VALUED_TOLERANCE = 1e-3  # whitening multiplies the rounding of advantages that hardly differ
 
 
@@ -201,8 +203,10 @@ def _of_updates(config: Config, round: int, checkpoint: Manifest) -> dict[str, f
 
 def _reckoned(
     run: Run, batches: Manifest, checkpoint: Manifest, coefficient: float | None
-) -> ExpectedPenalty | ExpectedValues | None:
+) -> Reckoned | None:
     """What was added to the advantages of the batches before the round's first update."""
+    if run.config.objective.advantage == "optimal_token_baseline":
+        return baseline_of(run, batches, checkpoint)
     if run.config.training.critic is not None:
         return values_of(run, batches, checkpoint, coefficient)
     if coefficient is not None and run.config.objective.kl_placement == "reward":
@@ -214,7 +218,7 @@ def _wrong(
     scores: StepScores,
     batch: TrainingBatch,
     config: Config,
-    reckoned: ExpectedPenalty | ExpectedValues | None,
+    reckoned: Reckoned | None,
     step: int,
 ) -> dict[str, float]:
     """How many tokens of a step's scores contradict its batch, or what goes before."""
@@ -224,6 +228,9 @@ def _wrong(
     if isinstance(reckoned, ExpectedPenalty):
         near = VALUED_TOLERANCE if config.objective.kl_by_token else ADVANTAGE_TOLERANCE
         return contradictions(scores, batch, config.objective, added, near)
+    if isinstance(reckoned, ExpectedBaseline):
+        impossible = {f"scores/{COLUMN}": float(reckoned.out_of_bounds[step])}
+        return contradictions(scores, batch, config.objective, added) | impossible
     found = contradictions(scores, batch, config.objective, added, VALUED_TOLERANCE)
     return found | {"scores/returns": unlearned(scores, reckoned.returns[step])}
 

@@ -235,8 +235,9 @@ def round_advantages(
     """The advantages of all rollouts of a round, 0 where there is no reward.
 
     Estimators: those of one group (`ESTIMATORS` and pass_at_k), `reinforce` (the reward itself) and
-    `reinforce_batch` (less the mean over the round); `gae` is 0 here, for it waits for a critic's
-    values (training/critic.py). Scales: `none`; `group_std` and `batch_std`,
+    `reinforce_batch` (less the mean over the round); `gae` and `optimal_token_baseline` are 0 here,
+    for they wait for a critic's values (training/critic.py) and for the policy's probabilities
+    (training/token_baseline.py). Scales: `none`; `group_std` and `batch_std`,
     the std (ddof 1) of the rewards of the group or round; `batch_whitening`, which subtracts the
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
@@ -383,6 +384,7 @@ _BASELINES: Mapping[str, _Baseline] = MappingProxyType(
         "reinforce": _reinforce,
         "reinforce_batch": _against_round,
         "gae": _nothing,
+        "optimal_token_baseline": _nothing,
     }
 )
 assert set(_BASELINES) == set(FACTS), "every estimator of the configuration has a baseline"

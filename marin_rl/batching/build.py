@@ -133,8 +133,8 @@ def _with_rewards(
 def _filled(plan: RoundPlan, light: pa.Table, run: Run, manifest: Manifest) -> Iterator[StepRows]:
     """The rows of each step in turn, tokens read as they are needed."""
     row_groups = iter_row_groups(run, manifest, TOKENS)
-    if plan.valued:
-        row_groups = _valued(plan, iter_row_groups(run, manifest, (*TOKENS, "turns")))
+    if plan.by_token:
+        row_groups = _with_returns(plan, iter_row_groups(run, manifest, (*TOKENS, "turns")))
     elif plan.turns is not None:
         row_groups = _with_advantages(plan.turns, row_groups)
     if plan.packing is None:
@@ -150,7 +150,7 @@ def _filled(plan: RoundPlan, light: pa.Table, run: Run, manifest: Manifest) -> I
     return fill_packed(plan.packing, kept, plan.length, light, row_groups)
 
 
-def _valued(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _with_returns(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Row groups with what each token still has to come, by the rewards of turns."""
     start = 0
     for table in row_groups:
@@ -178,7 +178,7 @@ def _decisive(config: Config) -> dict[str, object]:
         "batching": content(config.batching),
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
         **({"regularised": True} if config.objective.regularised else {}),
-        **({"turns": True} if config.objective.advantage == "gae" else {}),
+        **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),
         "max_tokens": config.sampling.max_tokens,

@@ -36,8 +36,9 @@ class RoundPlan:
 
     `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` is their row in the
     round (step * rows_per_step + row), -1 for others; `length` the padded length in tokens. Where
-    the round is to be `valued` by a critic, advantages are 0 so far. `turns` has the advantages of
-    turns where they have their own; `advantage_N` then is their mean over a rollout's tokens.
+    the round is `by_token`, advantages are 0 until the training stage makes them. `turns` has the
+    advantages of turns where they have their own; `advantage_N` then is their mean over a rollout's
+    tokens.
     """
 
     disposition_N: np.ndarray
@@ -49,7 +50,7 @@ class RoundPlan:
     length: int
     rows_per_step: int
     packing: Packing | None = None
-    valued: bool = False
+    by_token: bool = False
     turns: TurnAdvantages | None = None
 
     @property
@@ -135,7 +136,7 @@ def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
         length=_length(int(tokens_N[kept_N].max(initial=1)), config.batching),
         rows_per_step=per_step,
         packing=packing,
-        valued=choice.estimator == "gae",
+        by_token=choice.facts.by_token,
         turns=worth.turns,
     )
 
@@ -332,7 +333,7 @@ def dispositions_table(plan: RoundPlan, light: pa.Table) -> pa.Table:
         "step": _places(step_N, dropped),
         "row": _places(row_N, dropped),
         "segment": _places(segment_N, dropped),
-        "advantage": pa.array(plan.advantage_N, mask=dropped | plan.valued),
+        "advantage": pa.array(plan.advantage_N, mask=dropped | plan.by_token),
         "reward": light["reward"],
     }
     return pa.table([columns[name] for name in DISPOSITIONS.names], schema=DISPOSITIONS)

@@ -145,7 +145,7 @@ def reprocess(
     pairs |= {kind: (before.rollouts[kind], after.rollouts[kind]) for kind in before.rollouts}
     rows = {name: f"{a} -> {b}" for name, (a, b) in pairs.items()} | dict(found.moved)
     if (kept := found.advantages) is None:
-        rows["advantages compared"] = "none: a critic gives them, while it trains"
+        rows["advantages compared"] = "none: the training stage makes them, by token"
     else:
         rows["advantages compared"] = f"{kept.rollouts} rollouts that both keep"
         rows["correlation"] = _number(kept.correlation)

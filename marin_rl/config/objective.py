@@ -21,7 +21,8 @@ class Estimator:
     signal and one of a single member no baseline. `over_round`: the baseline is the round's.
     `linear`: the advantage of a sum of rewards is the sum of their advantages. `by_turns`: returns
     of turns can stand for rewards. `weighs_tokens`: the baseline depends on the trained tokens of
-    rollouts. `scales_refused` make no sense with it, for `scales_reason`.
+    rollouts. `by_token`: the training stage makes advantages, token by token, of what batches have
+    as `returns`. `scales_refused` make no sense with it, for `scales_reason`.
     `no_penalty` says why rewards cannot be lowered by a penalty; empty where they can.
     """
 
@@ -31,6 +32,7 @@ class Estimator:
     linear: bool = False
     by_turns: bool = True
     weighs_tokens: bool = False
+    by_token: bool = False
     scales_refused: tuple[str, ...] = ()
     scales_reason: str = ""
     no_penalty: str = ""
@@ -85,7 +87,15 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 scales_reason="takes the mean of advantages over all members, and remax has a "
                 "baseline of its own that is not trained on",
             ),
-            Estimator(name="gae", within_groups=False, by_turns=False),
+            Estimator(name="gae", within_groups=False, by_turns=False, by_token=True),
+            Estimator(
+                name="optimal_token_baseline",
+                by_turns=False,
+                by_token=True,
+                scales_refused=("group_std", "batch_std", "batch_whitening", "token_whitening"),
+                scales_reason="divides advantages before a round is trained on, and those of "
+                "optimal_token_baseline are made then",
+            ),
         )
     }
 )
@@ -118,6 +128,7 @@ class ObjectiveConfig(Section):
         "opo",
         "remax",
         "gae",
+        "optimal_token_baseline",
     ] = Field(
         default="rloo", description="baseline that a reward is held against; gae: training.critic"
     )
@@ -314,6 +325,8 @@ class ObjectiveConfig(Section):
             self._turns_go_together()
         if self.advantage == "gae":
             self._goes_with_a_critic()
+        if self.advantage == "optimal_token_baseline":
+            self._token_baseline_goes_together()
         refused = self.estimator.scales_refused
         if self.advantage_scale in refused:
             scales = ("none", "group_std", "batch_std", "batch_whitening", "token_whitening")
@@ -391,6 +404,19 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "advantage gae differs from token to token and needs ratio_level token, found "
                 f"{self.ratio_level}"
+            )
+
+    def _token_baseline_goes_together(self) -> None:
+        if self.ratio_level != "token":
+            raise ValueError(
+                "advantage optimal_token_baseline differs from token to token and needs "
+                f"ratio_level token, found {self.ratio_level}"
+            )
+        if self.overlong == "mask":
+            raise ValueError(
+                "overlong mask keeps what is cut off in the baseline of rewards, and "
+                "optimal_token_baseline has a baseline of what is trained on alone: set "
+                "filters.truncated instead, which leaves it out of both"
             )
 
     @property

@@ -25,20 +25,22 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables import TableReader, TableWriter, open_part
 from schemas.manifests import Manifest, Part
 from schemas.migrations import SCORES as LADDER
-from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, VALUED
+from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
 
 SCORES_PREFIX = "scores-"
 PART_BYTES_MAX = 32 * 2**20
 STEPS_WAITING_MAX = 2
 EOS_STAMP = "eos_token_id"
+VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredStep:
     """What one optimizer step thought of its tokens: arrays (B, T), read where `mask` is True.
 
-    `floats` holds the columns `schemas.scores.FLOATS`, and of a critic `VALUED`; those that may be
-    null may be None. `rollout_ids[b]` names the segments of row b in order.
+    `floats` holds the columns `schemas.scores.FLOATS`, of a critic `VALUED` and of an optimal token
+    baseline `WEIGHED`; those that may be null may be None. `rollout_ids[b]` names the segments of
+    row b in order.
     """
 
     rollout_ids: tuple[tuple[str, ...], ...]
@@ -105,17 +107,17 @@ class ScoresWriter:
 
 def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
     """A writer of the version that the schema is of."""
-    version = {"schema_version": "1"} if schema.equals(SCORES_V1) else {}
-    return TableWriter(LADDER, schema, {**stamp, **version})
+    version = next(number for number, known in VERSIONS.items() if schema.equals(known))
+    return TableWriter(LADDER, schema, {**stamp, "schema_version": str(version)})
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
     """One row per segment of a step, in the order of rows and segments.
 
-    Of version 1 where the step has no critic.
+    Of version 1 where the step has no critic and no optimal token baseline.
     """
-    valued = scored.floats.get("values") is not None
-    schema = SCORES if valued else SCORES_V1
+    schema = _schema_of(scored)
+    optional = [name for name in (*VALUED, *WEIGHED) if name in schema.names]
     names = [name for row in scored.rollout_ids for name in row]
     held = np.array([len(row) for row in scored.rollout_ids], np.int32)
     rows, first = np.repeat(np.arange(len(held), dtype=np.int32), held), np.cumsum(held) - held
@@ -142,9 +144,17 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
         "segment": pa.array(places + 1),
         "positions": listed("positions", scored.positions),
         "clipped": listed("clipped", scored.clipped),
-        **{name: listed(name, scored.floats[name]) for name in (*FLOATS, *(VALUED * valued))},
+        **{name: listed(name, scored.floats[name]) for name in FLOATS},
+        **{name: listed(name, scored.floats.get(name)) for name in optional},
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _schema_of(scored: ScoredStep) -> pa.Schema:
+    """Return the schema of the lowest version that has the columns of a step."""
+    if scored.floats.get("squared_score_norms") is not None:
+        return SCORES
+    return SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +196,7 @@ def _step_scores(reader: TableReader, table: pa.Table) -> StepScores:
         clipped=_flat(table["clipped"]),
         floats={
             name: None if name in NULLABLE and table[name].null_count else _flat(table[name])
-            for name in (*FLOATS, *VALUED)
+            for name in (*FLOATS, *VALUED, *WEIGHED)
         },
         eos_token_id=None if eos == "None" else int(eos),
     )

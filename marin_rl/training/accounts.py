@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.storage.scores import ScoredStep
 from marin_rl.training.flops import peak_of_devices, training_flops
+from marin_rl.training.foresight import Change
 from marin_rl.training.measures import TokenMeasures
 from marin_rl.training.step import StepArrays, trained_mask
 from marin_rl.types import TrainingBatch, segment_lengths, segment_starts
@@ -21,11 +20,11 @@ def scored_step(
     batch: TrainingBatch,
     arrays: StepArrays,
     measured: TokenMeasures | None,
-    referred: Float32[np.ndarray, "M R T"] | None = None,
+    change: Change,
 ) -> ScoredStep:
     """What a step measured of its tokens, beside what its batch and its arrays say of them.
 
-    `referred` are the reference's log-probabilities where the step itself was not given them.
+    `change` has what was known before the round's first update and the step itself was not given.
     """
     assert measured is not None, "a step with an objective measures its tokens"
     shape = batch.token_ids.shape
@@ -43,7 +42,7 @@ def scored_step(
             "trainer_logprobs": rows(measured.trainer_logprobs),
             "sampler_logprobs": batch.policy_logprobs,
             "reference_logprobs": rows(
-                measured.reference_logprobs if referred is None else referred
+                measured.reference_logprobs if change.referred is None else change.referred
             ),
             "old_logprobs": rows(measured.old_logprobs),
             "entropies": rows(measured.entropies),
@@ -52,6 +51,7 @@ def scored_step(
             "values": rows(measured.values),
             "old_values": rows(arrays.old_values),
             "returns": rows(arrays.returns),
+            "squared_score_norms": rows(change.norms),
         },
     )
 

@@ -1,9 +1,10 @@
 """What must be known of a round's rows before its first update, by passes that train nothing.
 
 That is the trainer's own log-probabilities, where the objective corrects by them and takes more
-than one update, those of the reference, where KL is a part of the reward, and the values of a
-critic, out of which advantages are made. Leaves out what the penalty is (reference_policy.py), what
-an advantage is (critic.py) and what the step does with all of it (step.py).
+than one update, those of the reference, where KL is a part of the reward, and what advantages are
+made of token by token: the values of a critic, or the squared norms of scores. Leaves out what the
+penalty is (reference_policy.py), what an advantage is (critic.py, token_baseline.py) and what the
+step does with all of it (step.py).
 
 Axes: M microbatches, R rows of one, T positions.
 """
@@ -19,6 +20,7 @@ from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import token_gae, whitened
 from marin_rl.training.reference_policy import reward_penalty, token_penalty
 from marin_rl.training.step import Parameters, Reference, StepArrays
+from marin_rl.training.token_baseline import return_weights, round_token_advantages
 from marin_rl.types import TrainingBatch
 
 Cut = Sequence[tuple[StepArrays, int]]
@@ -32,7 +34,8 @@ class Change:
 
     `old` are the trainer's log-probabilities, `advantages` what is added to the batch's, and
     `referred` the log-probabilities by a reference that the step itself is not given. `values` are
-    a critic's, `returns` what it is to learn, `rewards` what KL adds to those of the batch.
+    a critic's, `returns` what it is to learn, `rewards` what KL adds to those of the batch, and
+    `norms` the squared norms of scores that an optimal token baseline is made of.
     """
 
     old: Float32[np.ndarray, "M R T"] | None = None
@@ -41,6 +44,7 @@ class Change:
     rewards: Float32[np.ndarray, "M R T"] | None = None
     values: Float32[np.ndarray, "M R T"] | None = None
     returns: Float32[np.ndarray, "M R T"] | None = None
+    norms: Float32[np.ndarray, "M R T"] | None = None
 
     def __call__(self, arrays: StepArrays) -> StepArrays:
         """The rows with it."""
@@ -110,6 +114,30 @@ class Foresight:
         self.changes = [
             replace(change, advantages=found)
             for change, found in zip(changes, advantages, strict=True)
+        ]
+
+    def weigh(
+        self,
+        parameters: Parameters,
+        score_norms: RowScore,
+        groups: Mapping[str, str],
+        batches: Sequence[TrainingBatch],
+        cut: Cut,
+    ) -> None:
+        """Note the squared norms of all rows' scores, and advantages by the optimal token baseline.
+
+        After `correct`, where the objective corrects by the trainer's own log-probabilities.
+        """
+        changes, arrays = self._begun(cut), [rows for rows, _ in cut]
+        norms = [score_norms(parameters, *rows) for rows in cut]
+        weights = [
+            return_weights(self._objective, rows, change.old, norm)
+            for rows, change, norm in zip(arrays, changes, norms, strict=True)
+        ]
+        advantages = round_token_advantages(groups, batches, arrays, weights)
+        self.changes = [
+            replace(change, norms=norm, advantages=advantage)
+            for change, norm, advantage in zip(changes, norms, advantages, strict=True)
         ]
 
     def _begun(self, cut: Cut) -> list[Change]:

@@ -78,6 +78,26 @@ class ScalarModel(eqx.Module):
         return self.head(final_states(self.trunk, token_ids_BT, segment_ids_BT, positions_BT))
 
 
+class SquaredProbabilities(eqx.Module):
+    """The sum over the vocabulary of squared probabilities, of the token after every state.
+
+    `words` are the output head's weights, [V, E]; probabilities are softmax(logits / temperature).
+    """
+
+    words: Float[Array, "V E"]
+    temperature: float = eqx.field(static=True)
+
+    @staticmethod
+    def of(model: LmHeadModel, temperature: float) -> "SquaredProbabilities":
+        """Return the head of a model's own predictions, as a reference to its array."""
+        return SquaredProbabilities(model.get_lm_head().array, temperature)
+
+    def __call__(self, states: Float[Array, "*N E"]) -> Float[Array, "*N"]:
+        """Return the sum for every state, in float32."""
+        logits = jnp.einsum("...e,ve->...v", states, self.words, preferred_element_type=jnp.float32)
+        return jnp.sum(jnp.square(jax.nn.softmax(logits / self.temperature, axis=-1)), axis=-1)
+
+
 def trunk_of(model: LmHeadModel) -> LmHeadModel:
     """The model without an output head of its own; one of tied embeddings as it is."""
     found: Any = model

@@ -38,6 +38,7 @@ from marin_rl.training.program import (
     fewer_rows,
     fitted,
     program_of,
+    score_norm_rows,
     score_rows,
     take_step,
     value_rows,
@@ -219,7 +220,7 @@ class Trainer:
             check_finite(state, metrics, self._run.config.training.nonfinite_updates_max)
             rows.append(metrics)
             if len(rows) <= steps:  # the first pass
-                keep(scored_step(batch, arrays, measured, change.referred))
+                keep(scored_step(batch, arrays, measured, change))
                 account.add(batch, self._program.template)
             self._publish(round, len(rows), steps * epochs, metrics)
         return state, over_steps(rows) | account.totals(epochs, self._program.layout.devices)
@@ -242,9 +243,11 @@ class Trainer:
     ) -> tuple[list[Change], Mapping[str, float]]:
         """What must be known of a round's rows before the first of `total` updates; its metrics."""
         objective = self._run.config.objective
-        correcting = total > 1 and objective.importance_correction != "none"
+        by_token = objective.estimator.by_token
+        weighing = by_token and self._program.critic is None
+        correcting = (total > 1 or weighing) and objective.importance_correction != "none"
         penalising = reference is not None and objective.kl_placement == "reward"
-        if not total or not (correcting or penalising or state.critic is not None):
+        if not total or not (correcting or penalising or by_token):
             return [], {}
         foresight = Foresight(objective, partial(score_rows, self._program))
         read = list(batches())
@@ -257,6 +260,10 @@ class Trainer:
         if self._program.critic is not None:
             values = partial(value_rows, self._program, state)
             foresight.estimate(self._program.critic.config, values, read, cut)
+        if weighing:
+            norms = partial(score_norm_rows, self._program)
+            groups = groups_of(self._run, round)
+            foresight.weigh(state.parameters, norms, groups, read, cut)
         return foresight.changes, foresight.metrics
 
     def _publish(self, round: int, done: int, total: int, metrics: Mapping[str, float]) -> None:

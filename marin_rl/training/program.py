@@ -36,6 +36,7 @@ from marin_rl.training.step import (
     as_array,
     make_gradient,
     make_score,
+    make_score_norms,
     make_step,
     make_values,
     step_arrays,
@@ -76,6 +77,9 @@ class Program:
         )
         self.step: Step = stepping()
         self.score: Score = make_score(self.template, settings)
+        self.score_norms: Score = make_score_norms(
+            self.template, settings
+        )  # compiled at its first call
         self.gradient: Gradient = make_gradient(self.template, settings, self.critic)
         if self.critic is not None:
             self.warming: Step = stepping(warming=True)
@@ -165,6 +169,15 @@ def score_rows(
     with program.layout.active():
         placed = program.layout.place_rows(arrays)
         return np.asarray(program.score(parameters, placed, as_array(used)))
+
+
+def score_norm_rows(
+    program: Program, parameters: Parameters, arrays: StepArrays, used: int
+) -> Float32[np.ndarray, "M R T"]:
+    """Squared norms of the scores of the rows of a step under given parameters."""
+    with program.layout.active():
+        placed = program.layout.place_rows(arrays)
+        return np.asarray(program.score_norms(parameters, placed, as_array(used)))
 
 
 def value_rows(

@@ -19,7 +19,7 @@ from marin_rl.storage.batches import read_dispositions
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.training.losses import kl_estimate
-from marin_rl.training.step import StepArrays
+from marin_rl.training.rows import StepArrays
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
 
@@ -95,7 +95,7 @@ def reward_penalty(
     tells the group of every rollout.
     """
     kl = _kl_of(objective, batches, arrays, referred)
-    group_N, count = _numbered(groups, batches)
+    group_N, count = group_numbers(groups, batches)
     choice = AdvantageChoice(estimator=objective.advantage, scale="none")
     advantage_N = round_advantages(-coefficient * kl.completions_N, group_N, count, choice)
     changes, start = [], 0
@@ -207,7 +207,7 @@ def _spread(
     return (values_BT.reshape(arrays.mask.shape) * arrays.mask).astype(np.float32)
 
 
-def _numbered(
+def group_numbers(
     groups: Mapping[str, str], batches: Sequence[TrainingBatch]
 ) -> tuple[Int64[np.ndarray, " N"], int]:
     """The group of each completion as a number, and how many there are."""

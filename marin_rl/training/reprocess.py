@@ -60,7 +60,7 @@ class GradientDifference:
 class Reprocessed:
     """How a round differs. `moved` counts rollouts by `disposition -> disposition` with reasons.
 
-    `advantages` is None where a critic gives them, by token and while it trains.
+    `advantages` is None where the training stage makes them, token by token.
     """
 
     round: int
@@ -152,7 +152,7 @@ def _fates(preview: Preview) -> list[str]:
 
 
 def _advantages(before: Preview, after: Preview) -> AdvantageDifference | None:
-    if before.plan.valued or after.plan.valued:
+    if before.plan.by_token or after.plan.by_token:
         return None
     both = before.plan.kept_N & after.plan.kept_N
     a, b = before.plan.advantage_N[both], after.plan.advantage_N[both]

@@ -38,6 +38,7 @@ from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.reports import Metrics, measures_of, report, row_weights
 from marin_rl.training.rows import StepArrays, StepSettings
+from marin_rl.training.token_baseline import squared_score_norms
 from marin_rl.types import TrainingBatch
 
 
@@ -178,6 +179,24 @@ def make_score(template: LmHeadModel, settings: StepSettings) -> Score:
         return jax.lax.fori_loop(0, used, turn, jnp.zeros(arrays.mask.shape, jnp.float32))
 
     return jax.jit(logprobs)
+
+
+def make_score_norms(template: LmHeadModel, settings: StepSettings) -> Score:
+    """The jitted pass of the optimal token baseline: `squared_score_norms` of all rows.
+
+    Arguments of the result: parameters, arrays, and the number of microbatches that hold anything.
+    """
+
+    def norms(parameters: Parameters, arrays: StepArrays, used: Array) -> Array:
+        policy = with_parameters(template, computing(parameters, settings.compute_dtype))
+
+        def body(index: Array, kept: Array) -> Array:
+            rows = jax.tree.map(lambda array: array[index], arrays)
+            return kept.at[index].set(squared_score_norms(policy, rows, settings))
+
+        return jax.lax.fori_loop(0, used, body, jnp.zeros(arrays.mask.shape, jnp.float32))
+
+    return jax.jit(norms)
 
 
 def make_values(template: LmHeadModel, settings: StepSettings, critic: Critic) -> Values:

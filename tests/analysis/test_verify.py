@@ -1,5 +1,6 @@
 """A true run passes; whatever was altered after it is found, by metric and round."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -11,15 +12,22 @@ import pytest
 from played_runs import play_two_rounds
 from typer.testing import CliRunner
 
+from marin_rl.analysis.lineage import trace_forward
 from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
+from marin_rl.analysis.token_baseline import COLUMN
 from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_run
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.audit import audit_run
+from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.metrics import _encode, read_metrics
-from marin_rl.storage.runs import Run, metrics_key
+from marin_rl.storage.runs import Run, checkpoint_slot, metrics_key
+from marin_rl.storage.scores import scores_writer
+from marin_rl.storage.tables import open_part
 from schemas.manifests import sealed_json
+from schemas.migrations import SCORES as SCORES_LADDER
+from schemas.scores import SCORES
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -153,6 +161,84 @@ def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, cho
     assert all(scores[name].null_count() == 0 for name in ("values", "old_values", "returns"))
     moved = scores.select((pl.col("values").explode() - pl.col("old_values").explode()).abs().max())
     assert moved.item() > 1e-4  # later steps of a round see another critic than the first
+
+
+BASELINES = {
+    "rows apart": ("objective.entropy_coefficient=0.01",),
+    "shared prompts, corrected": (
+        "batching.packing=shared_prompt", "batching.row_tokens=64",
+        "objective.importance_correction=masked", "objective.correction_low=0.81",
+        "sampling.top_p=0.8", "sampling.temperature=0.9",
+    ),
+}  # fmt: skip
+
+
+def with_other_norms(run: Run, round: int) -> None:
+    """Write the scores of a round again, with the fourth power of every norm."""
+    slot = checkpoint_slot(round + 1)
+    manifest = committed_manifest(run.store, slot)
+    (part,) = (part for part in manifest.parts if part.name.startswith("scores-"))
+    reader = open_part(run.store, slot, part, SCORES_LADDER)
+    writer = scores_writer(SCORES, {"attempt": manifest.attempt, "eos_token_id": "1"})
+    for index in range(reader.row_groups):
+        table = reader.group(index, SCORES).combine_chunks()
+        place = table.schema.get_field_index(COLUMN)
+        column = table[COLUMN].combine_chunks()
+        values = pa.array(column.flatten().to_numpy() ** 4, pa.float32())
+        column = pa.ListArray.from_arrays(column.offsets, values, type=column.type)
+        writer.write(table.set_column(place, table.schema.field(place), column))
+    data = writer.finish()
+    path, record = (run.store.local_path(f"{slot}/{name}") for name in (part.name, "manifest.json"))
+    assert path is not None
+    assert record is not None
+    path.write_bytes(data)
+    said = json.loads(record.read_bytes())
+    del said["digest"]
+    (entry,) = (entry for entry in said["parts"] if entry["name"] == part.name)
+    entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    record.write_bytes(sealed_json(said))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", BASELINES.values(), ids=BASELINES)
+def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
+    tmp_path: Path, choices
+) -> None:
+    reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
+    # Probabilities and lengths differ much, so that weights and what is compared do.
+    varied = (
+        "objective.advantage=optimal_token_baseline", "objective.ratio_level=token",
+        "policy.model.initializer_range=0.3", "rollouts.group_size=8",
+        "objective.overlong=soft_penalty", "objective.overlong_buffer=1.0",
+    )  # fmt: skip
+    settings = [f"root={tmp_path}", *reduced, *varied, *choices]
+    run = Run.create_or_open(load_config(DEBUG, settings))
+    play_two_rounds(run)
+    findings = list(verify_run(run))
+    assert [found.told for found in findings if found.problem] == []
+    found_in = {found.metric for found in findings if found.round == 1}
+    assert {"loss", "scores/advantages", f"scores/{COLUMN}"} <= found_in
+    assert [audit.problems for audit in audit_run(run)] == [(), ()]
+    scores = scan_scores(tmp_path, "debug").collect()
+    norms, values = scores[COLUMN].explode(), scores["values"]
+    assert (norms.null_count(), values.null_count()) == (0, len(values))
+    assert norms.min() >= 0
+    assert 0 < norms.max() <= 2
+    places = scan_dispositions(tmp_path, "debug").filter(disposition="consumed").collect()
+    assert places["advantage"].null_count() == places.height > 0
+    joined = scores.join(places.select("rollout_id", "group_id"), on="rollout_id")
+    tokens = joined.select("advantages").explode("advantages")["advantages"]
+    assert tokens.is_finite().all()
+    spread = joined.select(pl.col("advantages").list.max() - pl.col("advantages").list.min())
+    assert spread.to_series().max() > 1e-3  # it differs from token to token
+    group = joined.filter(round=1, group_id=joined.filter(round=1)["group_id"][0])["rollout_id"]
+    rows = trace_forward(run, group[0]).nodes.values()
+    others = {row.facts.get("of") for row in rows} - {None}
+    assert others  # the baselines of others are made of it
+    assert others <= set(group[1:])
+    with_other_norms(run, 1)
+    wrong = {found.metric for found in verify_run(run) if found.problem and found.round == 1}
+    assert {f"scores/{COLUMN}", "scores/advantages"} <= wrong
 
 
 @pytest.mark.slow

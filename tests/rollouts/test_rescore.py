@@ -146,7 +146,7 @@ def test_advantages_that_a_critic_gives_are_not_compared_before_it_does(tmp_path
     assert reprocess_round(run, 0, [], gradient=False).advantages is None
     arguments = ["reprocess", "run", "--round", "0", "--root", str(tmp_path), "--no-gradient"]
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
-    assert "none: a critic gives them" in shown.output, shown.exception
+    assert "none: the training stage makes them" in shown.output, shown.exception
 
 
 def test_the_command(run: Run) -> None:

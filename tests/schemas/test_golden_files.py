@@ -28,7 +28,7 @@ from schemas.migrations import SCORES as SCORES_LADDER
 from schemas.pairs import PAIRS
 from schemas.rewards import REWARDS
 from schemas.rollouts import ROLLOUTS
-from schemas.scores import FLOATS, SCORES, VALUED
+from schemas.scores import FLOATS, SCORES, VALUED, WEIGHED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
@@ -36,6 +36,7 @@ BATCHES_V1 = GOLDEN / "batches-v1.parquet"
 DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
 SCORES_V1 = GOLDEN / "scores-v1.parquet"
 SCORES_V2 = GOLDEN / "scores-v2.parquet"
+SCORES_V3 = GOLDEN / "scores-v3.parquet"
 PAIRS_V1 = GOLDEN / "pairs-v1.parquet"
 REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
 
@@ -144,13 +145,15 @@ def test_every_reader_reads_dispositions() -> None:
         assert connection.sql(query).fetchall() == expected
 
 
-def scores_of(*, valued: bool) -> pa.Table:
-    """What the golden scores were written from: a packed row of two segments, no reference."""
+def scores_of(*, valued: bool = False, weighed: bool = False) -> pa.Table:
+    """The table of the golden scores: a packed row of two segments, no reference."""
     mask = np.array([[0, 1, 1, 0, 1, 0]], np.bool_)
     values = np.arange(6, dtype=np.float32)[None] / 4
     floats = dict.fromkeys(FLOATS, values) | {"reference_logprobs": None, "old_logprobs": None}
     if valued:
         floats |= dict.fromkeys(VALUED, values * 2)
+    if weighed:
+        floats |= dict.fromkeys(WEIGHED, values / 2)
     scored = ScoredStep(
         rollout_ids=(("g/0", "g/1"),),
         mask=mask,
@@ -162,9 +165,11 @@ def scores_of(*, valued: bool) -> pa.Table:
     return score_table(7, 3, scored)
 
 
-def encode_scores(*, valued: bool) -> bytes:
-    """The bytes of the golden scores: of version 2 with a critic, of version 1 without."""
-    table = scores_of(valued=valued)
+def encode_scores(*, valued: bool = False, weighed: bool = False) -> bytes:
+    """The bytes of the golden scores: of version 3 with an optimal token baseline, of version 2
+    with a critic, of version 1 without either.
+    """
+    table = scores_of(valued=valued, weighed=weighed)
     writer = scores_writer(table.schema, {"attempt": "attempt-1", "eos_token_id": "1"})
     writer.write(table)
     return writer.finish()
@@ -173,8 +178,9 @@ def encode_scores(*, valued: bool) -> bytes:
 def test_every_reader_reads_the_scores_of_a_critic() -> None:
     reader = TableReader(SCORES_V2.read_bytes(), "scores-v2", SCORES_LADDER)
     assert reader.stamp["schema_version"] == "2"
-    table = reader.table(SCORES)
-    assert table.equals(scores_of(valued=True))
+    table, written = reader.table(SCORES), scores_of(valued=True)
+    assert table.select(written.column_names).equals(written)
+    assert all(table[name].null_count == 2 for name in WEIGHED)
     expected = [("g/0", [0.5, 1.0]), ("g/1", [2.0])]
     frame = pl.read_parquet(SCORES_V2)
     assert frame.select("rollout_id", "old_values").rows() == expected
@@ -183,12 +189,39 @@ def test_every_reader_reads_the_scores_of_a_critic() -> None:
         assert connection.sql(query).fetchall() == expected
 
 
+def test_every_reader_reads_the_scores_of_an_optimal_token_baseline() -> None:
+    reader = TableReader(SCORES_V3.read_bytes(), "scores-v3", SCORES_LADDER)
+    assert reader.stamp["schema_version"] == "3"
+    table = reader.table(SCORES)
+    assert table.equals(scores_of(weighed=True))
+    assert all(table[name].null_count == 2 for name in VALUED)
+    expected = [("g/0", [0.125, 0.25]), ("g/1", [0.5])]
+    frame = pl.read_parquet(SCORES_V3)
+    assert frame.select("rollout_id", "squared_score_norms").rows() == expected
+    with duckdb.connect() as connection:
+        query = f"select rollout_id, squared_score_norms from '{SCORES_V3}'"
+        assert connection.sql(query).fetchall() == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "columns"), [(1, {}), (2, {"valued": True}), (3, {"weighed": True})]
+)
+def test_scores_are_written_in_the_lowest_version_that_has_them(
+    version: int, columns: dict[str, bool]
+) -> None:
+    data = encode_scores(**columns)
+    stamp = TableReader(data, "scores", SCORES_LADDER).stamp
+    assert stamp["schema_version"] == str(version)
+    golden = pq.read_table(GOLDEN / f"scores-v{version}.parquet")
+    assert pq.read_table(pa.BufferReader(data)).equals(golden)
+
+
 def test_every_reader_reads_scores() -> None:
     reader = TableReader(SCORES_V1.read_bytes(), "scores-v1", SCORES_LADDER)
     assert reader.stamp["schema_version"] == "1"
     table = reader.table(SCORES)
-    assert table.select(scores_of(valued=False).column_names).equals(scores_of(valued=False))
-    assert all(table[name].null_count == 2 for name in VALUED)
+    assert table.select(scores_of().column_names).equals(scores_of())
+    assert all(table[name].null_count == 2 for name in (*VALUED, *WEIGHED))
     names = ["round", "rollout_id", "step", "row", "segment", "positions", "trainer_logprobs"]
     expected = [
         (7, "g/0", 3, 0, 1, [1, 2], [0.25, 0.5]),

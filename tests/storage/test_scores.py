@@ -14,7 +14,7 @@ from marin_rl.storage.commits import manifest_of, new_attempt
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.scores import ScoredStep, ScoresWriter, StepScores, iter_scores
 from marin_rl.types import SlotRef
-from schemas.scores import FLOATS, VALUED
+from schemas.scores import FLOATS, VALUED, WEIGHED
 
 TREE = {"parameters": {"weight": np.arange(6, dtype=np.float32)}}
 
@@ -82,6 +82,16 @@ def test_what_a_critic_says_comes_back_and_is_null_without_one(tmp_path: Path) -
     other = Run.create_or_open(configuration(str(tmp_path / "other")))
     (without,) = read(other, commit(other, [plain]))
     assert [without.floats[name] for name in VALUED] == [None] * 3
+
+
+def test_score_norms_come_back_without_values(tmp_path: Path) -> None:
+    run = Run.create_or_open(configuration(str(tmp_path)))
+    norms = np.arange(12, dtype=np.float32).reshape(2, 6)
+    floats = {**step(0).floats, "squared_score_norms": norms}
+    (scores,) = read(run, commit(run, [step(0, floats=floats)]))
+    (name,) = WEIGHED
+    assert (scores.floats[name] == [1.0, 2.0, 7.0]).all()
+    assert [scores.floats[name] for name in VALUED] == [None] * 3
 
 
 def test_they_are_committed_with_the_checkpoint_and_not_read_with_it(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""The optimal token baseline: at each token, the mean of the group's returns by gradient norms.
+
+The baseline of least variance weighs a return by the squared norm of the gradient it multiplies.
+For the tokens of a completion so far that is taken to be the sum of the squared norms of their
+scores, the gradients of log-probabilities by the logits, which a forward pass gives. Passes over
+the rows are precomputed in foresight.py; `marin-rl metrics verify` has this again, apart from here.
+
+Axes: N trained tokens of a round, S completions, M microbatches, R rows of one, T positions.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Float64, Int64
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.config import ObjectiveConfig
+from marin_rl.training.heads import SquaredProbabilities
+from marin_rl.training.losses import correction_weights
+from marin_rl.training.reference_policy import group_numbers
+from marin_rl.training.rows import StepArrays, StepSettings
+from marin_rl.training.scoring import token_logprobs_and_values
+from marin_rl.types import TrainingBatch
+
+
+def squared_score_norms(
+    policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+) -> Float[Array, "R T"]:
+    """`|e_y - p|^2 = 1 - 2 p(y) + sum_v p(v)^2` of every trained token y of rows; 0 elsewhere.
+
+    p is softmax(logits / temperature), and e_y - p the gradient of log p(y) by that softmax's
+    argument. Summed as (1 - p(y))^2 and the squares of the others, neither of which is negative.
+    """
+    scores, squares = token_logprobs_and_values(
+        policy,
+        SquaredProbabilities.of(policy, settings.temperature),
+        rows.token_ids,
+        rows.segment_ids,
+        rows.positions,
+        rows.mask,
+        temperature=settings.temperature,
+        packing=settings.packing,
+    )
+    others = jnp.maximum(squares - jnp.exp(2 * scores.logprobs), 0.0)
+    return jnp.where(rows.mask, jnp.square(jnp.expm1(scores.logprobs)) + others, 0.0)
+
+
+def return_weights(
+    objective: ObjectiveConfig,
+    rows: StepArrays,
+    old: Float[np.ndarray, "M R T"] | None,
+    norms: Float[np.ndarray, "M R T"],
+) -> Float[np.ndarray, "M R T"]:
+    """The summand that each token adds to the weights of the returns from it on.
+
+    That is the squared norm of its score, times the square of its correction weight where the loss
+    has one, which follows from `old`, the trainer's log-probabilities before the first update.
+    """
+    if objective.importance_correction == "none":
+        return norms
+    assert old is not None, "a correction compares with the trainer before the first update"
+    length = norms.shape[-1]
+    arrays = (old, rows.policy_logprobs, rows.mask, rows.segment_ids)
+    weights = correction_weights(objective, *(array.reshape(-1, length) for array in arrays))
+    return norms * np.square(np.asarray(weights)).reshape(norms.shape)
+
+
+def round_token_advantages(
+    groups: Mapping[str, str],
+    batches: Sequence[TrainingBatch],
+    arrays: Sequence[StepArrays],
+    weights: Sequence[Float[np.ndarray, "M R T"]],
+) -> list[Float32[np.ndarray, "M R T"]]:
+    """The advantages of all trained tokens of a round, step by step; 0 elsewhere.
+
+    Returns are those of the batches, `groups` has the group of every rollout, and `weights` are
+    those of `return_weights`.
+    """
+    group_S, _ = group_numbers(groups, batches)
+    sequences, returns, flat_weights, start = [], [], [], 0
+    for batch, rows, weight in zip(batches, arrays, weights, strict=True):
+        mask_BT, segments_BT, weight_BT = (
+            array.reshape(-1, array.shape[-1]) for array in (rows.mask, rows.segment_ids, weight)
+        )
+        row_N, position_N = np.nonzero(mask_BT)
+        held = np.array([len(row) for row in batch.rollout_ids], np.int64)
+        first = start + np.cumsum(held) - held
+        sequences.append(first[row_N] + segments_BT[row_N, position_N] - 1)
+        returns.append(batch.returns[row_N, position_N].astype(np.float64))
+        flat_weights.append(weight_BT[row_N, position_N].astype(np.float64))
+        start += int(held.sum())
+    advantage_N = token_advantages(
+        np.concatenate(returns), np.concatenate(flat_weights), np.concatenate(sequences), group_S
+    )
+    ends = np.cumsum([len(step) for step in sequences])
+    result = [np.zeros(rows.mask.shape, np.float32) for rows in arrays]
+    for array, rows, step_N in zip(result, arrays, np.split(advantage_N, ends[:-1]), strict=True):
+        array[rows.mask] = step_N
+    return result
+
+
+def token_advantages(
+    return_N: Float64[np.ndarray, " N"],
+    weight_N: Float64[np.ndarray, " N"],
+    sequence_N: Int64[np.ndarray, " N"],
+    group_S: Int64[np.ndarray, " S"],
+) -> Float64[np.ndarray, " N"]:
+    """`A_it = G_it - sum_j W_jt G_jt / sum_j W_jt`, `W_jt = sum_{s <= t} w_js`.
+
+    The sums are over the completions j of the group that have a t-th trained token; where all their
+    W are 0, the baseline is the plain mean. A token that no other completion reaches gets exactly
+    0, and so do returns that are all equal. Tokens lie in order, those of a completion side by side
+    (arXiv:2602.07078; verl's `optimal_token_baseline`).
+    """
+    count_S = np.bincount(sequence_N, minlength=len(group_S))
+    first_N = (np.cumsum(count_S) - count_S)[sequence_N]
+    index_N = np.arange(len(sequence_N)) - first_N
+    before_N = np.append(0.0, np.cumsum(weight_N))
+    total_N = before_N[1:] - before_N[first_N]
+    places = group_S[sequence_N] * (int(count_S.max(initial=0)) + 1) + index_N
+    _, place_N = np.unique(places, return_inverse=True)
+    count_P = np.bincount(place_N)
+    # Returns less the lowest of their place: what all have in common must cancel exactly.
+    lowest_P = np.full(len(count_P), np.inf)
+    np.minimum.at(lowest_P, place_N, return_N)
+    above_N = return_N - lowest_P[place_N]
+    total_P = np.bincount(place_N, weights=total_N)
+    weighed_P = np.bincount(place_N, weights=total_N * above_N)
+    plain_P = np.bincount(place_N, weights=above_N) / count_P
+    mean_P = np.where(total_P > 0, weighed_P / np.where(total_P > 0, total_P, 1.0), plain_P)
+    return above_N - mean_P[place_N]
