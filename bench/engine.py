@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine on the standard work, beside its rivals.
+"""Tokens per second of the embedded engine on the standard work, next to its rivals.
 
     python bench/engine.py [--peers] [--install-peers] [--cores 1,2] [--rounds 5]
     python bench/engine.py --shared-prompt | --mixed | --memory | --swap
@@ -137,7 +137,7 @@ def start(name: str, python: str, folder: Path, cores: int) -> "subprocess.Popen
 
 
 def ask(process: "subprocess.Popen[str]") -> dict[str, float] | None:
-    """One round; None if the side is gone. Whatever else it prints is passed over."""
+    """One round; None if the side is gone. Other output of the side is skipped."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,6 +1,6 @@
-"""What engine.py measures of our engine alone: shared prompts, load, memory, swaps, big models.
+"""Measurements of our engine alone: shared prompts, load, memory, swaps, big models.
 
-Each measurement prints one line of JSON with the number that was asked for beside its limit. Ratios
+Each measurement prints one line of JSON with the number that was asked for and its limit. Ratios
 are of CPU-seconds as well as of wall time, since a shared machine makes the latter worthless.
 """
 

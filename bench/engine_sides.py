@@ -219,7 +219,7 @@ class Numbers:
 
 
 def tunix(model: Path, work: Work, _cores: int) -> Round:
-    """tunix's sampler over the same folder; top_p of 1 is how it is told to draw at all."""
+    """tunix's sampler over the same folder; top_p of 1 makes it draw at all."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType

@@ -1,4 +1,4 @@
-"""How fast `marin-rl fsck` reads a run: bytes a second, over files that lie in the page cache.
+"""Speed of `marin-rl fsck`: bytes a second, over files that lie in the page cache.
 
 A run of made-up slots (checkpoints of a few large files, shards of many rollouts) is written below
 --folder, checked --repeat times, and removed. The best and the median are printed, with what the
@@ -36,7 +36,7 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 
 
 def make(folder: str, megabytes: int, files: int) -> None:
-    """A run of one played round whose first checkpoint has so many megabytes of arrays."""
+    """A run of one closed round whose first checkpoint has `megabytes` of arrays."""
     run = Run.create_or_open(configuration(folder, shards=2, groups=2))
     attempt, slot, parts = new_attempt(), checkpoint_slot(0), []
     block = np.random.default_rng(0).bytes(megabytes * 10**6 // files)

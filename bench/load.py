@@ -68,7 +68,7 @@ def post(
     concurrency: int,
     on_answer: Callable[[int], None] | None = None,
 ) -> Load:
-    """Send all bodies, so many at a time; `on_answer` is told how many are answered."""
+    """Send all bodies, `concurrency` at a time; `on_answer` gets the number of answers so far."""
     return asyncio.run(_post(url, bodies, concurrency, on_answer))
 
 

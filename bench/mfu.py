@@ -4,7 +4,7 @@
     python bench/mfu.py --microbatch 4 --checkpointing
     python bench/mfu.py --model tiny --row 128 --rows 4 --peak-tflops 0.2    # on a CPU
 
-The first is meant for a GPU, whose peak `marin_rl.training.flops` knows; elsewhere MFU is told
+The first is meant for a GPU, whose peak `marin_rl.training.flops` knows; elsewhere MFU is printed
 where `--peak-tflops` says what the devices can do. Model FLOPs are those of `perf/mfu`: what is
 computed again counts nothing. Prints one line of JSON: the median of the steps after the first.
 """
@@ -129,7 +129,7 @@ def batch_of(options: argparse.Namespace) -> TrainingBatch:
 
 
 def report(options: argparse.Namespace, seconds: list[float], flops: float) -> dict[str, Any]:
-    """What was measured; `mfu` is None where nobody says what the devices can do."""
+    """Measured figures; `mfu` is None where the devices' peak is unknown."""
     step_s = statistics.median(seconds[1:])
     given = options.peak_tflops
     peak = given * 1e12 if given else peak_of_devices(1)

@@ -1,4 +1,4 @@
-"""Benchmark of process(round): tokens per second and memory, beside a loop over rollouts.
+"""Benchmark of process(round): tokens per second and memory, next to a loop over rollouts.
 
 `python bench/process.py` writes 20,000 rollouts of 512 tokens in groups of 16 to a temporary
 folder, then times our `build_round` and a straightforward reader and batcher (one Python iteration

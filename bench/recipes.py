@@ -1,4 +1,4 @@
-"""How every recipe of configs/recipes learns: curves, a table and a picture, from one warm start.
+"""Learning curves of every recipe of configs/recipes: a table and a picture, from one warm start.
 
     python bench/recipes.py [--rounds 10] [--seeds 0 1 2] [--recipes grpo gspo …] [--add]
 
@@ -43,7 +43,7 @@ COLOURS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One recipe with one seed: mean reward by round, held-out accuracy before and after."""
+    """One recipe with one seed: mean reward by round, evaluation accuracy before and after."""
 
     recipe: str
     seed: int
@@ -142,7 +142,7 @@ def play(resident: Any, run: Any, round: int, checkpoint: Any) -> tuple[Any, flo
 
 
 def evaluated(run: Any, round: int, policy: Any) -> float:
-    """Held-out accuracy of what is served."""
+    """Evaluation accuracy of the served policy."""
     from marin_rl.rollouts.evaluate import evaluate_round
 
     return float(asyncio.run(evaluate_round(run, round, policy)).summary["eval/accuracy"])

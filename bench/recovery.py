@@ -1,4 +1,4 @@
-"""What a crash costs: seconds to new work, and work lost; bytes on disk and operations by round.
+"""Cost of a crash: seconds to new work, and work lost; bytes on disk and operations by round.
 
     python bench/recovery.py --kills 8
 

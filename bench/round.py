@@ -49,7 +49,7 @@ PEER_THREADS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a side itself says of a round: when it ended and where the time went."""
+    """End of a round, as a side reports it: when, and where the time went."""
 
     at: float
     phases_s: Mapping[str, float]
@@ -149,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def work_root(options: argparse.Namespace) -> Path:
-    """Where runs are written while they are measured: a real disk, as a user's."""
+    """Folder of the measured runs: a real disk, as a user's."""
     root = options.scratch or options.results
     root.mkdir(parents=True, exist_ok=True)
     return root

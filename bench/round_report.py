@@ -1,7 +1,7 @@
 """The numbers of the round benchmark: medians by side, ratios to the peers, a table, a JSON file.
 
 A side is one program in one setting. Only rounds after the first few of each program count; what
-others used of the machine meanwhile is reported beside every wall time.
+others used of the machine meanwhile is reported next to every wall time.
 """
 
 import json
@@ -156,7 +156,7 @@ def print_summary(summary: Mapping[str, Any], work: Work) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A number that was asked for, and what was found.
+    """A required number, and the measured one.
 
     Ratios and memory hold on a busy machine too; seconds need a quiet one.
     """
@@ -168,7 +168,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether it is kept."""
+        """True if the measured number is within the bar."""
         return self.found <= self.at_most
 
 
@@ -195,12 +195,12 @@ def bars(summaries: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
 
 
 def missed(summaries: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
-    """What is above its bar on whatever machine: ratios and memory."""
+    """Bars that are missed on any machine: ratios and memory."""
     return [bar for bar in bars(summaries) if bar.on_busy_too and not bar.met]
 
 
 def print_bars(summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """What was asked for beside what was found."""
+    """Print the required numbers next to the measured ones."""
     console = Console()
     for bar in bars(summaries):
         word = "[green]met[/green]" if bar.met else "[red]missed[/red]"

@@ -1,4 +1,4 @@
-"""How long questions to a large run take, on local files: a point look-up, means, and SQL.
+"""Latency of queries to a large run, on local files: a point look-up, means, and SQL.
 
     python bench/scan.py [--rollouts 1000000] [--folder /tmp/scan] [--repeat 5]
 
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
 
 
 def questions(root: str, run_id: str, rounds: int) -> dict[str, Callable[[], Any]]:
-    """What is asked, by name."""
+    """Queries by name."""
     from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, sql
 
     name = f"round-{rounds // 2:05d}/group-00123/004"

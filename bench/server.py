@@ -1,4 +1,4 @@
-"""What the server adds to the engine: requests per second, latencies, overhead, memory.
+"""Cost of the server over the engine: requests per second, latencies, overhead, memory.
 
     python bench/server.py [--requests 1000] [--concurrency 128] [--repeat 3]
     python bench/server.py --requests 10000 --repeat 1     # memory over many requests
@@ -176,7 +176,7 @@ class Served:
         self.url = self._read()["url"]
 
     def ask(self, word: str) -> dict[str, float]:
-        """What the process answers to a word."""
+        """Answer of the process to a word."""
         assert self.process.stdin is not None
         print(word, file=self.process.stdin, flush=True)
         return self._read()
@@ -222,7 +222,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def added(found: dict[str, Any], kind: str, unit: str) -> float:
-    """What a way of asking costs beyond the engine asked directly, as a share of the latter."""
+    """Cost of a way of asking beyond the engine asked directly, as a share of the latter."""
     return round(found[kind][unit] / found["engine"][unit] - 1, 3)
 
 

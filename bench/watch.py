@@ -1,4 +1,4 @@
-"""What a process and everything below it uses, sampled from outside: CPU seconds and memory.
+"""CPU seconds and memory of a process tree, sampled from outside.
 
 All sides of a benchmark are watched the same way, and so is the rest of the machine: what other
 programs used meanwhile says whether wall times may be quoted. Linux only (/proc).

@@ -1,4 +1,4 @@
-"""The flow "evaluate": one committed checkpoint of a run answers held-out examples.
+"""The flow "evaluate": evaluate one committed checkpoint on the environment's evaluation examples.
 
     checkpoint r ──► serve ──► evaluate ──► evals/round-r
 

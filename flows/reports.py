@@ -1,4 +1,4 @@
-"""What a run shows in the Prefect UI: artifacts, made in the background, never in its way.
+"""Artifacts of a run in the Prefect UI, made in the background.
 
 Per round a Markdown page (numbers, two rollouts, where the files lie); per run a table of its
 rounds, a learning curve (after a minute, and at the end) and a progress bar, updated in place, also
@@ -287,7 +287,7 @@ def _table(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _commands(run: Run, round: int) -> list[str]:
-    """What shows more of this round, ready to be pasted."""
+    """Commands that show more of this round, ready to be pasted."""
     root = "" if run.config.root == "runs" else f" --root {shlex.quote(run.config.root)}"
     commands = (
         f"marin-rl view {run.run_id}{root}",

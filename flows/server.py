@@ -1,6 +1,6 @@
-"""Which Prefect API a flow that is started by hand reports to, and how loudly.
+"""The Prefect API that a flow started by hand reports to: a configured one, or a temporary server.
 
-A configured API that answers is used. Otherwise a temporary server is started beside the flow. It
+A configured API that answers is used. Otherwise a temporary server is started next to the flow. It
 ends with the flow however that ends, even by `kill -9`: it reads a pipe that only this process
 holds open. Its database lies in a temporary folder, so no two runs contend for one file; a history
 and a UI are what `make up` is for.
@@ -189,7 +189,7 @@ def _spawned(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a terminal's Ctrl-C is the flow's, who then still tells of it
+            start_new_session=True,  # Ctrl-C is for the flow, which reports it
         )
     assert process.stdin is not None
     answered, ending = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What every flow does first and last: settle the configuration, open and lock the run, watch it.
+"""Begin and end of every flow: resolve the configuration, open and lock the run, watch it.
 
 The run's lock keeps a second process on this machine away. Trackers and reports listen to progress
 events; neither can stop the flow.
@@ -110,5 +110,5 @@ def resume_point(run: Run) -> SlotRef | None:
 
 
 def is_closed(run: Run, round: int) -> bool:
-    """Whether the metrics of a round are committed."""
+    """True if the metrics of a round are committed."""
     return metrics_key(round).rpartition("/")[2] in run.store.children("metrics")

@@ -1,7 +1,7 @@
 """The local stack behind `make up` and `make down`: server, worker, deployments, automations.
 
 `up` starts what is not there yet, and registers deployments and automations; `down` ends what
-`up` started, flows included (their files keep whatever they had committed). Process ids and logs
+`up` started, flows included (what they committed stays). Process ids and logs
 lie in .run/; addresses come from prefect.toml, or from PREFECT_API_URL and PREFECT_SERVER_API_PORT.
 """
 
@@ -160,10 +160,10 @@ def declare_crashed() -> None:
 
 
 def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
-    """Whether a process may hold the run that a flow run's parameters say.
+    """True if a process may be working on the run that a flow run's parameters name.
 
-    Where nothing is locked, as in a bucket, nobody here can tell: silence will, by the automation
-    that watches heartbeats. A run that is not there may be another machine's if the API is
+    Without locks, as in a bucket, this cannot be known here: the automation on missing heartbeats
+    decides, that watches heartbeats. A run that is not there may be another machine's if the API is
     `shared`; else its flow did not come so far.
     """
     named = {key: parameters.get(key) for key in ("run_id", "overrides")}
@@ -179,7 +179,7 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
 
 
 def automations() -> list[AutomationCore]:
-    """What the server is to do by itself, as flows/automations.yaml has it."""
+    """Automations of the server, as flows/automations.yaml has them."""
     tree = yaml.safe_load(AUTOMATIONS.read_text(encoding="utf-8"))
     return [AutomationCore.model_validate(item) for item in tree["automations"]]
 

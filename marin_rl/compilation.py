@@ -1,4 +1,4 @@
-"""What JAX, the C library and Python's garbage collector are told, once per process.
+"""Process-wide settings of JAX, the C library and Python's garbage collector.
 
 A restarted run finds the programs of the one before in a cache on disk, a CPU keeps the memory that
 programs free instead of asking the kernel for zeroed pages at every step, what compiling freed goes

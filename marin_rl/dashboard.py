@@ -45,10 +45,11 @@ Seen = Look | Sequence[Look | Unreadable]
 
 
 def watch(look: Callable[[], Seen], console: Console, every_s: float, *, once: bool) -> None:
-    """Draw what `look` sees, again every `every_s` seconds until interrupted or all is complete.
+    """Draw the result of `look` every `every_s` seconds until interrupted or all is complete.
 
     Where the console is no terminal, or with `once`, it is drawn once. A store that does not answer
-    for a while is told below what was seen last. Raises what `look` raises else, and at first.
+    for a while is reported below the last result. Raises what `look` raises otherwise, and at
+    first.
     """
     seen = look()
     if once or not console.is_terminal:
@@ -63,7 +64,7 @@ def watch(look: Callable[[], Seen], console: Console, every_s: float, *, once: b
             except MarinRLError as error:
                 if not error.transient:
                     raise
-                trouble = [plain(f"! not seen anew: {error}", "yellow")]
+                trouble = [plain(f"! not updated: {error}", "yellow")]
             live.update(Group(drawn(seen), *trouble), refresh=True)
 
 
@@ -73,7 +74,7 @@ def drawn(seen: Seen) -> RenderableType:
 
 
 def complete(seen: Seen) -> bool:
-    """Whether no run that was seen is going on."""
+    """True if no run that was seen is in progress."""
     looks = [seen] if isinstance(seen, Look) else seen
     return all(look.stage.ended for look in looks if isinstance(look, Look))
 
@@ -126,7 +127,7 @@ def _progress(look: Look) -> Table:
 
 
 def _stages(look: Look) -> Text:
-    """Where the seconds of the latest round went."""
+    """Seconds of the latest round by stage."""
     rows = [row for row in look.rows if row.get("timing_s/round") is not None]
     if not rows:
         return Text("no round is finished yet", style="dim")

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: live progress of a run, and tables at its end.
+"""Terminal display: live progress of a run, and tables at its end.
 
 Everything shown comes from progress events (live) or committed metrics (tables): no truth is owned
 here and no file is written. Without a terminal, one plain line is printed per round.
@@ -177,7 +177,7 @@ def printable(text: str) -> str:
 
 
 def plain(value: Any, style: str = "") -> Text:
-    """What a cell, a heading or a title shows of a value: no markup, nothing to be obeyed."""
+    """Text of a cell, a heading or a title for any value: no markup is interpreted."""
     return Text(printable(str(value)), style)
 
 

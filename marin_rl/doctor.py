@@ -1,4 +1,4 @@
-"""Checks of everything a run needs, before it needs it: each says what was found or what to do.
+"""Checks of everything a run needs, before it needs it: each reports a result or what to do.
 
 `marin-rl doctor` runs all of them and goes on after a failure; `preflight` runs the cheap ones, in
 order, at the start of every run and stops at the first. A check is a function of the configuration
@@ -35,7 +35,7 @@ ENDPOINT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one check; `detail` is what was found, or the error with its remedy."""
+    """Outcome of one check; `detail` is its result, or the error with its remedy."""
 
     name: str
     passed: bool
@@ -52,7 +52,7 @@ def storage(config: Config) -> str:
 
 
 def environment(config: Config) -> str:
-    """The environment has examples, and training and held-out ones cannot meet."""
+    """Check that the environment has examples, and that training and evaluation ones are apart."""
     from marin_rl.environments.base import environment_of
     from marin_rl.rollouts.held_out import held_out_sets
 
@@ -255,7 +255,7 @@ BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
 
 
 def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterator[Finding]:
-    """Run every check, one finding each, whatever the others said."""
+    """Run every check, one finding each, also after failures."""
     for name, check in checks:
         try:
             yield Finding(name=name, passed=True, detail=check(config))

@@ -36,7 +36,7 @@ class MarinRLError(Exception):
 
 
 class ConfigError(MarinRLError, ValueError):
-    """The configuration is wrong: says which key, what was expected and what was found."""
+    """The configuration is wrong: names the key, what was expected, and the value given."""
 
 
 class InputError(MarinRLError, ValueError):

@@ -43,7 +43,7 @@ Served = tuple[ServedPolicy, type[PolicyClient]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a person asks for; None is what the target's configuration says.
+    """Request for an evaluation; None means the target's configuration.
 
     `environment` is a registered name, a YAML configuration whose environment is meant, or a JSONL
     or Parquet file of prompts and answers; `options` are its, as `key=value`.
@@ -60,7 +60,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is evaluated: `name` is a run, its folder, one checkpoint of it, or a model's folder.
+    """Target of an evaluation: `name` is a run, its folder, one checkpoint of it, or a model's
+    folder.
 
     A checkpoint is ROOT/RUN_ID/checkpoints/round-00012 or ROOT/RUN_ID/sft/step-00500. Where there
     is an endpoint, `name` is empty. `trust` takes what a run of somebody else names outside of its
@@ -89,7 +90,7 @@ class Evaluated:
 
 
 def evaluate_target(target: Target, asked: Asked) -> Evaluated:
-    """Have a target answer held-out examples, and say how well it did.
+    """Evaluate a target on held-out examples.
 
     Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
     not there, InputError for an unfit folder or prompt file, and what the client raises.
@@ -316,7 +317,7 @@ def _folder_config(folder: Path, target: Target, asked: Asked) -> Config:
 
 
 def _roomy(config: Config, max_tokens: int) -> Config:
-    """Of an endpoint's context nothing is known here: room for whatever is asked for."""
+    """Configuration with room for any request: an endpoint's context length is unknown."""
     tree: dict[str, Any] = content(config) | {"root": config.root}
     longest = max(config.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()

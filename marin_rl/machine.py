@@ -3,7 +3,7 @@
 XLA's CPU client sizes its pool once, when JAX starts: by the environment variable NPROC, else by
 the cores that the process may use. A pool of one thread adds up products in another order than a
 larger one, so a process on one core gets a pool of THREADS_MIN. Owns that floor, and the facts that
-manifests record and comparisons name. Imports no JAX: whoever reads a run needs none.
+manifests record and comparisons name. Imports no JAX: commands that read a run need none.
 """
 
 import hashlib

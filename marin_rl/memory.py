@@ -1,4 +1,4 @@
-"""What glibc is told about the memory of a process that computes; elsewhere nothing is done.
+"""Settings of glibc's memory allocator for a process that computes; elsewhere nothing is done.
 
 By default every thread that allocates gets a heap of its own, and what one freed no other uses: a
 run has dozens of threads, and its training steps would leave such a heap full of holes in each.

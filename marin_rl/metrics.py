@@ -24,11 +24,11 @@ OverSteps = Literal["mean", "first", "last", "sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """What one metric means. `formula` is over the rollouts or tokens of one round.
+    """Definition of a metric. `formula` is over the rollouts or tokens of one round.
 
     `recomputable` says whether the committed files alone give the number again: "one epoch" does
     where each batch is trained on once, for the scores are those of the first pass (for
-    more see `KL_OF_REWARDS`). Then found and expected agree within `relative` of the expected or
+    more see `KL_OF_REWARDS`). Then both numbers agree within `relative` of the expected or
     `absolute`, the larger. `over_steps` is how the numbers of several optimizer steps become that
     of the round. Rows of earlier versions lack all that are `late`.
     """
@@ -43,7 +43,7 @@ class Definition:
     late: bool = False
 
     def allows(self, expected: float, found: float) -> bool:
-        """Whether `found` may stand for `expected`; NaN may for NaN."""
+        """True if `found` agrees with `expected` within the tolerance; NaN agrees with NaN."""
         if np.isnan(expected) or np.isnan(found):
             return bool(np.isnan(expected) and np.isnan(found))
         return abs(found - expected) <= max(self.absolute, self.relative * abs(expected))
@@ -407,7 +407,7 @@ def definition_of(name: str) -> Definition | None:
 
 
 def is_defined(name: str) -> bool:
-    """Whether a metric of this name has a definition."""
+    """True if a metric of this name has a definition."""
     return definition_of(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What may lie in a model folder: regular files of a bounded size.
+"""Model folders: only regular files of a bounded size are read.
 
 A folder may come from anywhere, and the libraries that read it open whatever has the right name. A
 FIFO called `config.json` would block them for good, a device would never end, and a sparse file of

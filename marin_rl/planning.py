@@ -1,6 +1,6 @@
-"""What a run will ask for, computed from its configuration before anything starts.
+"""Plan of a run, computed from its configuration before anything starts.
 
-Used by `marin-rl run --dry-run`, and where a folder is served with a context that nobody chose.
+Used by `marin-rl run --dry-run`, and where a folder is served without a configured context length.
 Token counts are upper bounds (every prompt and completion at its limit); bytes per token are those
 measured on committed shards and batches (docs/on-disk-format.md).
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
@@ -20,7 +20,7 @@ PARAMETER_BYTES = 4
 OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
 
-# Of a model that is served or evaluated where nobody says how long its context shall be.
+# Context of a model that is served or evaluated without a configured length.
 CONTEXT_TOKENS_MAX = 4096
 CACHE_BYTES_MAX = 4 * 2**30
 
@@ -103,7 +103,7 @@ def architecture_of(config: Config) -> Architecture | None:
 
 
 def within_memory(config: Config) -> Config:
-    """With no more slots than CACHE_BYTES_MAX hold, where nobody chose the context's length.
+    """Limit the slots to what fits CACHE_BYTES_MAX, where no context length is configured.
 
     The configuration names a model whose sizes are known: one of ours, or a folder that is here.
     """

@@ -1,4 +1,4 @@
-"""What is happening right now, told to whoever listens in this process.
+"""Progress events of this process, and their listeners.
 
 Stages publish small events; the terminal display and the orchestrator's progress artifact listen.
 Nothing here is durable: the truth about a run is which slots are committed. A listener that raises
@@ -53,7 +53,7 @@ def publish(event: ProgressEvent) -> None:
     for listener in listeners:
         try:
             listener(event)
-        except Exception:  # noqa: BLE001 - whatever a display does wrong must not reach the run
+        except Exception:  # noqa: BLE001 - a listener's fault must not reach the run
             _log.warning("a progress listener failed and was removed", exc_info=True)
             _remove(listener)
 

@@ -1,8 +1,8 @@
-"""What this process keeps of a run between tasks: tokenizer, trainer, reward model, server.
+"""Runtime of a run in this process: tokenizer, trainer, reward model, server, kept between tasks.
 
 Tasks ask for what they need by run; it is made on first use and kept, so a round compiles nothing,
 reads no checkpoint it just wrote, and hands weights to the engine as references. Nothing here is
-needed for correctness: a process that starts anew finds all of it in the committed slots.
+needed for correctness: a new process reads all of it from the committed slots.
 """
 
 import threading
@@ -19,7 +19,7 @@ from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.types import ServedPolicy, SlotRef
 
-# JAX and Levanter take seconds to import, and whoever only looks at a run needs neither.
+# JAX and Levanter take seconds to import, and commands that only read a run need neither.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -184,7 +184,7 @@ class Resident:
         return policy
 
     def _transfer(self, seconds: float) -> dict[str, float]:
-        """What giving the weights took. Endpoints that must have them already are given none."""
+        """Cost of the weight transfer. Endpoints that must have the weights already get none."""
         inference = self._run.config.inference
         remote = len(inference.endpoints) if inference.publish != "none" else 0
         servers = remote if inference.endpoints else 1
@@ -196,7 +196,7 @@ class Resident:
         }
 
     def _suspects(self, version: int) -> "Iterator[Suspect]":
-        """What is likely served in place of `version`: the checkpoint of the round before."""
+        """Likely served in place of `version`: the checkpoint of the round before."""
         from marin_rl.inference.canary import Suspect
         from marin_rl.serving.loading import read_checkpoint
 
@@ -235,7 +235,7 @@ class Resident:
 
         model = self.trainer.model
         if self._server is not None and not self._server.engine.alive:
-            self.close()  # an engine that ended by itself answers nobody any more
+            self.close()  # an engine that ended by itself answers no request any more
         if self._server is not None:
             self._server.swap(model, version, digest)
             return self._server
@@ -267,7 +267,7 @@ _residents_lock = threading.Lock()
 
 
 def resident(run: Run) -> Resident:
-    """What this process keeps of `run`; the same object for the same root and run id."""
+    """Return this process's runtime of `run`; the same object for the same root and run id."""
     key = (run.store.url, run.run_id)
     with _residents_lock:
         if key not in _residents:

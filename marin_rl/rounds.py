@@ -1,7 +1,7 @@
-"""Closing a round: its metrics, gathered from the manifests of its slots, committed and told.
+"""Closing a round: its metrics, gathered from the manifests of its slots, committed and published.
 
 The stages leave their numbers in their own manifests, so the row of a round can be written by
-whoever finishes it, also after a crash. Only wall-clock seconds are this process's own.
+any process that finishes it, also after a crash. Only wall-clock seconds are this process's own.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
 
     def lap(self, stage: str) -> None:
-        """What passed since the last lap belongs to `stage`."""
+        """Assign the seconds since the last lap to `stage`."""
         now = time.monotonic()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -63,7 +63,7 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
 
 
 def rates(metrics: Mapping[str, float], totals: Mapping[str, float]) -> dict[str, float]:
-    """What is so much per second or per step, as far as both sides of the fraction are known.
+    """Rates per second or per step, as far as both sides of the fraction are known.
 
     `totals` are those of the round's manifests.
     """

@@ -103,9 +103,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end token, then others that its folder lists.
+    """Token ids that end a completion: the tokenizer's end token, then others that its folder
+    lists.
 
-    Chat models have several, in the `generation_config.json` beside the tokenizer's files, and
+    Chat models have several, in the folder's `generation_config.json`, and
     transformers and vLLM stop at each of them. Raises InputError for a tokenizer without an end
     token, and for a file that is no such list.
     """
@@ -140,7 +141,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list[int]]:
-    """How a text becomes ids, as the tokenizer does it: `encode(text, special)`.
+    """Return `encode(text, special) -> ids`, equal to the tokenizer's own encoding.
 
     `special` opens and ends the ids as the tokenizer would. Where transformers' own layers add
     nothing but time, they are left out (see `is_direct`); what they would set for each text is set
@@ -173,7 +174,7 @@ _locks: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, threading.Lock]" = (
 
 
 def is_direct(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether texts become ids by the backend alone: no class has a way of its own."""
+    """True if texts become ids by the backend alone: no class overrides the encoding."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return False
     kinds = type(tokenizer).__mro__
@@ -184,7 +185,7 @@ def is_direct(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerIdentity:
-    """What makes two tokenizers the same to a policy."""
+    """Digests that must be equal for two tokenizers to be the same to a policy."""
 
     tokenizer_digest: str
     chat_template_digest: str

@@ -1,9 +1,9 @@
-"""Where metrics go besides the run's own files: TensorBoard, W&B and trackio, by one method.
+"""Trackers of metrics in addition to the run's own files: TensorBoard, W&B and trackio.
 
 The truth is the committed metrics; trackers repeat it for people who have their own boards. Each
 works on a thread of its own. One that cannot be opened, fails later, or does not keep up is named
-once in the log and left out: it neither stops a run nor holds it up. Trackio alone is opened by who
-opens the boards, for only there can be kept back what it prints.
+once in the log and left out: it neither stops a run nor delays it. Trackio alone is opened by the
+thread that opens the trackers, since only there its output can be suppressed.
 """
 
 import io
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What a board must be able to do. Either method may raise; `Trackers` copes."""
+    """Interface of a tracker. Either method may raise; `Trackers` copes."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of one round (or, of a warm start or reward model, of one step)."""
@@ -160,7 +160,7 @@ class Board:
             while (row := self._rows.get()) is not None:
                 tracker.log(*row)
             tracker.close()
-        except Exception as error:  # noqa: BLE001 - whatever a board does must not reach the run
+        except Exception as error:  # noqa: BLE001 - a tracker's fault must not reach the run
             self._leave(f"{type(error).__name__}: {error}")
 
     def _leave(self, why: str) -> None:
@@ -218,7 +218,7 @@ def _opened_here(opening: Callable[[], Tracker]) -> Callable[[], Tracker]:
     """
     try:
         tracker = opening()
-    except Exception as error:  # noqa: BLE001 - the board tells it
+    except Exception as error:  # noqa: BLE001 - the tracker reports it
         failure = error
 
         def failed() -> Tracker:

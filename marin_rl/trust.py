@@ -1,4 +1,4 @@
-"""What a command takes from a run's folder, and what from its user alone.
+"""Trust: what a command takes from a run's folder, and what from its user alone.
 
 A run.json says what a run is. Whatever reaches beyond the folder is its user's: free keys such as
 endpoints, variables with keys and trackers, the code that is imported, the folders that are read.
@@ -34,7 +34,7 @@ LINE_MAX = 300  # characters of a line of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """What the user of a command chose: a configuration file, overrides, or all that a run says."""
+    """Choices of the user of a command: a configuration file, overrides, or all that a run says."""
 
     file: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ def _place(key: str, value: str) -> Named:
 
 
 def origin_of(function: str) -> str:
-    """Where `module:name` would be imported from, as a phrase. Imports nothing."""
+    """Origin of `module:name`, as a phrase. Imports nothing."""
     top = function.partition(":")[0].partition(".")[0]
     try:
         spec = importlib.util.find_spec(top)

@@ -50,7 +50,7 @@ class RewardComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are sampled. `top_k` 0 and `top_p` 1 switch the filters off."""
+    """Sampling parameters of completions. `top_k` 0 and `top_p` 1 switch the filters off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -62,7 +62,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceMetadata:
-    """Where a turn's tokens came from: the model as served, its weight version, the sampling."""
+    """Origin of a turn's tokens: the model as served, its weight version, the sampling."""
 
     model: str
     weight_version: int
@@ -147,10 +147,10 @@ class RolloutGroup:
 class PreferencePair:
     """Two answers to one prompt, of which `chosen` is the better; what reward models learn from.
 
-    `margin` is what the rewards should lie apart at least, `split` whether the pair is held out;
-    None leaves either to the configuration. `source`, the ids and the rewards say where the answers
-    came from. Token ids are prompt and answer together, as the model that answered saw them, under
-    the tokenizer and template of the two digests; without them the texts are tokenized.
+    `margin` is the least difference of the rewards, `split` tells held-out pairs from training
+    ones; None leaves either to the configuration. `source`, the ids and the rewards say where the
+    answers came from. Token ids are prompt and answer together, as the model that answered saw
+    them, under the tokenizer and template of the two digests; without them the texts are tokenized.
     """
 
     id: str
@@ -226,9 +226,10 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """What a round samples from: endpoints (base URLs ending in /v1), model id, proven identity.
+    """Policy that a round samples from: endpoints (base URLs ending in /v1), model id, proven
+    identity.
 
-    `transfer` is what giving it the weights took: bytes, seconds, transfers, failures.
+    `transfer` has the cost of the weight sync: bytes, seconds, transfers, failures.
     """
 
     endpoints: tuple[str, ...]

@@ -151,10 +151,10 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a slot consists of, what it was made from, and by which attempt of which code.
+    """Parts of a slot, its parents, and the attempt and code that wrote it.
 
-    `fingerprint` says what the content is decided by, `attempt` who wrote it; `created_at` is UTC
-    in ISO 8601; `totals` are numbers for people and readers; `extra` is the slot's own.
+    `fingerprint` is a digest of what decides the content, `attempt` names the writer; `created_at`
+    is UTC in ISO 8601; `totals` are numbers for people and readers; `extra` is the slot's own.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

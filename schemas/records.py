@@ -1,4 +1,4 @@
-"""The JSON records beside manifests: run.json, tombstones of retention, an archive's contents.
+"""JSON records other than manifests: run.json, tombstones of retention, an archive's contents.
 
 Each is sealed by its own digest (`manifests.sealed_json`). The models check shapes, strictly, as a
 configuration's are; fields that they do not know are kept and ignored. What a field means belongs

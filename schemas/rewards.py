@@ -1,7 +1,7 @@
-"""The shape of a reward table: what another reward function says of a round's rollouts, version 1.
+"""The shape of a reward table: rewards of a round's rollouts by another function, version 1.
 
-One row per rollout, in shard order. The shards keep the reward that was trained on; this table lies
-beside them.
+One row per rollout, in shard order. The shards keep the reward that was trained on; this table is
+separate.
 """
 
 import pyarrow as pa
@@ -11,7 +11,7 @@ from schemas.rollouts import REWARD_COMPONENT
 FORMAT = "marin-rl/rewards"
 SCHEMA_VERSION = 1
 
-# `reward` is null where there was nothing to score or the function failed, which `error` tells;
+# `reward` is null where there was nothing to score or the function failed, see `error`;
 # `reward_before` is the shard's own.
 REWARDS = pa.schema(
     [

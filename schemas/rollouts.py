@@ -1,6 +1,6 @@
 """The shape of a rollout shard on disk: one Parquet row per rollout, version 1.
 
-The rows of a group are adjacent, in one file and one row group. Token arrays lie flat beside the
+The rows of a group are adjacent, in one file and one row group. Token arrays lie flat next to the
 readable turns, so a query over rewards never touches tokens. Evolution is add-only and nullable;
 what each version added is in `schemas.migrations`. Writing and reading is `marin_rl.storage`'s.
 """

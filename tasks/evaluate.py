@@ -1,4 +1,4 @@
-"""Task `evaluate`: a served policy answers held-out examples."""
+"""Task `evaluate`: evaluate a served policy on the environment's evaluation examples."""
 
 from prefect import task
 

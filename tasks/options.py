@@ -1,7 +1,7 @@
-"""What all tasks have in common: which faults are retried, how long a stage may take, what is said.
+"""Options of all tasks: retried errors, deadlines of stages, and the states they end in.
 
 Prefect's own caches know nothing of files, so they are off: every stage looks at its slot itself
-and a task that found it committed ends in a state called "Reused".
+and a task whose slot is already committed ends in a state called "Reused".
 """
 
 import asyncio
@@ -33,20 +33,20 @@ Stage = Callable[..., Awaitable[Value]]  # what a task over an async function is
 
 
 def passes(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the fault that failed a task may go away by itself; only such tasks are retried."""
+    """Return True for transient errors, the only ones that Prefect retries."""
     error: Any = state.data
     return isinstance(error, MarinRLError) and error.transient
 
 
 class GroupOptions(TypedDict):
-    """What a task that calls the tasks of stages gives to `@task`."""
+    """Options of `@task` for tasks that call the tasks of stages."""
 
     cache_policy: Any
     persist_result: bool
 
 
 class StageOptions(GroupOptions):
-    """What every stage gives to `@task`; the rest comes from the configuration: see `Attempts`."""
+    """Options of `@task` for every stage; the rest comes from the configuration: see `Attempts`."""
 
     retry_condition_fn: Callable[[Task[Any, Any], TaskRun, State[Any]], bool]
     retry_jitter_factor: float
@@ -70,7 +70,7 @@ class Attempts:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What the stages called so far took, one after the other, as `timing_s/*`."""
+        """Seconds of the stages called so far, as `timing_s/*`."""
         return self._watch.metrics()
 
     async def __call__(self, stage: Stage[Value], *arguments: Any) -> Value:
@@ -132,10 +132,10 @@ def told(ref: SlotRef) -> SlotRef:
 
 
 async def in_thread(work: Callable[..., Value], *arguments: Any) -> Value:
-    """Run blocking work beside the event loop, so that deadlines and cancelling take effect.
+    """Run blocking work off the event loop, so that deadlines and cancelling take effect.
 
     The thread is a daemon: Python cannot interrupt it, and a cancelled process must not wait for
-    it. Whatever it had not committed is then simply not there.
+    it. Uncommitted work is lost then.
     """
     outcome: Future[Value] = Future()
 

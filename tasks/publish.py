@@ -1,4 +1,4 @@
-"""Task `publish`: a trained round's metrics are committed, told, and old checkpoints given up."""
+"""Task `publish`: commit a trained round's metrics, publish them, and prune old checkpoints."""
 
 import logging
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ async def publish(
 
 
 def give_up_old(run: Run) -> None:
-    """Retention, which never ends a run: what cannot be given up now is looked at next round.
+    """Apply retention without ever ending the run: what cannot be pruned now is retried next round.
 
     The cause may be another run's folder, damaged or written by newer software.
     """

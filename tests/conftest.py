@@ -1,4 +1,4 @@
-"""What all tests share. Standing here, it also lets them import the fakes beside it by name."""
+"""Shared setup of all tests. It also lets them import the helpers in this folder by name."""
 
 import os
 from pathlib import Path

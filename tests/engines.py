@@ -26,7 +26,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def engine_of(model: LmHeadModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
-    """Eight slots, chunks of four steps, unless told otherwise."""
+    """Engine with eight slots and chunks of four steps, by default."""
     return Engine(
         model,
         EngineConfig(**{"slots": 8, "chunk_steps": 4, "prefill_rows": 4, **config}),

@@ -1,7 +1,8 @@
 """A small, honest Google Cloud Storage: the part of its JSON API that gcsfs uses, in memory.
 
-It honours `ifGenerationMatch=0` (unless told not to), pages its listings, and can be told to fail:
-before or after a request took effect, with a status, or by closing the connection without a word.
+It honours `ifGenerationMatch=0` (unless configured not to), pages its listings, and fails on
+request: before or after a request took effect, with a status, or by closing the connection without
+a word.
 """
 
 import base64
@@ -22,7 +23,7 @@ from fault_names import Names
 
 @dataclass
 class Fault:
-    """What to do to the next `times` requests whose method and path contain the given texts.
+    """Fault for the next `times` requests whose method and path contain the given texts.
 
     `when` says whether the request takes effect first; `status` None closes the connection.
     """
@@ -97,7 +98,7 @@ class FakeGCS:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What gcsfs needs to come here."""
+        """Options of gcsfs for this server."""
         return {"endpoint_url": self.url, "token": "anon", "project": "fake"}
 
     def create_bucket(self, name: str) -> None:

@@ -34,7 +34,7 @@ class FakeS3:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What s3fs needs to come here."""
+        """Options of s3fs for this server."""
         return {
             "endpoint_url": self.url,
             "key": "test",

@@ -36,7 +36,7 @@ def groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[list[
 
 @dataclass
 class Played:
-    """How groups went.
+    """Outcome of groups of faults.
 
     `suffer` plays a run that meets the faults of a group, and names those that it never met. They,
     and all of a group that did not end as it should, are played singly, and then have to come. But

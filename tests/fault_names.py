@@ -1,4 +1,4 @@
-"""What an operation or a request is called, in every run alike: see fault_groups.py."""
+"""Names of operations and requests, equal in every run: see fault_groups.py."""
 
 import re
 from collections import Counter
@@ -55,7 +55,7 @@ class NamedOperations(Operations):
             return self.called(f"{name} {url.removeprefix(self._root).strip('/')}")
 
     def called(self, what: str) -> str | None:
-        """What befalls the operation that now comes, by its name."""
+        """Fault for the operation that now comes, by its name."""
         kind = self.names.fault(what)
         if kind is not None and self._met is not None:
             with self._met.open("a", encoding="utf-8") as file:

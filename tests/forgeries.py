@@ -1,8 +1,8 @@
 """Forged run folders, and a program that runs the reading commands over them.
 
 `python tests/forgeries.py ORIGIN FOLDER COMMANDS NAME…` copies the run below ORIGIN for each
-forgery, with a healthy one beside it, and prints a JSON line per command: exit code, what ended it,
-and how large the process is. A line that does not come means that a command hangs.
+forgery, with a healthy one next to it, and prints a JSON line per command: exit code, what ended
+it, and how large the process is. A line that does not come means that a command hangs.
 """
 
 import hashlib
@@ -263,7 +263,7 @@ def forged(origin: Path, root: Path, name: str) -> Path:
 def outcomes(
     origin: Path, folder: Path, names: list[str], commands: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    """What each command said of each forgery, from a process of its own."""
+    """Results of each command on each forgery, from a process of its own."""
     line = [sys.executable, __file__, str(origin), str(folder), ",".join(commands), *names]
     top = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((top, str(Path(__file__).parent)))}

@@ -27,7 +27,7 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 
 
 def compilations() -> int:
-    """How many programs this process has compiled so far."""
+    """Number of programs this process has compiled so far."""
     return len(_compiled)
 
 

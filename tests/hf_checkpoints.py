@@ -107,7 +107,7 @@ def tensors_of(name: str, seed: int) -> dict[str, np.ndarray]:
 
 
 def _gain(path: str, config: dict[str, Any]) -> float:
-    """How much larger than 1/sqrt(inputs) a matrix is; logits come out with a spread of about 4."""
+    """Factor of a matrix over 1/sqrt(inputs); logits come out with a spread of about 4."""
     if "lm_head" in path or ("embed_tokens" in path and config["tie_word_embeddings"]):
         return 4.0
     return 4.0 if "o_proj" in path or "down_proj" in path else 1.5
@@ -151,7 +151,7 @@ def digest_of(tensors: dict[str, np.ndarray]) -> str:
 
 
 def write_checkpoint(folder: Path, name: str, seed: int) -> None:
-    """config.json and model.safetensors; whoever needs a tokenizer adds one."""
+    """Write config.json and model.safetensors; the tokenizer is the caller's."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(name)), "utf-8")
     save_file(tensors_of(name, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What six steps of tiny models report on a fixed batch: the curves that golden/ keeps.
+"""Metrics of six steps of tiny models on a fixed batch: the curves that golden/ keeps.
 
 The same numbers come out of any machine to float32 rounding: weights and batch are NumPy's by seed,
 and AdamW's epsilon is large enough that no gradient of nearly nothing decides a step's direction.

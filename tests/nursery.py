@@ -55,8 +55,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Nursery:
     """A process that forks runs. `environment` is added to what this process hands on.
 
-    Of the last run, `cpu_s` is the processor time that each process took, `others_killed` when
-    those beside it were killed, in seconds since the epoch.
+    Of the last run, `cpu_s` is the processor time of each process, `others_killed` the times at
+    which other processes were killed, in seconds since the epoch.
     """
 
     def __init__(self, log: Path, **environment: str) -> None:
@@ -169,7 +169,7 @@ def _watched(order: dict[str, Any]) -> tuple[list[int], list[float], list[float]
 
 
 class _Trace:
-    """Whether so many seconds have passed since a file matched a glob; never without one."""
+    """True once a delay has passed since a file matched a glob; never without one."""
 
     def __init__(self, asked: tuple[str, str, float] | None) -> None:
         self._asked, self._seen = asked, None
@@ -198,7 +198,7 @@ def _cpu_s(process: int) -> float:
 
 
 def _live(order: dict[str, Any]) -> None:
-    """What a fork does: play one run and be gone, without waiting for threads."""
+    """Body of a fork: play one run and exit, without waiting for threads."""
     descriptor = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,6 +1,6 @@
 """The bucket of a world (protocol_world.py): its objects, and the laws of the commit protocol.
 
-Every write and every delete is held to them; an AssertionError names the law that was broken.
+Every write and every delete is checked; an AssertionError names the law that was broken.
 """
 
 import json
@@ -13,7 +13,7 @@ from schemas.manifests import Manifest, sha256_of
 
 
 def is_commit(key: str) -> bool:
-    """Whether the key commits something: these never change."""
+    """True if the key commits something: these never change."""
     return key.endswith(("/manifest.json", PRUNED)) or "/shard-" in key
 
 
@@ -40,7 +40,7 @@ class Bucket:
         return PutOutcome.CREATED
 
     def write(self, key: str, data: bytes) -> None:
-        """Write, over whatever is there."""
+        """Write, replacing any object there."""
         before = self.objects.get(key)
         if before is not None and before != data:
             assert not is_commit(key), f"a visible key changed: {key}"
@@ -62,7 +62,7 @@ class Bucket:
         self.objects.pop(key, None)
 
     def pruned(self, key: str) -> bool:
-        """Whether a tombstone says that this part may be gone."""
+        """True if a tombstone says that this part may be gone."""
         slot = "/".join(key.split("/")[:2])
         tombstone = self.objects.get(f"{slot}/{PRUNED}")
         return (

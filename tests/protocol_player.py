@@ -1,4 +1,4 @@
-"""What a process of a world (protocol_world.py) does: a run, by the real code of commits.py.
+"""Process of a world (protocol_world.py): a run, by the real code of commits.py.
 
 The same slots in the same order as the real stages, with a few bytes in each.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Pruned(StorageError):
-    """What a process wanted to read has been given up, as a tombstone says."""
+    """A part that a process wanted to read was pruned, as a tombstone says."""
 
 
 class Player:
@@ -119,7 +119,7 @@ class Player:
         return self._commit(slot, parents, parts, attempt, decided)
 
     def _read(self, ref: SlotRef) -> None:
-        """The parts of a checkpoint. One that woke up late may find it given up: see Pruned."""
+        """Read the parts of a checkpoint. A late process may meet a pruned one: see Pruned."""
         for part in manifest_of(self.store, ref).parts:
             key = f"{ref.slot}/{part.name}"
             try:

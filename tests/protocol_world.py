@@ -3,7 +3,7 @@
 Every process is a thread that plays rounds through the real code of storage/commits.py, on a store
 that stops at each operation until the scheduler says what becomes of it. One thread runs at a time,
 so a schedule is decided by its choices alone. The bucket checks the laws of the protocol at every
-write and delete; `World.settle` checks the rest at the end. gc is one more process beside them, and
+write and delete; `World.settle` checks the rest at the end. gc is one more process, and
 the world turns the clock.
 """
 
@@ -73,12 +73,12 @@ class Process:
 
     @property
     def deadline_s(self) -> float:
-        """How long a commit is tried."""
+        """Deadline of a commit, in seconds."""
         return 3600.0 if self.patient else 0.0
 
 
 class StoppingStore(ObjectStore):
-    """What a process sees of the bucket."""
+    """Store of a process over the shared bucket."""
 
     def __init__(self, world: "World", process: Process, lead: str = "") -> None:
         self.url, self._world, self._process, self._lead = f"sim://{lead}", world, process, lead
@@ -159,7 +159,7 @@ class StoppingStore(ObjectStore):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the run of this world is."""
+    """Size of this world's run."""
 
     rounds: int = 2
     shards: int = 2
@@ -246,7 +246,9 @@ class World:
         return process.result
 
     def settle(self) -> None:
-        """From any state one good process ends the run; then whatever still sleeps wakes up."""
+        """From any state one good process ends the run; then every process that still sleeps wakes
+        up.
+        """
         last = self.finish(self.start())
         assert isinstance(last, SlotRef), f"the last process ended in {last!r}"
         self._rerun(last)
@@ -269,7 +271,7 @@ class World:
         assert set(self.bucket.consumed) == names, "what is consumed is not what is committed"
 
     def acknowledge(self, ref: SlotRef) -> None:
-        """A commit was reported to whoever asked for it: from now on everybody sees it."""
+        """Record that a commit was reported to its caller: from now on every reader must see it."""
         known = self.acknowledged.setdefault(ref.slot, ref.sha256)
         assert known == ref.sha256, f"two readers saw different commits of {ref.slot}"
         key = ref.slot if "/shard-" in ref.slot else manifest_key(ref.slot)
@@ -312,6 +314,6 @@ def clock_of(world: World) -> Iterator[None]:
 
 
 def ended_well(process: Process) -> bool:
-    """Whether a process that met faults ended in one of the ways that the protocol allows."""
+    """True if a process that met faults ended in one of the ways that the protocol allows."""
     passing = Killed | CommitUnknown | CommitExpired | StoreUnavailable
     return isinstance(process.result, SlotRef | Collection | Pruned | passing)

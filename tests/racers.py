@@ -1,4 +1,4 @@
-"""What runs in the processes that tests race against each other; importable where they spawn."""
+"""Functions for processes that tests race against each other; importable where they spawn."""
 
 from multiprocessing.synchronize import Barrier
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run came to, as far as no clock and no chance has a part in it: for comparing two runs."""
+"""Outcome of a run without clocks and chance: for comparing two runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def committed_digests(config: Config, digests: Digests | None = None) -> dict[st
 
 
 def is_commit(key: str) -> bool:
-    """Whether a key of a run commits something."""
+    """True if a key of a run commits something."""
     name = key.rpartition("/")[2]
     return not is_private(key) and (
         name in ("manifest.json", "run.json")

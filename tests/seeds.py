@@ -5,7 +5,9 @@ import random
 
 
 def told_seed() -> int:
-    """The seed of MARIN_RL_SEED, else a new one; told, so that the test can be played again."""
+    """Return the seed of MARIN_RL_SEED, else a new one, and print it so that the test can be
+    repeated.
+    """
     asked = os.environ.get("MARIN_RL_SEED")
     seed = int(asked) if asked else random.SystemRandom().randrange(10**9)
     print(f"MARIN_RL_SEED={seed}")

@@ -61,7 +61,7 @@ def talk(
 
 
 def asks_well(server: PolicyServer, headers: dict[str, str] | None = None) -> bool:
-    """Whether an ordinary request is answered as it should be."""
+    """True if an ordinary request is answered as it should be."""
     status, _, answer = talk(server, "POST", CHAT, chat_body(), headers)
     return status == 200 and answer["usage"]["completion_tokens"] >= 1
 

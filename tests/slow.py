@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test the default suite takes, and which only the slow one."""
+"""Cases of a parametrised test for the default suite, and those for the slow one only."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs with committed checkpoints that nobody trained: random weights by seed, the rest real."""
+"""Runs with committed checkpoints without training: random weights by seed, the rest real."""
 
 from collections.abc import Mapping
 from pathlib import Path

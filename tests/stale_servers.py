@@ -17,7 +17,7 @@ from marin_rl.training.scoring import token_logprobs
 
 
 class Deaf(PolicyServer):
-    """A server that is told to change its weights, says that it did, and goes on with the old."""
+    """A server that acknowledges new weights and goes on with the old ones."""
 
     first: LmHeadModel
 
@@ -70,7 +70,7 @@ class RawLogprobs(FakePolicyServer):
         )
 
     def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        """The same tokens whatever is asked."""
+        """The same tokens for every request."""
         answer = super().answer(body, fault) | {"prompt_token_ids": self._prompt}
         answer["choices"][0] |= self._choice_said
         return answer

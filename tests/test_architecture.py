@@ -1,4 +1,4 @@
-"""What imports promise: no device, no socket, no accelerator library on the data side."""
+"""Promises of imports: no device, no socket, no accelerator library on the data side."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def test_the_data_side_imports_nothing_of_accelerators():
 
 
 def test_parquet_files_are_opened_in_storage_alone():
-    """import-linter cannot name a module inside another package, so this door is held here."""
+    """import-linter cannot name a module inside another package, so this test checks the door."""
     top = Path(__file__).parent.parent
     for room in ("marin_rl", "flows", "tasks"):
         for path in (top / room).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""What the terminal shows, read back as text."""
+"""Terminal output, read back as text."""
 
 import io
 

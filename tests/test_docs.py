@@ -1,4 +1,4 @@
-"""Documentation that is generated, or that lists files, is held to the code."""
+"""Documentation that is generated, or that lists files, matches the code."""
 
 import re
 from pathlib import Path

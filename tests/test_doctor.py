@@ -1,4 +1,4 @@
-"""Bad input is told before any work is done, and leaves nothing behind."""
+"""Bad input is reported before any work is done, and leaves nothing behind."""
 
 from pathlib import Path
 

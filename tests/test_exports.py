@@ -1,8 +1,8 @@
 """`export --hf`: others read from the folder what we computed.
 
 transformers needs PyTorch to compute, which is no dependency. So its own numbers, recorded in
-tests/golden/hf-greedy.json, are what plain_llama.py is held to, and plain_llama.py what our folders
-are: a forward pass in NumPy and float64 that shares no code with us.
+tests/golden/hf-greedy.json, are compared with plain_llama.py, and plain_llama.py with what our
+folders are: a forward pass in NumPy and float64 that shares no code with us.
 """
 
 import json

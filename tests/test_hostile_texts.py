@@ -1,4 +1,4 @@
-"""What a model wrote is shown as text wherever a run is read: no sign of it is obeyed or lost."""
+"""A model's text is shown as text wherever a run is read: no sign of it is interpreted or lost."""
 
 import json
 import re

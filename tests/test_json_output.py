@@ -34,7 +34,7 @@ def _no_constant(name: str) -> Any:
 
 
 def told(*arguments: str, code: int = 0) -> list[Any]:
-    """What a command said, a value per line of standard output."""
+    """Output of a command, a value per line of standard output."""
     shown = CliRunner().invoke(app, [*arguments[0].split(), *arguments[1:], "--json"])
     assert shown.exit_code == code, (shown.output, shown.exception)
     return [json.loads(line, parse_constant=_no_constant) for line in shown.stdout.splitlines()]

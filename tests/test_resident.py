@@ -1,4 +1,4 @@
-"""What a process keeps between tasks, and the proof that what is served is what was trained."""
+"""Runtime of a run between tasks, and the proof that the served weights are the trained ones."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def debug(root: Path, *overrides: str) -> Config:
 
 @pytest.fixture(scope="module", autouse=True)
 def admin_key() -> Iterator[None]:
-    """What remote endpoints ask for before they take new weights."""
+    """Key that remote endpoints require before they take new weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARIN_RL_ADMIN_KEY", "manage")
         yield
@@ -200,7 +200,7 @@ def remote_run(root: Path, server: PolicyServer) -> tuple[Run, Resident]:
 
 
 class Forgetful(Updater):
-    """Reads and proves what it is told to load, then serves what it had before."""
+    """Server that reads and proves new weights, then serves the old ones."""
 
     first: LmHeadModel
     renames: bool

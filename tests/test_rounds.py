@@ -104,7 +104,7 @@ def test_huangs_reward_is_the_score_less_the_kl() -> None:
 
 
 def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Path) -> None:
-    """What a killed run makes again must equal what it would have made."""
+    """A shard that a killed run makes again must equal the one it would have made."""
     tables = []
     for name, order in (("together", (0, 1)), ("apart", (1, 0))):
         run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path / name}"]))

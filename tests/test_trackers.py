@@ -18,7 +18,7 @@ from marin_rl.trackers import Board, Tracker, Trackers, open_trackers
 
 
 class Remembering:
-    """Keeps what it was told."""
+    """Tracker that keeps its arguments."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []

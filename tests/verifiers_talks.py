@@ -1,4 +1,4 @@
-"""What `verifiers` makes of a server: run by the Python of its own environment.
+"""Transcripts of the library `verifiers` with a server: run by the Python of its own environment.
 
     python verifiers_talks.py BASE_URL MODEL
 
@@ -67,7 +67,7 @@ class Bare:
 
 
 async def by_tokens(base_url: str, model: str) -> dict[str, Any]:
-    """What the newer clients read from /inference/v1/generate."""
+    """Response of /inference/v1/generate, as the newer clients read it."""
     async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
         return await generate(
             client=client,

@@ -1,7 +1,7 @@
-"""Runs that are whole by every rule of storage, made in a second and without JAX.
+"""Runs that are complete by every rule of storage, made in a second and without JAX.
 
 Rounds of rollouts by hand, real batches, real metrics; checkpoints have files and scores where
-Orbax would put them, but nobody can restore them.
+Orbax would put them, but cannot be restored.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,7 +40,7 @@ def checkpoint(
     scores: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SlotRef:
-    """Commit what looks like the checkpoint of a round; `scores` writes what lies beside it."""
+    """Commit an imitation of a round's checkpoint; `scores` writes the scores next to it."""
     attempt, slot = new_attempt(), checkpoint_slot(round)
     parts = []
     for name in FILES:
@@ -133,7 +133,7 @@ def scored(batch: TrainingBatch) -> ScoredStep:
 def whole_run(
     root: str, rounds: int = 3, shards: int = 2, *, evaluated: Collection[int] = (), **sections: Any
 ) -> Run:
-    """A run of so many closed rounds, some of which began with an evaluation."""
+    """A run of `rounds` closed rounds, the first `evaluated` of which began with an evaluation."""
     run = Run.create_or_open(configuration(root, shards=shards, groups=shards, **sections))
     start = checkpoint(run, 0)
     for round in range(rounds):

@@ -8,7 +8,7 @@ from marin_rl.types import Example
 
 
 def bare(example: Example, completion: str) -> float:
-    """1 for something written without quotation marks, whatever it is."""
+    """1 for any text without quotation marks."""
     return float(bool(completion) and '"' not in completion)
 
 

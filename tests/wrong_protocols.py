@@ -15,7 +15,7 @@ COLLECTED = Collection(garbage=(), live=False, skipped=(), deleted=True)
 
 
 def exists_then_put(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
-    """Wrong: looks, and then writes over whatever came in between."""
+    """Wrong: looks, and then writes over any object that came in between."""
     key = manifest_key(manifest.slot)
     if key.rpartition("/")[2] in store.children(manifest.slot):
         return parse_manifest(store.read(key), key)
@@ -55,7 +55,7 @@ def one_try(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
 
 
 def gc_at_once(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
-    """Wrong: takes what nothing names yet, of whoever is about to name it."""
+    """Wrong: deletes what nothing names yet, also of processes that are about to name it."""
     for slot in take_inventory(run.folder).slots:
         for name in slot.unnamed():
             run.folder.delete(slot.key(name))

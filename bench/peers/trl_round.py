@@ -41,7 +41,7 @@ class Stopwatch:
             self.seconds[name] += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """What was measured, rounded to 0.1 ms; starts anew."""
+        """Return the measured seconds, rounded to 0.1 ms, and start again."""
         taken = {name: round(value, 4) for name, value in self.seconds.items()}
         self.seconds.clear()
         return taken

@@ -1,4 +1,4 @@
-"""What a critic said, again, from the scores of a round: advantages and the value loss.
+"""Advantages and value loss of a critic, recomputed from the scores of a round.
 
 Generalised advantage estimation runs here over one completion after the other in float64, apart
 from the training stage, which works on whole rows on the device. Axes: N trained tokens of a step,
@@ -39,7 +39,7 @@ class ExpectedValues:
 def values_of(
     run: Run, batches: Manifest, checkpoint: Manifest, coefficient: float | None
 ) -> ExpectedValues:
-    """What follows from a round's old values, rewards and log-probabilities.
+    """Advantages and returns that follow from a round's old values, rewards and logprobs.
 
     `coefficient` is the weight of the KL to the reference, None without one. Raises CorruptObject
     where scores lack what advantages are made of, ObjectMissing, NewerSchema.
@@ -119,7 +119,7 @@ def _kl_metrics(kls: Sequence[np.ndarray], completions: int) -> dict[str, float]
 
 
 def value_metrics(scores: StepScores, critic: CriticConfig) -> dict[str, float]:
-    """What a step reports of its critic."""
+    """Critic metrics of a step."""
     value_N, old_N, return_N = (
         column_of(scores, name) for name in ("values", "old_values", "returns")
     )
@@ -143,7 +143,7 @@ def _variance(values_N: np.ndarray) -> float:
 
 
 def unlearned(scores: StepScores, return_N: Float64[np.ndarray, " N"]) -> float:
-    """How many tokens of a step were to learn something else than follows from its scores."""
+    """Number of tokens of a step with other returns than follow from its scores."""
     if len(return_N) != len(scores.positions):
         return float(len(scores.positions))
     near = np.isclose(column_of(scores, "returns"), return_N, TOLERANCE, TOLERANCE)

@@ -48,7 +48,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDifference:
-    """What differs. `parts_at` is the first round at which they do, `stage` what differs there.
+    """Differences of two runs. `parts_at` is the first round that differs, `stage` the stage that
+    does.
 
     Both are None where the runs agree on all `rounds` that both have begun. `settings` has a line
     `key: first -> second` per key; `changed` the code, libraries and facts of the machine in which
@@ -90,7 +91,9 @@ def compare_runs(first: Run, second: Run) -> RunDifference:
 
 
 def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tuple[str, str]]:
-    """What bits depend on, and differs in the last of the rounds that both have trained in."""
+    """Facts that bits depend on and that differ in the last of the rounds that both have trained
+    in.
+    """
     for round in reversed(rounds):
         ours, theirs = (_written_by(run, round) for run in (first, second))
         if ours and theirs:

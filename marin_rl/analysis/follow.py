@@ -12,10 +12,10 @@ from marin_rl.storage.runs import RoundProgress, Run, progress
 
 
 class Followed:
-    """One run and what was read of it. Not for several threads at once.
+    """A run that is read repeatedly, with a cache of what was read. Not thread safe.
 
-    `times_begun` counts how often the run was found to be another one: somebody deleted its folder
-    and started anew. Whoever keeps more of the run forgets it then too.
+    `times_begun` counts how often the run turned out to be another one: its folder was deleted
+    and started again. Callers that cache more of the run then drop it too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,7 +26,7 @@ class Followed:
         self._evaluations: dict[int, dict[str, float]] = {}
 
     def progress(self) -> dict[int, RoundProgress]:
-        """What is committed now, by round, as `storage.runs.progress` tells it."""
+        """Committed slots by round, as `storage.runs.progress` returns them."""
         found = progress(self.run, self._checkpoints)
         if not self._metrics.keys() <= {number for number, item in found.items() if item.metrics}:
             self._forget()

@@ -1,4 +1,4 @@
-"""Where an update comes from, and where a rollout went: a graph of committed things.
+"""Lineage: the graph of committed objects behind an update, or behind a rollout in reverse.
 
 Nodes are slots, shards, rollouts and updates; an edge leads from what was made to what it was made
 from, as manifests, dispositions and the rollouts themselves say. Everything is read from files.
@@ -119,7 +119,7 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
 
 
 def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
-    """Why no rollout was found in a round's batches, or in one step or row of them."""
+    """Message for a round's batches, a step or a row of them, that have no such rollout."""
     url = run.store.url_of(batches.slot)
     steps = count_in(batches, "steps", url)
     if not steps:
@@ -189,7 +189,7 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
 
 
 def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
-    """Whether what a trained row is worth depends on a rollout: it is its own, or compared to it.
+    """True if a trained row's advantage depends on a rollout: its own, or one it is compared to.
 
     Of what was dropped, rewards of groups without signal and of completions that were too long are
     compared all the same; those of failed and of stale ones, and of short groups, are not.

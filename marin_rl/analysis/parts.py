@@ -1,4 +1,4 @@
-"""What the tables of runs are made of: committed Parquet objects, and LazyFrames over them.
+"""Committed Parquet objects of runs, and LazyFrames over them.
 
 A part belongs to the run that wrote it: rounds that a fork shares are its ancestor's, so a part
 that several of the runs read is there once. Local files are scanned where they lie; objects
@@ -41,12 +41,12 @@ class Part:
 
     @property
     def path(self) -> str | None:
-        """Where it lies on this machine, if it does. Raises CorruptObject, ObjectMissing."""
+        """Path on this machine, or None. Raises CorruptObject, ObjectMissing."""
         path = self.store.local_path(self.key)
         return None if path is None else str(checked_file(path, self.key))
 
     def open(self) -> str | io.BytesIO:
-        """What readers take: the path, or the bytes."""
+        """Argument for readers: the path, or the bytes."""
         return self.path or io.BytesIO(self.store.read(self.key))
 
 

@@ -1,6 +1,6 @@
-"""What a round's policy was held to, again: the KL's weight, and what it took off advantages.
+"""KL coefficient and KL penalty of a round, recomputed.
 
-Found from the checkpoints' manifests, the scores and the dispositions, apart from the training
+Computed from the checkpoints' manifests, the scores and the dispositions, apart from the training
 stage, which works on whole rows. Axes: S completions of a step, N of a round.
 """
 
@@ -23,7 +23,7 @@ from schemas.manifests import Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedPenalty:
-    """What KL in the reward adds to the advantages of each step's tokens, and its metrics."""
+    """Additions of KL in the reward to the advantages of each step's tokens, and their metrics."""
 
     advantages: tuple[Float64[np.ndarray, " _"], ...]
     metrics: Mapping[str, float]

@@ -1,7 +1,7 @@
 """Pictures of a run, drawn from its committed metrics.
 
 `learning_curve` is a pure function of metric rows to PNG bytes; where the picture is put is the
-caller's business, and a picture is never a slot: it can be drawn anew at any time.
+caller's business, and a picture is never a slot: it can be drawn again at any time.
 """
 
 import io
@@ -38,7 +38,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 
 
 def write_learning_curve(run: Run, rows: Rows) -> Path:
-    """Draw a run's curve beside its files on a local root, else in the working directory."""
+    """Draw a run's curve into its folder on a local root, else into the working directory."""
     target = run.store.local_path("learning-curve.png") or Path(f"{run.run_id}-learning-curve.png")
     replace_file(target, learning_curve(rows, run.run_id))
     return target

@@ -71,7 +71,7 @@ def scan_batches(
 def scan_dispositions(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """What became of every rollout, with the round that decided it. Raises as `scan_rollouts`."""
+    """Dispositions of all rollouts, with the round that decided each. Raises as `scan_rollouts`."""
     return _dispositions(_runs(root, run_id, storage_options))
 
 
@@ -85,14 +85,14 @@ def scan_metrics(
 def scan_evals(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """The held-out rollouts of all committed evaluations. Raises as `scan_rollouts`."""
+    """Rollouts of all committed evaluations. Raises as `scan_rollouts`."""
     return _evals(_runs(root, run_id, storage_options))
 
 
 def scan_scores(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """What the trainer thought of every trained token: a row per segment, with parallel lists.
+    """Trainer's scores of every trained token: a row per segment, with parallel lists.
 
     Columns are those of `schemas.scores`; `run_id` and `rollout_id` join them with the rollouts,
     and `positions` with their tokens. Raises as `scan_rollouts`.
@@ -219,7 +219,7 @@ def _as_frame(answer: "duckdb.DuckDBPyRelation") -> pl.DataFrame:
 
 
 def _attempt(run: Run) -> str:
-    """What tells a run from one that was made anew under its name."""
+    """Identity that tells a run from one that was started again under its name."""
     record = read_record(run.store)
     return "" if record is None else str(record["attempt"])
 
@@ -245,7 +245,7 @@ def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Seque
     """A view by DuckDB's own reader for local rollouts, else over the frame."""
     if name == "rollouts":
         paths = [part.path for part in _shards(runs)]
-        # DuckDB cannot be told that a path is none of its patterns: not where it has a backslash.
+        # DuckDB has no way to mark a path as no pattern where it contains a backslash.
         if paths and all(path and not _PATTERN.search(path) for path in paths):
             connection.sql(f"create temp view rollouts as {_reading(paths)}")
             return

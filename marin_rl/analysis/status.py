@@ -1,4 +1,4 @@
-"""Where a run stands and what it sampled, for people: from committed slots only.
+"""Status of a run and its samples, for people: from committed slots only.
 
 Returns plain rows; drawing them is the display's business.
 """
@@ -31,7 +31,7 @@ SAMPLE_COLUMNS = ("round", "rollout_id", "example_id", "turns", "answer", "rewar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What is committed of a run, its metric rows, and one sentence on what it learned.
+    """Committed slots of a run, its metric rows, and one sentence on what it learned.
 
     `trained` of `planned` rounds are; `reward_model` is None where the run trains none.
     """
@@ -103,7 +103,7 @@ def status_of(followed: Followed, found: dict[int, RoundProgress]) -> RunStatus:
 def each_run(
     root: str, look: Callable[[str], Seen], options: Options = None
 ) -> list[Seen | Unreadable]:
-    """What `look` sees of every run under a root; one that cannot be read hides no other."""
+    """Apply `look` to every run under a root; one that cannot be read hides no other."""
     seen: list[Seen | Unreadable] = []
     for run_id in runs_under(root, options):
         try:
@@ -127,7 +127,7 @@ def metric_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How held-out accuracy went, in one sentence; empty before there are two evaluations."""
+    """Change of the held-out accuracy, in one sentence; empty before two evaluations."""
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     if len(evaluated) < 2:
         return ""
@@ -183,7 +183,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_model(run: Run) -> str | None:
-    """How far the run's reward model is, where it trains one."""
+    """Progress of the run's reward model, where it trains one."""
     settings = run.config.reward_model
     if settings is None:
         return None

@@ -1,7 +1,7 @@
-"""The metrics of an optimizer step, again, from the scores of its tokens: NumPy in float64.
+"""Metrics of an optimizer step, recomputed from the scores of its tokens: NumPy in float64.
 
 Written apart from the training step, so that the two check one another; only the loss is asked of
-the step's own function, for it is composed of whatever the objective says. Axes: N trained tokens,
+the step's own function, for it is composed as the objective says. Axes: N trained tokens,
 S segments, B rows, T positions.
 """
 
@@ -22,7 +22,7 @@ LOG_MAX = 20.0  # of ratios, as in marin_rl.training.losses
 
 
 def step_metrics(scores: StepScores, objective: ObjectiveConfig) -> dict[str, float]:
-    """What the step reports of its tokens, the loss aside."""
+    """Metrics of a step's tokens, without the loss."""
     count = max(len(scores.positions), 1)
     sequences = max(int((scores.counts > 0).sum()), 1)
 
@@ -97,7 +97,7 @@ def contradictions(
     added_N: Float64[np.ndarray, " N"] | None = None,
     near: float = ADVANTAGE_TOLERANCE,
 ) -> dict[str, float]:
-    """How many tokens of a step's scores are not what its batch, or their own logs, say.
+    """Number of tokens whose scores contradict the step's batch, or their own logprobs, by kind.
 
     `added_N` is what KL in the reward, or a baseline of tokens, adds to the batch's advantages;
     their sum may be off by `near`, relative or absolute.
@@ -323,7 +323,7 @@ def _kl(d_N: np.ndarray, estimator: str) -> np.ndarray:
 
 
 def _old(scores: StepScores) -> Float64[np.ndarray, " N"]:
-    """What ratios are taken against."""
+    """Old logprobs, the denominator of ratios."""
     there = scores.floats["old_logprobs"] is not None
     return column_of(scores, "old_logprobs" if there else "sampler_logprobs")
 

@@ -1,7 +1,7 @@
 """Are the committed metrics true? Each is computed again from the other files, and compared.
 
 Rewards, lengths and where rollouts went come from the shards and the dispositions; what the trainer
-thought, from the scores that lie beside its checkpoint, held against the batches; storage from the
+scored, from the scores in its checkpoint, compared with the batches; storage from the
 manifests, evaluations from their rows. Nothing of the metrics themselves is believed. What no file
 can tell (times, gradients) is named as unchecked: `Definition.recomputable` says which.
 """
@@ -54,11 +54,11 @@ VALUED_TOLERANCE = 1e-3  # whitening multiplies the rounding of advantages that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One metric of one round: what the files give, what the metrics row says.
+    """One metric of one round: recomputed from the files, and as the metrics row has it.
 
     `expected` is None where the files give none, `found` where the row has none; `problem` says in
     words what is wrong, and is empty where nothing is. `unchecked` says why a metric of the row was
-    held against nothing, and is empty where it was.
+    compared with nothing, and is empty where it was compared.
     """
 
     round: int
@@ -104,7 +104,7 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
 
 
 def not_checked(findings: Sequence[Finding]) -> list[str]:
-    """The metrics that were held against nothing, a line for each reason."""
+    """Metrics that were compared with nothing, a line for each reason."""
     reasons = dict.fromkeys(found.unchecked for found in findings if found.unchecked)
     return [
         f"not checked ({reason}): {', '.join(sorted(set(names)))}"
@@ -114,9 +114,9 @@ def not_checked(findings: Sequence[Finding]) -> list[str]:
 
 
 def expected_metrics(run: Run, round: int, said: Mapping[str, float]) -> dict[str, float]:
-    """What the files of a round give. `said`, its row, is asked for two things only.
+    """Metrics of a round, recomputed from its files. Two things are taken from `said`, its row:
 
-    Its seconds, which rates are made of, and whether its evaluation counts in: one that was made
+    its seconds, of which rates are made, and the presence of its evaluation: one that was made
     after the round was closed is in no row. Besides metrics, this has
     `scores/*`: how many tokens of the scores contradict the batches, which should be none. Raises
     ObjectMissing, CorruptObject, NewerSchema.
@@ -163,7 +163,7 @@ def _of_rollouts(
 
 
 def _of_tokens(run: Run, round: int, batches: Manifest, checkpoint: Manifest) -> dict[str, float]:
-    """What the steps of a round reported, reduced as the round reduces them."""
+    """Metrics of a round's steps, reduced as the round reduces them."""
     config, coefficient = run.config, coefficient_of(run, round)
     reckoned = _reckoned(run, batches, checkpoint, coefficient)
     steps: list[dict[str, float]] = []
@@ -190,7 +190,7 @@ def _of_tokens(run: Run, round: int, batches: Manifest, checkpoint: Manifest) ->
 
 
 def _of_updates(config: Config, round: int, checkpoint: Manifest) -> dict[str, float]:
-    """How many updates there were, and the learning rate of the last, unless it was refused."""
+    """Number of updates, and the learning rate of the last, unless it was refused."""
     from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
 
     done, critic = checkpoint.extra.get("step"), config.training.critic
@@ -204,7 +204,7 @@ def _of_updates(config: Config, round: int, checkpoint: Manifest) -> dict[str, f
 def _reckoned(
     run: Run, batches: Manifest, checkpoint: Manifest, coefficient: float | None
 ) -> Reckoned | None:
-    """What was added to the advantages of the batches before the round's first update."""
+    """Additions to the advantages of the batches before the round's first update."""
     if run.config.objective.advantage == "optimal_token_baseline":
         return baseline_of(run, batches, checkpoint)
     if run.config.training.critic is not None:
@@ -221,7 +221,7 @@ def _wrong(
     reckoned: Reckoned | None,
     step: int,
 ) -> dict[str, float]:
-    """How many tokens of a step's scores contradict its batch, or what goes before."""
+    """Number of tokens whose scores contradict the batch, or earlier steps, by kind."""
     if reckoned is None:
         return contradictions(scores, batch, config.objective)
     added = reckoned.advantages[step]

@@ -1,6 +1,6 @@
-"""What a look at a running run tells: where it is, how it goes, what is odd. From files alone.
+"""State of a running run, from files alone: stage, progress, warnings.
 
-Nothing of the orchestrator is asked: the stage is told from the slots that are committed and the
+The orchestrator is not asked: the stage follows from the slots that are committed and the
 one that comes next, the process from the run's lock file, and warnings are rules over metric rows.
 Returns plain records; drawing them is `dashboard`'s business.
 """
@@ -30,7 +30,7 @@ from marin_rl.storage.runs import (
 Rows = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None
 
-QUIET_ROUNDS = 5.0  # a run is quiet when nothing was committed for so many of its rounds
+QUIET_ROUNDS = 5.0  # a run is quiet when nothing was committed for this many of its rounds
 QUIET_S_MIN = 120.0
 MISMATCH_KL_MAX = 0.01
 ERRORS_MAX = 0.05
@@ -44,7 +44,7 @@ SAMPLED_MAX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What comes next in a run: `name` in words, `done` of `total` where it has parts."""
+    """Next stage of a run: `name` in words, `done` of `total` where it has parts."""
 
     name: str
     round: int
@@ -90,7 +90,7 @@ class Watched:
         self._sampled: dict[tuple[str, int, int, int], Sequence[Mapping[str, Any]]] = {}
 
     def one(self, run_id: str, *, samples: int = 3) -> Look:
-        """How a run stands now. Raises ObjectMissing naming the runs there are, CorruptObject."""
+        """Current state of a run. Raises ObjectMissing naming the runs there are, CorruptObject."""
         if run_id not in self._followed:
             self._followed[run_id] = Followed(Run.open(self._root, run_id, self._options))
         followed = self._followed[run_id]
@@ -163,7 +163,7 @@ def stage_of(run: Run, found: Mapping[int, RoundProgress]) -> Stage:
 
 
 def warnings_of(rows: Rows) -> list[str]:
-    """What is odd in the latest rounds, a sentence each; nothing for a run that goes well."""
+    """Warnings about the latest rounds, a sentence each; none for a run that goes well."""
     trained = [row for row in rows if row.get("reward") is not None]
     if not trained:
         return []
@@ -193,7 +193,7 @@ def _collapse(rows: Rows) -> list[str]:
 
 
 def _hacked(rows: Rows) -> list[str]:
-    """Reward that goes up while held-out accuracy does not, over the latest rounds."""
+    """Warn of reward that goes up while evaluation accuracy does not, over the latest rounds."""
     latest = rows[-2 * ROUNDS_JUDGED :]
     rewards = [row["reward"] for row in latest if row.get("reward") is not None]
     held_out = [row["eval/accuracy"] for row in latest if row.get("eval/accuracy") is not None]
@@ -246,7 +246,7 @@ def _idle_s(run: Run, round: int, now: datetime) -> float | None:
 
 
 def holder_of(run: Run) -> Holder | None:
-    """The process that holds the run, or held it and did not let go; see `Holder.alive`."""
+    """Process that has the run locked, or had it and did not release it; see `Holder.alive`."""
     path = run.store.local_path(LOCK_KEY)
     return None if path is None else holder_in(path)
 

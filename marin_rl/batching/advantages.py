@@ -25,7 +25,7 @@ from marin_rl.config.objective import Estimator
 
 # TRL's; it only matters where the spread is of that order. Added to the root, not under it.
 EPSILON = 1e-4
-# Whitening over tokens has this under the root instead, as everybody has it.
+# Whitening over tokens has this under the root instead, as TRL, verl and others have it.
 WHITENING_VARIANCE_MIN = 1e-8
 
 SCALES = ("default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening")
@@ -61,7 +61,7 @@ def dr_grpo(reward_G: Rewards) -> Advantages:
     """`A_i = r_i - mean r`: GRPO without the division by the spread.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2. Rewards that are all equal
-    give exactly 0, whatever the rounding of their mean.
+    give exactly 0, for any rounding of their mean.
     """
     return _of_group(reward_G, AdvantageChoice(estimator="dr_grpo"))
 
@@ -121,7 +121,7 @@ def _of_group(
 def _pass_at_k_values(
     count_P: Int64[np.ndarray, " P"], failed_P: Int64[np.ndarray, " P"], k: int
 ) -> tuple[Float64[np.ndarray, " P"], Float64[np.ndarray, " P"]]:
-    """The advantage of a success and of a failure in groups of so many members."""
+    """Advantages of a success and of a failure, by size and failures of the group."""
     if k < 1 or (count_P[count_P >= 2] < k).any():
         raise ValueError(
             f"pass_at_k needs 1 <= k <= the group's valid rewards, found k = {k} and a group of "
@@ -178,7 +178,7 @@ def group_statistics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageChoice:
-    """Which baseline and which scale; `pass_k` and `success_threshold` are for pass_at_k alone.
+    """Baseline and scale; `pass_k` and `success_threshold` are for pass_at_k alone.
 
     `epsilon` is added to the std that a scale divides by; verl's, NeMo-RL's and tunix's is 1e-6.
     Raises ValueError for an estimator or a scale that is not known.
@@ -266,7 +266,7 @@ def round_advantages(
 def whitened(
     value_N: Real[np.ndarray, " N"], count_N: Int[np.ndarray, " N"]
 ) -> Float64[np.ndarray, " N"]:
-    """`(v - mean) / sqrt(var + 1e-8)` of values that stand for so many equal ones each; ddof 1."""
+    """`(v - mean) / sqrt(var + 1e-8)` of values that each count `count_N` times; ddof 1."""
     value_N, total = value_N.astype(np.float64), int(count_N.sum())
     mean = float((value_N * count_N).sum()) / max(total, 1)
     squares = float((np.square(value_N - mean) * count_N).sum())
@@ -275,7 +275,7 @@ def whitened(
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What a baseline is made of: rewards (NaN for none), groups and tokens of N rollouts."""
+    """Inputs of a baseline: rewards (NaN for none), groups and tokens of N rollouts."""
 
     reward_N: Float64[np.ndarray, " N"]
     group_N: Int[np.ndarray, " N"]

@@ -88,7 +88,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What processing a round would commit: the plan, and the batches, made when asked for."""
+    """Result of processing a round without a commit: the plan, and the batches, made on request."""
 
     plan: "RoundPlan"
     rollout_ids: tuple[str, ...]
@@ -204,7 +204,7 @@ def _light(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table
 
 
 def _totals(plan: RoundPlan, light: pa.Table, round: int, steps: int) -> dict[str, float]:
-    """What the manifest sums up: sizes, and the metrics of the round's rollouts."""
+    """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
     kept = plan.kept_N
     totals: dict[str, float] = {
         "rows": float(plan.rows),

@@ -1,6 +1,6 @@
 """The light columns of a round's rollouts, those without tokens, and the metrics they decide.
 
-Processing reads them to decide, and whoever checks a round reads them again: the same function sums
+Processing reads them to decide, and checks of a round read them again: the same function sums
 them up in both places. Axes: N rollouts of a round, M reward components of all of them.
 """
 

@@ -28,7 +28,7 @@ Integers = Int64[np.ndarray, " K"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the K kept rollouts of a round are.
+    """Places of the K kept rollouts of a round.
 
     `row_K` counts within the step, `segment_K` from 1 within the row; `start_K` is the column of
     the rollout's first own token, `prompt_start_K` that of its prompt, which is another rollout's
@@ -163,7 +163,7 @@ class _Packer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What is known of the kept rollouts before their tokens are read."""
+    """Facts of the kept rollouts before their tokens are read."""
 
     index_K: Integers
     prompt_K: Integers
@@ -293,7 +293,7 @@ class _Rows:
             )
 
     def finished(self, light: pa.Table) -> StepRows:
-        """What is written."""
+        """Rows to be written."""
         of_step = np.flatnonzero(self._packing.step_K == self._step)
         rows = self._packing.row_K[of_step]
         counts = np.bincount(rows, minlength=len(self._arrays["token_ids"]))

@@ -1,7 +1,7 @@
-"""Preference pairs as rows of tokens: what is held out, which pairs a step takes, how they lie.
+"""Preference pairs as rows of tokens: split, order of steps, layout.
 
-Pure NumPy. The two answers of a pair are neighbouring rows, the chosen one first. Which pairs a
-step takes is a function of the seed and the step alone; what is held out, of the prompt alone, so
+Pure NumPy. The two answers of a pair are neighbouring rows, the chosen one first. The pairs of a
+step are a function of the seed and the step alone; the split, of the prompt alone, so
 that no prompt is on both sides.
 """
 
@@ -33,7 +33,7 @@ class PairBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTokenizer:
-    """What turns pairs into tokens, and what makes it the same as another."""
+    """Tokenizer of pairs, with the digests of its identity."""
 
     tokenizer: ChatTokenizer
     tokenizer_digest: str
@@ -47,7 +47,7 @@ class PairTokenizer:
         """The pairs with tokens and split filled in; tokens that are there are kept.
 
         Raises InputError naming pair and field for tokens of another tokenizer, ids beyond the
-        vocabulary, answers longer than the context, and where all pairs are held out.
+        vocabulary, answers longer than the context, and where no pair is left to train on.
         """
         filled = [self._filled(pair, held_out_fraction) for pair in pairs]
         if all(pair.split == "eval" for pair in filled):
@@ -103,14 +103,16 @@ class PairTokenizer:
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
-    """Whether the pairs of a prompt are held out: by a hash of it, so that new pairs move none."""
+    """True if a prompt's pairs are for evaluation: by a hash of it, so that new pairs move none."""
     text = orjson.dumps([[message.role, message.content] for message in messages])
     part = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
     return part < fraction
 
 
 def pairs_of_step(count: int, per_step: int, seed: int, step: int) -> Int64[np.ndarray, " P"]:
-    """Which of `count` pairs step `step` takes: each once before any is taken again."""
+    """Indices of the pairs, of `count`, that step `step` takes: each once before any is taken
+    again.
+    """
     numbers = np.arange(step * per_step, (step + 1) * per_step)
     epochs, places = np.divmod(numbers, count)
     found = np.empty(per_step, np.int64)

@@ -1,4 +1,4 @@
-"""What becomes of every rollout of a round: dropped and why, or trained on, where, and worth what.
+"""Plan a round: each rollout's disposition, advantage, and its row in the batch.
 
 Decided from the light columns alone, before any token is read. A rollout is a candidate in the
 round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
@@ -32,7 +32,7 @@ SHORTEST_BUCKET = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """What becomes of each of the N rollouts of a round, in shard order.
+    """Dispositions, advantages and places of the N rollouts of a round, in shard order.
 
     `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` is their row in the
     round (step * rows_per_step + row), -1 for others; `length` the padded length in tokens. Where
@@ -75,7 +75,7 @@ class RoundPlan:
         return int(self.kept_N.sum()) if self.packing is None else self.packing.rows
 
     def reasons_counted(self) -> dict[str, int]:
-        """How many rollouts were dropped, by `disposition/reason`, sorted."""
+        """Number of dropped rollouts by `disposition/reason`, sorted."""
         dropped = ~self.kept_N
         names, counts = np.unique(
             [
@@ -241,7 +241,7 @@ def _spreads(
 
 
 def looks_at_turns(objective: ObjectiveConfig) -> bool:
-    """Whether advantages depend on where a rollout's trained tokens and rewards are."""
+    """True if advantages depend on where a rollout's trained tokens and rewards are."""
     needs_tokens = advantage_choice(objective).needs_tokens and objective.advantage != "gae"
     return objective.turn_discount is not None or needs_tokens
 
@@ -307,7 +307,7 @@ def _groups(light: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
 
 
 def statuses(light: pa.Table) -> np.ndarray:
-    """How each rollout ended, as `types.Rollout.status` has it."""
+    """Status of each rollout, as `types.Rollout.status` has it."""
     return light["status"].to_numpy(zero_copy_only=False)
 
 

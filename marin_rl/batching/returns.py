@@ -2,7 +2,7 @@
 
 One trajectory at a time, of numbers of any type, computed in float64; the last axis is time. For
 rewards by turn or by token, where group baselines (advantages.py) see only their sum. Training has
-the same estimation over padded rows on the device (training/critic.py), held equal by a test.
+the same estimation over padded rows on the device (training/critic.py); a test compares them.
 
 Axes: T steps of a trajectory, N trained tokens one after the other.
 """

@@ -139,7 +139,7 @@ def _template(tokenizer: ChatTokenizer) -> ChatTemplate:
     if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: expected chat_template in tokenizer_config.json "
-            "or a chat_template.jinja beside it"
+            "or a chat_template.jinja next to it"
         )
     return ChatTemplate.of(tokenizer)
 
@@ -164,7 +164,7 @@ def _ids(encoding: Mapping[str, Any]) -> Tokens:
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """How many leading tokens two sequences share."""
+    """Number of leading tokens that two sequences share."""
     shortest = min(len(first), len(second))
     differ = np.flatnonzero(first[:shortest] != second[:shortest])
     return int(differ[0]) if len(differ) else shortest

@@ -27,7 +27,7 @@ READ = ("loss_mask", "turns")  # what `with_turns` needs
 def with_returns(table: pa.Table, reward_n: Float64[np.ndarray, " n"]) -> pa.Table:
     """A table of rollouts with the column `returns`: at each token the sum of rewards from it on.
 
-    `reward_n` is what a rollout is worth in all, NaN where nobody asks. The table has `token_ids`
+    `reward_n` is the reward of a rollout, NaN where it is not needed. The table has `token_ids`
     and `turns`, which it loses.
     """
     offsets = _offsets(table["token_ids"].combine_chunks())
@@ -119,7 +119,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAdvantages:
-    """What each turn of n rollouts is worth, and how far the turns of a group are apart."""
+    """Advantages of each turn of n rollouts, and the spread of the turns of a group."""
 
     turns: Turns
     advantage_U: Float64[np.ndarray, " U"]
@@ -198,7 +198,7 @@ def _sums(place: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _offsets(column: pa.ListArray) -> Int64[np.ndarray, " n1"]:
-    """Where each list begins among the flat values, and where the last one ends."""
+    """Offset of each list among the flat values, and the end of the last one."""
     offsets = column.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]
 

@@ -52,7 +52,7 @@ def diff(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """How two runs differ: configuration, curves, and the first round at which they part.
+    """Compare two runs: configuration, curves, and the first round that differs.
 
     Exit code 1 when they part.
     """

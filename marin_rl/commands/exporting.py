@@ -101,7 +101,9 @@ def rescore(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Score a round by another reward function, into a table of its own beside the shards."""
+    """Score a round by another reward function, into a table of its own; the shards stay as they
+    are.
+    """
     from marin_rl.rollouts.rescore import rescore_round
     from marin_rl.storage.runs import Run
 
@@ -127,7 +129,7 @@ def reprocess(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """What other objectives, filters or rewards would have made of a round. Changes nothing."""
+    """Process a round under other objectives, filters or rewards, and compare. Changes nothing."""
     from marin_rl.display import key_values
     from marin_rl.storage.runs import Run
     from marin_rl.training.reprocess import reprocess_round

@@ -64,11 +64,11 @@ def gc(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Delete what nothing can reach, and arrays of checkpoints that retention gives up.
+    """Delete what nothing can reach, and arrays of checkpoints that retention prunes.
 
     The rule of retention is the run's own, as its latest checkpoint recorded it (`retention.*`);
-    --keep-last and --keep-every each take the place of what it says. Exit code 1 where a run beside
-    it cannot be read, which may be a fork: checkpoints stay then.
+    --keep-last and --keep-every each take the place of what it says. Exit code 1 where a neighbour
+    cannot be read, which may be a fork: checkpoints stay then.
     """
     from marin_rl.storage.gc import collect, rule_of
     from marin_rl.storage.runs import Run

@@ -123,9 +123,9 @@ def watch(
 
 
 def _tell_looks(look: Callable[[], Any], every_s: float, *, once: bool) -> None:
-    """A line of JSON per run and look: what a look tells, with the latest row of the metrics.
+    """Print a line of JSON per run and look, with the latest row of the metrics.
 
-    A look at a store that does not answer for a while is told on standard error and done again.
+    A look at a store that does not answer for a while is reported on standard error and done again.
     Raises what `look` raises else, and at first.
     """
     from marin_rl.analysis.watch import Look
@@ -145,7 +145,7 @@ def _tell_looks(look: Callable[[], Any], every_s: float, *, once: bool) -> None:
 
 
 def _next_look(look: Callable[[], Any], every_s: float) -> Any:
-    """What is seen after `every_s` seconds, or as soon after as the store answers again."""
+    """Result of a look after `every_s` seconds, or as soon after as the store answers again."""
     while True:
         time.sleep(every_s)
         try:
@@ -153,4 +153,4 @@ def _next_look(look: Callable[[], Any], every_s: float) -> Any:
         except MarinRLError as error:
             if not error.transient:
                 raise
-            complain([f"not seen anew: {error}"])
+            complain([f"not updated: {error}"])

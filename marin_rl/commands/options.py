@@ -1,4 +1,4 @@
-"""What commands have in common: options that mean the same everywhere, and the two consoles."""
+"""Shared parts of commands: options that mean the same everywhere, and the two consoles."""
 
 import json
 import math

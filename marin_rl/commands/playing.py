@@ -1,6 +1,6 @@
-"""The commands that work on a run, or serve it: `run`, `sft`, `reward-model`, `evaluate`, `serve`.
+"""Commands that work on a run, or serve it: `run`, `sft`, `reward-model`, `evaluate`, `serve`.
 
-Flows are found through the entry-point group `marin_rl.flows`: the library knows no orchestrator.
+Flows are loaded through the entry-point group `marin_rl.flows`: the library knows no orchestrator.
 """
 
 import shutil
@@ -170,7 +170,7 @@ def serving_config(
     *,
     trust: bool = False,
 ) -> Config:
-    """What a server goes by: the file's settings or the defaults, for a run its own ones.
+    """Configuration of a server: the file's settings or the defaults, for a run its own ones.
 
     Of a file beside a run only the section `inference` counts: the rest is the run's content.
     Raises ConfigError for a run of somebody else as `settings_of` and `check_named` do.
@@ -188,12 +188,12 @@ def serving_config(
         check_named(run, base, consent, ("policy",))
         if given is not None:
             base = base.model_copy(update={"inference": given.inference})
-    said = base.model_dump(mode="json", exclude_unset=True)  # a server sees what nobody chose
+    said = base.model_dump(mode="json", exclude_unset=True)  # a server sees which keys were not set
     return parse_config(override(said, overrides or ()))
 
 
 def _played(flow: str, config: Config) -> Any:
-    """What a flow returns of a configuration, shown while it runs.
+    """Run a flow on a configuration with live progress, and return its result.
 
     Raises ConfigError where the run's name has another content.
     """
@@ -255,5 +255,5 @@ def _print_result(config: Config, file: Path) -> None:
 
 
 def _program() -> str:
-    """How this program was called, so that a printed command can be pasted."""
+    """Name that this program was called by, so that a printed command can be pasted."""
     return "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"

@@ -26,9 +26,9 @@ def status(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """What is committed, and the latest numbers, of one run or of all.
+    """Show what is committed, and the latest numbers, of one run or of all.
 
-    Of all runs, exit code 1 where one cannot be read; the others are told all the same.
+    With several runs, exit code 1 if one cannot be read; the others are shown all the same.
     """
     from marin_rl.analysis.status import run_status
     from marin_rl.display import key_values, rounds_table

@@ -1,6 +1,6 @@
-"""How rollouts become rows: what is dropped, padded lengths, packing, staleness.
+"""Batching of rollouts: filters, padded lengths, packing, staleness.
 
-Leaves out what rollouts are worth (objective.py).
+Leaves out advantages (objective.py).
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from marin_rl.config.section import Count, Section
 
 
 class FiltersConfig(Section):
-    """What is dropped before training; every drop is counted in the dispositions."""
+    """Filters before training; every drop is counted in the dispositions."""
 
     zero_signal: bool = Field(
         default=True,
@@ -22,7 +22,7 @@ class FiltersConfig(Section):
 
 
 class BatchingConfig(Section):
-    """How sequences become rows."""
+    """Padding and packing of sequences into rows."""
 
     length_buckets: tuple[Count, ...] = Field(
         default=(), description="padded lengths allowed, ascending; empty: 32, 48, 64, 96, 128, …"

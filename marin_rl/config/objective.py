@@ -1,4 +1,4 @@
-"""What is maximised, as choices that can be combined, and which of them go together.
+"""The objective, as choices that can be combined, with the combinations that are refused.
 
 Leaves out the critic's own settings and the optimizer (training.py).
 """
@@ -115,7 +115,7 @@ SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class ObjectiveConfig(Section):
-    """What is maximised: orthogonal choices instead of named trainers (docs/objectives.md)."""
+    """The objective: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
     advantage: Literal[
         "rloo",
@@ -217,7 +217,7 @@ class ObjectiveConfig(Section):
     )
     reference: Literal["first", "refreshed", "average"] = Field(
         default="first",
-        description="checkpoint 0, the last of every so many rounds, or the policy's average",
+        description="checkpoint 0, the last of every N rounds, or the policy's average",
     )
     reference_every_rounds: Count = Field(
         default=10, description="refreshed: rounds that a reference is kept for"
@@ -426,24 +426,24 @@ class ObjectiveConfig(Section):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether rewards, and so advantages, are what they are only when KL is known."""
+        """True if rewards, and so advantages, depend on the KL."""
         return self.kl_placement == "reward" and self.kl_coefficient > 0
 
     @property
     def regularised(self) -> bool:
-        """Whether a completion moves the policy even where its advantage is 0."""
+        """True if a completion moves the policy even where its advantage is 0."""
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0
 
     @property
     def kl_by_token(self) -> bool:
-        """Whether KL to come is taken off the advantage of each token, before whitening.
+        """True if later KL is subtracted from the advantage of each token, before whitening.
 
-        A critic is told of it by rewards instead, whatever the scale.
+        A critic learns it through rewards instead, at any scale.
         """
         whitens = self.advantage_scale == "token_whitening"
         return self.kl_in_reward and whitens and self.advantage != "gae"
 
     @property
     def whitens_tokens(self) -> bool:
-        """Whether the training stage whitens advantages, over the trained tokens of the round."""
+        """True if the training stage whitens advantages, over the trained tokens of the round."""
         return self.kl_by_token or (self.advantage == "gae" and self.advantage_scale != "none")

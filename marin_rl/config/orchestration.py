@@ -1,4 +1,4 @@
-"""What goes on around the rounds: evaluation, trackers, retries, and what is kept of old rounds.
+"""Settings around the rounds: evaluation, trackers, retries, and retention of old rounds.
 
 Leaves out what a round does, which is all in the other sections.
 """
@@ -12,7 +12,7 @@ from marin_rl.config.section import ABSENT, FREE, PLAN, Count, Seconds, Section,
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation along the way."""
+    """Evaluation of checkpoints during the run."""
 
     every_rounds: Count = Field(
         default=10, description="rounds between evaluations", json_schema_extra=PLAN
@@ -51,7 +51,7 @@ class EvaluationConfig(Section):
 
 
 class TrackersConfig(Section):
-    """Where else metrics go; a tracker that fails never stops a run."""
+    """Trackers of metrics; one that fails never stops a run."""
 
     jsonl: bool = Field(
         default=True, description="metrics.jsonl in the run", json_schema_extra=FREE
@@ -69,7 +69,7 @@ class TrackersConfig(Section):
 
 
 class FlowConfig(Section):
-    """How the orchestrator treats faults."""
+    """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = Field(
         default=4, description="generate tasks at once", json_schema_extra=FREE
@@ -90,16 +90,16 @@ class FlowConfig(Section):
 
 
 class RetentionConfig(Section):
-    """What is given up of old rounds, by `marin-rl gc` and after every round.
+    """Retention of old checkpoints, applied by `marin-rl gc` and after every round.
 
-    Only arrays of checkpoints; their manifests and scores, rollouts, batches, evaluations and
-    metrics stay.
+    Prunes only arrays of checkpoints; their manifests and scores, rollouts, batches, evaluations
+    and metrics stay.
     """
 
     checkpoints_last: int | None = Field(
         default=None,
         ge=2,
-        description="keep the arrays of so many last checkpoints; null keeps all",
+        description="number of latest checkpoints whose arrays are kept; null keeps all",
         json_schema_extra=PLAN,
     )
     checkpoints_every: int | None = Field(

@@ -67,7 +67,7 @@ class ModelConfig(Section):
 
 
 class PolicyConfig(Section):
-    """Which model is trained and where its first parameters come from."""
+    """Model that is trained, and the source of its first parameters."""
 
     init: Literal["random", "sft", "hf", "checkpoint"] = Field(
         default="random",

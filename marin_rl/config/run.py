@@ -130,7 +130,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _kl_is_of_all_tokens(self) -> "Config":
-        """What rewards are lowered by compares the sampler's probabilities with the reference's."""
+        """Refuse KL in the reward under narrowed sampling: the two distributions would differ in
+        support.
+        """
         sampling = self.sampling
         if sampling.narrowed and self.objective.kl_in_reward:
             raise ValueError(
@@ -144,7 +146,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ratio_is_near_one(self) -> "Config":
-        """What is sampled anew must be on policy to the objective, and what is old must not be."""
+        """Refuse objectives whose importance ratios do not match the freshness of their samples."""
         objective, sampling = self.objective, self.sampling
         if objective.importance_correction != "none":
             return self

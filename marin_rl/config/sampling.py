@@ -1,4 +1,4 @@
-"""What is sampled: an environment and its rewards, sampling parameters, how much in a round.
+"""Sampling: an environment and its rewards, sampling parameters, rollouts per round.
 
 Leaves out where completions come from (serving.py) and what is evaluated (orchestration.py).
 """
@@ -69,7 +69,7 @@ class EnvironmentConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How completions are sampled; the seed of each is derived, never configured."""
+    """Sampling parameters; the seed of each completion is derived, never configured."""
 
     temperature: float = Field(
         default=1.0, ge=0, le=10, description="softmax temperature; 0 is greedy"
@@ -83,12 +83,14 @@ class SamplingConfig(Section):
 
     @property
     def narrowed(self) -> bool:
-        """Whether tokens are drawn, and their log-probabilities told, from some of all tokens."""
+        """True if tokens are drawn from a part of the vocabulary (top_k, top_p, min_p), with its
+        logprobs.
+        """
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 class RolloutsConfig(Section):
-    """How much is sampled in a round and how it is cut into shards."""
+    """Number of rollouts in a round, and their division into shards."""
 
     groups_per_round: Count = Field(default=16, le=1_000_000, description="prompts per round")
     group_size: Count = Field(

@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, typed, ranged, with marks on its fields.
+"""Base of every section of the configuration: frozen, typed, ranged, with marks on its fields.
 
 Fields marked `FREE` may differ when a run is continued: they change how, when or how far a run
 goes, never what its slots contain. All others are the run's *content* and are part of fingerprints.
@@ -66,7 +66,7 @@ def _holds_sections(value: dict[str, Any]) -> bool:
 
 
 def is_free(info: FieldInfo) -> bool:
-    """Whether a key may differ when a run is continued."""
+    """True if a key may differ when a run is continued."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("free"))
 
@@ -78,7 +78,7 @@ def is_plan(info: FieldInfo) -> bool:
 
 
 def leaves_no_trace(info: FieldInfo) -> bool:
-    """Whether a key is left out of everything that is written while it is null."""
+    """True if a key is left out of everything that is written while it is null."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("absent"))
 

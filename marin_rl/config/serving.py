@@ -1,6 +1,6 @@
-"""Where completions come from: the embedded engine, the servers we run, remote endpoints.
+"""Inference: the embedded engine, the servers we run, remote endpoints.
 
-With the limits that a server holds its callers to. Leaves out what is asked for (sampling.py).
+With the limits that a server sets for its callers. Leaves out what is sampled (sampling.py).
 """
 
 import re
@@ -47,7 +47,7 @@ class EngineConfig(Section):
 
 
 class ServerConfig(Section):
-    """Who may call a server that we run, how much they may ask of it, and how long it waits."""
+    """Access to a server that we run: callers, limits, timeouts."""
 
     admin_key_variable: KeyVariable = Field(
         default="MARIN_RL_ADMIN_KEY",
@@ -58,7 +58,7 @@ class ServerConfig(Section):
     hosts_allowed: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="Host names answered beside the one bound; '*.example.org' for all below it",
+        description="Further host names that are answered; '*.example.org' for all below it",
         json_schema_extra=FREE,
     )
     origins_allowed: tuple[str, ...] = Field(
@@ -192,7 +192,7 @@ class ServerConfig(Section):
 
 
 class InferenceConfig(Section):
-    """Where completions come from: the embedded server, or remote OpenAI-compatible endpoints."""
+    """Source of completions: the embedded server, or remote OpenAI-compatible endpoints."""
 
     endpoints: tuple[str, ...] = Field(
         default=(),

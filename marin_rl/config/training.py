@@ -1,6 +1,6 @@
-"""How parameters are updated: the policy's optimizer, its critic, a warm start, a reward model.
+"""Training: the policy's optimizer, its critic, a warm start, a reward model.
 
-Leaves out what is minimised (objective.py).
+Leaves out the objective (objective.py).
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from marin_rl.config.section import ABSENT, PLAN, Count, Section
 
 
 class CriticConfig(Section):
-    """A value function beside the policy, as PPO has it; needs objective.advantage gae."""
+    """Critic: a value function as PPO has it; needs objective.advantage gae."""
 
     trunk: Literal["own", "shared"] = Field(
         default="own",
@@ -22,7 +22,7 @@ class CriticConfig(Section):
         default=3e-4, gt=0, le=1, description="peak AdamW step size of its own parameters"
     )
     value_coefficient: float = Field(
-        default=0.1, gt=0, le=100, description="weight of the value loss beside the policy's"
+        default=0.1, gt=0, le=100, description="weight of the value loss relative to the policy's"
     )
     value_clip: float | None = Field(
         default=0.2,

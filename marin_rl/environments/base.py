@@ -1,7 +1,7 @@
-"""What an environment is, how one is found by name, and the checks that all of them share.
+"""The environment protocol, the registry by name, and the checks that all environments share.
 
 An environment makes examples out of (seed, index, split) alone and scores completions; it keeps no
-state between calls. One of another package is found by its entry point in the group
+state between calls. One of another package is registered by its entry point in the group
 "marin_rl.environments". Time limits on scoring are in `scoring`.
 """
 
@@ -73,7 +73,7 @@ class Environment(Protocol):
         ...
 
     def demonstration(self, example: Example) -> str | None:
-        """What a supervised warm start is shown as the answer; None where there is no answer."""
+        """Answer for a supervised warm start; None where the example has none."""
         ...
 
     def load_scorer(self) -> None:
@@ -81,13 +81,13 @@ class Environment(Protocol):
         ...
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """The named parts of the reward of one completion. May raise whatever it likes."""
+        """Named components of the reward of one completion. May raise any exception."""
         ...
 
 
 @runtime_checkable
 class Extracts(Protocol):
-    """What an environment may add: to say which part of a completion is its answer."""
+    """Optional part of an environment: the answer that a completion gives."""
 
     def extract(self, completion: str) -> str | None:
         """The answer in a completion, as votes are counted; None where there is none."""
@@ -96,7 +96,7 @@ class Extracts(Protocol):
 
 @runtime_checkable
 class ExtractsHere(Protocol):
-    """What an environment may add: that its `extract` is code of this package, and cannot hang."""
+    """Optional part of an environment: its `extract` is code of this package, and cannot hang."""
 
     @property
     def extracts_here(self) -> bool:
@@ -106,7 +106,7 @@ class ExtractsHere(Protocol):
 
 @runtime_checkable
 class FixedSet(Protocol):
-    """What an environment may add: how many different held-out examples it has."""
+    """Optional part of an environment: the number of different evaluation examples."""
 
     @property
     def eval_size(self) -> int:
@@ -332,7 +332,7 @@ def plain_json(metadata: Mapping[Any, Any], source: str) -> dict[str, Any]:
 
 
 def checked_components(value: object) -> tuple[RewardComponent, ...]:
-    """What a scorer returned, if it is a reward. Raises ValueError saying what it is instead."""
+    """Check that `value` is a reward. Raises ValueError saying what it is instead."""
     if not isinstance(value, tuple) or not value:
         raise ValueError(f"expected reward components, found {value!r:.80}")
     for component in value:

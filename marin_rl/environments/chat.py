@@ -2,7 +2,7 @@
 
 A row has `messages` (a list of role and content) or `prompt` (a string), and may have `id`,
 `answer` and anything else, which becomes the example's metadata. Rows are split into training and
-held-out by a hash of their id, so growing the file moves no row from one to the other.
+evaluation by a hash of their id, so growing the file moves no row from one to the other.
 """
 
 import hashlib
@@ -86,11 +86,11 @@ class Chat:
 
     @property
     def eval_size(self) -> int:
-        """Number of rows that are held out."""
+        """Number of rows for evaluation."""
         return len(self._rows["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """The row at `index` in an order shuffled anew, by `seed`, each time around."""
+        """Row at `index`, in an order that is shuffled by `seed` again in each pass."""
         rows = self._rows[split]
         if not rows:
             total = sum(len(part) for part in self._rows.values())
@@ -121,7 +121,7 @@ class Chat:
         return self._options.extract is None or self._options.extract in SHIPPED
 
     def extract(self, completion: str) -> str | None:
-        """What the user's function takes for the answer. Raises InputError, or as it does."""
+        """Answer that the user's function extracts. Raises InputError, or its exception."""
         if self._options.extract is None:
             return completion.strip() or None
         return _function(self._options.extract)(completion)
@@ -131,7 +131,7 @@ class Chat:
         self._reward = _function(self._options.reward)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """What the user's function says. Raises whatever it raises."""
+        """Reward components by the user's function. Raises what the function raises."""
         assert self._reward is not None, "load_scorer comes before score"
         value = self._reward(example, completion)
         named = value if isinstance(value, Mapping) else {"reward": value}
@@ -154,7 +154,7 @@ def check_importable(path: str) -> None:
 
 
 def _function(path: str) -> Callable[..., Any]:
-    """What an import path names. Raises InputError."""
+    """Import the function that a path names. Raises InputError."""
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
 """Any dataset of reasoning-gym by name, and mixtures of them with weights.
 
 The item at index i of a dataset with seed s is made from s + i, which is why seeds of training and
-evaluation must lie apart. Its scorers parse, evaluate and search on whatever a model writes, and
+evaluation must lie apart. Its scorers parse, evaluate and search on any text a model writes, and
 some of them hang or catch everything: they run in a worker process.
 """
 
@@ -160,7 +160,7 @@ class ReasoningGym:
         return (RewardComponent(name=name, value=value),)
 
     def extract(self, completion: str) -> str | None:
-        """What stands in the last answer tag; without one, all of the completion."""
+        """Content of the last answer tag; without one, the whole completion."""
         tag = self._options.answer_tag
         if tag is None:
             return completion.strip()

@@ -1,7 +1,7 @@
-"""Who may come in, and who waits.
+"""Admission: bounds of a request, and the queue of those that wait.
 
 Owns the check of a request against what the engine could ever serve, and the queue of requests
-whose samples have no slot yet. Leaves out who is seated when (`engine`).
+whose samples have no slot yet. Leaves out when samples get slots (`engine`).
 """
 
 import math
@@ -23,7 +23,7 @@ from marin_rl.inference.table import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What an engine can serve: token ids, tokens of prompt and completion, its own stop tokens."""
+    """Limits of an engine: token ids, tokens of prompt and completion, its own stop tokens."""
 
     vocabulary: int
     context_length: int
@@ -127,7 +127,9 @@ class JobQueue:
         self._waiting += job.waiting
 
     def take(self, samples: int) -> None:
-        """Note that the head handed out so many samples; it leaves with its last one."""
+        """Record that `samples` samples of the head left the queue; the head leaves with its last
+        one.
+        """
         job = self._jobs[0]
         job.handed_out += samples
         self._waiting -= samples
@@ -135,7 +137,7 @@ class JobQueue:
             self._jobs.popleft()
 
     def discard(self, jobs: list[Job]) -> None:
-        """Forget requests that are given up, those of them that are here."""
+        """Remove cancelled or failed requests from the queue, as far as they are in it."""
         gone = {id(job) for job in jobs}
         kept = [job for job in self._jobs if id(job) not in gone]
         if len(kept) < len(self._jobs):

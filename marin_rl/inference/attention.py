@@ -62,7 +62,7 @@ def attend(
             ways.append(partial(extend, share=SHARE))
             way += (way > 0) & (start + size <= shared)
         if index == 0:
-            # whoever is in a slot has a position in the first block
+            # every sequence in a slot has a position in the first block
             ways, way = ways[1:], way - 1
         state = jax.lax.switch(way, ways, state)
     _, total, weighted = state

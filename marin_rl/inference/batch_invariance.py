@@ -68,7 +68,7 @@ UNPROVEN = Invariance(slots=False, prompts=False, shared=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What decides the compiled programs of an engine on one device."""
+    """Shapes and types that decide the compiled programs of an engine on one device."""
 
     spec: DecoderSpec
     slots: int  # of a lane
@@ -263,7 +263,7 @@ class Prover:
         shared: int = 0,
         only: int | None = None,
     ) -> Sequence[list[np.ndarray]]:
-        """What a chunk gives each slot: tokens, logprobs, reports, and what it left in the cache.
+        """Results of a chunk by slot: tokens, logprobs, reports, and the cache that it left.
 
         All slots take part, or `only` one.
         """

@@ -3,7 +3,7 @@
 `prove` asks every endpoint for a few tokens, and the trainer's model computes the log-probabilities
 of those very tokens: stale or damaged weights, another tokenizer, template or attention show at
 once, and end the round before anything is sampled for training. `rehearse` does the same to weights
-that nobody is served with yet, through a private engine of one slot.
+that are not served yet, through a private engine of one slot.
 """
 
 import asyncio
@@ -61,11 +61,11 @@ class Gap:
 
     @property
     def nats(self) -> float:
-        """How far apart they are; NaN if either is."""
+        """Difference of the two in nats; NaN if either is."""
         return abs(self.expected - self.found)
 
     def within(self, tolerance: float) -> bool:
-        """Whether they agree; NaN agrees with nothing."""
+        """True if they agree within the tolerance; NaN agrees with nothing."""
         return self.nats <= tolerance
 
     def told(self) -> str:
@@ -77,7 +77,7 @@ class Gap:
 
 
 def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
-    """How far an engine that computes in `dtype` may be from the trainer, in nats."""
+    """Largest allowed difference of an engine in `dtype` from the trainer, in nats."""
     asked = config.canary_tolerance
     return TOLERANCES[jnp.dtype(dtype).name] if asked is None else asked
 
@@ -95,8 +95,8 @@ def prove(
 
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
     to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. Raises
-    StalePolicy above `tolerance_of` the dtype, with the digest that was expected and the one that
-    was found: that of the first of the `suspects` (asked for only then) whose parameters give the
+    StalePolicy above `tolerance_of` the dtype, with the expected digest and the served one:
+    that of the first of the `suspects` (asked for only then) whose parameters give the
     endpoint's numbers, else what the endpoint says of itself. Raises BadResponse for an endpoint
     that leaves temperature out of its numbers, and what the client raises.
     """
@@ -199,7 +199,7 @@ def _check_temperature(
 def _identified(
     answer: ChatAnswer, suspects: Iterable[Suspect], temperature: float, tolerance: float
 ) -> str:
-    """Whose parameters an answer was sampled from, as far as can be told."""
+    """Parameters that an answer was sampled from, as far as can be determined."""
     for suspect in suspects:
         if _gap(suspect.model, answer, temperature).within(tolerance):
             return f"found those of {suspect.name}, {suspect.parameters_digest[:DIGEST_DIGITS]}"

@@ -130,7 +130,7 @@ class PolicyClient:
         """Have every endpoint load a Hugging Face folder, by SGLang's route.
 
         The digest is for servers that verify it (ours); others ignore it. Raises StalePolicy where
-        the endpoint found other weights in the folder than it was promised, else as `chat` does.
+        the folder has other weights than the digest says, else as `chat` does.
         """
         body = {
             "model_path": model_path,
@@ -223,7 +223,7 @@ class PolicyClient:
             raise self._refusal(url, error) from None
 
     def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
-        """What a status other than 2xx means to us."""
+        """Error for a status other than 2xx."""
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
         told = self._told(url, f"status {error.status_code}: {words}")
         if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
@@ -255,7 +255,7 @@ def _connect(
     """A client without retries of its own.
 
     Imported here, because `openai` takes most of a second to import and only rollouts need it.
-    Its own default would send OPENAI_API_KEY to whatever endpoint is configured: a key is always
+    Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
     given. Proxies of the environment are not asked for what runs on this machine.
     """
     import httpx2

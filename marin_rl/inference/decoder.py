@@ -36,12 +36,12 @@ from marin_rl.inference.weights import (
     split_gate_up,
 )
 
-# A block is at least so many positions, and a cache at most so many blocks: every block is a
+# Fewest positions of a block, and most blocks of a cache: every block is a
 # conditional of its own in the compiled step.
 BLOCK_MIN = 64
 BLOCKS_MAX = 12
 
-# One tile of prefill holds about so many tokens, and one tile of its attention so many queries.
+# Approximate tokens in one tile of prefill, and queries in one tile of its attention.
 PREFILL_TILE_TOKENS = 256
 PREFILL_TILE_ROWS = 4
 QUERY_TILE = 256
@@ -281,7 +281,7 @@ def prompt_products(
 def hidden_states(
     spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Int32[Array, "R P"]
 ) -> Float[Array, "R P D"]:
-    """What `logits` are made of, at every position of whole prompts; no cache is kept."""
+    """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
     return _prefill_tile(spec, decoder, rotary, tokens_RP, whole=True)[0]
 
 

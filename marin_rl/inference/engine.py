@@ -49,7 +49,7 @@ GATHER_S = 0.05
 # An engine without work keeps its copy of the weights for so long: the next request may be near.
 COPY_KEPT_S = 1.0
 
-# While others decode, prompts of a round may take about so many chunks' worth of tokens.
+# While others decode, prompts of a step may take about this many chunks' worth of tokens.
 PREFILL_CHUNKS = 4
 
 _log = logging.getLogger(__name__)
@@ -140,12 +140,12 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """What requests that come now will be sampled with."""
+        """Policy that new requests will be sampled with."""
         return self._policy
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
     @property
@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def paused(self) -> bool:
-        """Whether no chunk will start until `resume`."""
+        """True if no chunk starts until `resume`."""
         return self._paused
 
     def submit(
@@ -251,7 +251,7 @@ class Engine:
             )
 
     def pause(self) -> None:
-        """Start no chunk until `resume`; returns when none is running, or somebody has resumed.
+        """Start no chunk until `resume`; returns when none is running, or after a `resume`.
 
         Requests go on queueing, running ones wait, and `swap` works. Not for the engine's own
         thread, which could never return.
@@ -272,7 +272,7 @@ class Engine:
     def sleep(self) -> None:
         """Give back the memory of the caches, once idle, until the next request wants them.
 
-        For whoever trains in the same process between two rounds of requests; returns at once.
+        For a trainer in the same process, between two rounds of requests; returns at once.
         """
         with self._changed:
             self._sleepy = True
@@ -354,7 +354,9 @@ class Engine:
                 seen = self._queue.waiting
 
     def _round(self) -> None:
-        """Seat whoever waits, decode one chunk, hand out what has ended."""
+        """One engine step: schedule waiting samples, prefill, decode one chunk, emit what has
+        ended.
+        """
         with self._changed:
             policy = self._policy
             self._drop_cancelled()
@@ -374,7 +376,7 @@ class Engine:
             self._refuse_nonfinite(chunk)
             self._hand_out(self._table.advance(chunk), policy)
         except jax.errors.JaxRuntimeError as error:
-            _log.exception("a chunk failed on the device; its requests are given up")
+            _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
                 begun = [job for job in self._unended.values() if job.started_at]
             self._fail(begun, "the device failed", error)
@@ -386,19 +388,19 @@ class Engine:
                 continue
             try:
                 job.on_seat(policy)
-            except Exception as error:  # noqa: BLE001 - whatever it raises is its own affair
-                self._fail([job], "it was given up when it got a slot", error)
+            except Exception as error:  # noqa: BLE001 - a callback of the caller
+                self._fail([job], "it was refused when it got a slot", error)
 
     def _hand_out(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
-        """Tell whoever listens what came, and resolve what has ended."""
+        """Call the listeners with the new tokens, and resolve finished requests."""
         for job, delta in added:
             self.stats.tokens += len(delta.token_ids)
             if job.on_delta is None or job.ended or job.future.cancelled():
                 continue
             try:
                 job.on_delta(delta)
-            except Exception as error:  # noqa: BLE001 - whatever it raises is its own affair
-                _log.exception("a request's on_delta failed: the request is given up")
+            except Exception as error:  # noqa: BLE001 - a callback of the caller
+                _log.exception("a request's on_delta failed: the request fails")
                 self._fail([job], "its listener failed", error)
         for job in {id(job): job for job, delta in added if delta.finish_reason}.values():
             if len(job.finished) == job.request.n and not job.ended:
@@ -465,18 +467,20 @@ class Engine:
         return chunk
 
     def _refuse_nonfinite(self, chunk: Chunk) -> None:
-        """Give up requests whose logits are not finite, and forget what they left in the cache."""
+        """Fail requests whose logits are not finite, and clear what they left in the cache."""
         bad = np.flatnonzero(~self._table.finite(chunk))
         if len(bad) == 0:
             return
-        # a NaN in a masked position would still spoil whoever takes the slot next
-        _log.error("non-finite logits in %d slots: their requests are given up", len(bad))
+        # a NaN in a masked position would still spoil the slot's next sequence
+        _log.error("non-finite logits in %d slots: their requests fail", len(bad))
         jobs = {id(job): job for job in map(self._table.job_in, bad.tolist()) if job is not None}
         self._fail(list(jobs.values()), "the model's logits are not finite")
         self._runner.forget_nonfinite()
 
     def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
-        """Give up requests. What a library says may name files, so it is the cause, no message."""
+        """Fail requests. A library's message may name files, so it is the cause and not the
+        message.
+        """
         with self._changed:
             self._queue.discard(jobs)
         for job in jobs:
@@ -505,7 +509,9 @@ class Engine:
             job.future.set_result(result)
 
     def _end(self, job: Job) -> bool:
-        """Whether the future is now the engine's to resolve: once, and never a cancelled one."""
+        """Mark a job as ended. True if its future is the engine's to resolve: once, and never if
+        cancelled.
+        """
         if job.ended:
             return False
         job.ended = True

@@ -1,8 +1,8 @@
-"""What slots ask for beyond the usual, on the host, and on the device only while somebody asks.
+"""Optional per-slot state: on the host always, on the device only while a request uses it.
 
-Owns the arrays of bias, penalties, masks and reports: filled as samples are seated, emptied as they
-leave. Each group has a twin on the device that asks for nothing, made once: while nobody asks in a
-lane, its chunk copies nothing. Leaves out what they mean (`processors`, `reports`).
+Owns the arrays of bias, penalties, masks and reports: filled as samples are scheduled, emptied as
+they leave. Each group has a neutral twin on the device, made once: while no slot uses it in a lane,
+its chunk copies nothing. Leaves out what they mean (`processors`, `reports`).
 
 Axes: S slots, B biased tokens, T positions of a slot, W words of 32 tokens.
 """
@@ -23,7 +23,7 @@ WORD_BITS = 32
 
 
 class Extras(NamedTuple):
-    """What a lane's chunk is given beside its inputs; every array lies on the device."""
+    """Arguments of a lane's chunk in addition to its inputs; every array lies on the device."""
 
     wishes: Wishes
     asked: Asked
@@ -64,12 +64,12 @@ class ExtraRows:
 
     @property
     def constrained(self) -> bool:
-        """Whether any slot has a mask, which holds for one token."""
+        """True if any slot has a mask, which holds for one token."""
         return bool(self._asking["mask"])
 
     @property
     def reported(self) -> bool:
-        """Whether any slot wants raw or top logprobs."""
+        """True if any slot wants raw or top logprobs."""
         return bool(self._asking["asked"])
 
     def seat(self, slot: int, request: GenerationRequest) -> None:

@@ -1,7 +1,7 @@
-"""Remote endpoints: giving them a checkpoint's weights, and saying under which id they serve it.
+"""Remote endpoints: sending them a checkpoint's weights, and the model id that they then serve.
 
 The weights travel as a Hugging Face folder on a file system that trainer and endpoints share, and
-each endpoint is told to load it. Whether it really did is for the canary to prove.
+each endpoint loads it on request. The canary proves that it did.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def _update(inference: InferenceConfig, folder: Path, version: int, digest
 async def _model_id(inference: InferenceConfig, version: int, digest: str) -> str:
     """The exact id where the endpoints speak of versions as we do, else the plain name.
 
-    An endpoint that speaks of versions, but of another one, did not load what it was told to.
+    An endpoint that names another version did not load these weights.
     """
     exact = served_model_id(inference.model, version, digest)
     async with _client(inference, exact) as client:

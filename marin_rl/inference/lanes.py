@@ -1,9 +1,9 @@
-"""Which slots are computed together: a lane is a part of the batch with a cache of its own.
+"""Lanes: parts of the batch with a cache of their own, computed side by side.
 
 Owns how many lanes there are and whose slots are whose. A step of a small model is made of
 operations too small for XLA to share among a CPU's cores, so there each core gets a lane: programs
 of several lanes run side by side. A device that is busy with the whole batch at once, and a mesh,
-which has its own division, have one lane. How many there are decides the shapes of the programs,
+which has its own division, have one lane. Their number decides the shapes of the programs,
 so it follows from the recorded size of XLA's thread pool, not from the cores at hand. Leaves out
 who sits where (`seating`) and the programs (`runner`).
 """
@@ -66,7 +66,7 @@ def lanes_for(asked: int, slots: int, *, weights_bytes: int, on_mesh: bool) -> L
 
 
 def shares_prompts(lanes: Lanes, *, weights_bytes: int, queries_per_kv: int, on_mesh: bool) -> bool:
-    """Whether slots side by side read a common prompt's cache once, all of them together.
+    """True if slots next to each other read a common prompt's cache once, all of them together.
 
     That makes every block of the cache two programs: for a small model on a CPU, where reading the
     cache is a quarter of a step, that is worth compiling them. A single query per key has a kernel

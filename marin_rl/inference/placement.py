@@ -1,4 +1,4 @@
-"""Where the engine's arrays lie: on one device, or over the mesh that the model's arrays lie on.
+"""Placement of the engine's arrays: on one device, or on the mesh of the model's arrays.
 
 Owns reading that mesh off the arrays themselves, and the names by which the decoder says how what
 it computes is spread: slots over data and fsdp, key/value heads, the MLP and the vocabulary over
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 Tree = TypeVar("Tree")
 
-# Axes of the mesh, as `constrain` is told for each axis of an array.
+# Axes of the mesh, as `constrain` takes them for each axis of an array.
 SLOTS = ("data", "fsdp")
 TENSOR = ("tensor",)
 WHOLE = ()

@@ -1,10 +1,10 @@
-"""What changes logits before a token is drawn: bias, penalties, a constraint's mask; on the device.
+"""Logits processors: bias, penalties, a constraint's mask; on the device, before sampling.
 
 Owns the arrays of these wishes, and the arithmetic. Leaves out where the arrays come from
 (`extras`) and the drawing (`sampling`). Each step stands under a conditional of its own, so that
-nobody pays for what nobody asks for; a slot that asks for nothing keeps its logits bit for bit.
+that unused features cost nothing; a slot that asks for nothing keeps its logits bit for bit.
 
-Counts of tokens are taken anew from the history in every step that needs them: a state of [S, V]
+Token counts are computed from the history in every step that needs them: a state of [S, V]
 would cost every request, and scattering a few hundred tokens costs only those who ask.
 
 Axes: S slots, V vocabulary, B biased tokens of a slot, T positions of a slot, C steps of a chunk,
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 
 class Bias(NamedTuple):
-    """What is added to which tokens' logits; ids beyond the vocabulary stand for none."""
+    """Logit biases by token id; ids beyond the vocabulary are padding."""
 
     asked_S: Bool[Array | np.ndarray, " S"]
     ids_SB: Int32[Array | np.ndarray, "S B"]
@@ -112,7 +112,7 @@ def penalise(
 def count_tokens(
     shape: tuple[int, ...], penalties: Penalties, past: Past
 ) -> tuple[Bool[Array, "S V"], Int32[Array, "S V"]]:
-    """Whether a token is in the prompt, and how often it was sampled since."""
+    """(token is in the prompt, number of times it was sampled since), by slot and token."""
     S = shape[0]
     history_ST = jnp.asarray(penalties.history_ST)
     slots = jnp.arange(S)[:, None]

@@ -32,13 +32,13 @@ from marin_rl.inference.weights import (
 )
 
 # What going back to the host costs, in steps of all slots: a chunk with samples waiting ends once
-# slots that they could have have idled for that long together, whatever its length (the break-even
+# slots that they could have have idled for that long together, for any length (the break-even
 # rule of ski rental, so never more than twice the least possible waste).
 ROUND_COST_STEPS = 0.5
 
 
 class Limits(NamedTuple):
-    """How long a chunk may be, how many samples wait for a slot to become free, and how many
+    """Limits of a chunk: its steps, the samples that wait for a free slot, and the number of
     positions of the cache are alike in every `attention.SHARE` slots side by side.
     """
 
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """All that a chunk is given beside weights and cache."""
+    """Inputs of a chunk other than weights and cache."""
 
     slots: SlotInputs
     extras: Extras
@@ -56,7 +56,7 @@ class ChunkInputs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a chunk's steps sampled; `counts_S` of each slot's column are real."""
+    """Tokens that a chunk's steps sampled; the first `counts_S` of each slot's column are real."""
 
     tokens_CS: Int32[Array, "C S"]
     logprobs_CS: Float32[Array, "C S"]
@@ -66,7 +66,7 @@ class Sampled(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a step hands to the next one; `idle` counts slot-steps that others waited for."""
+    """State passed from step to step; `idle` counts slot-steps that other samples waited for."""
 
     cache: Cache
     token_S: Array
@@ -81,7 +81,7 @@ _compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
 
 
 def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
-    """What the programs read at every step; no copy of what is read as the model has it."""
+    """Weights that the programs read at every step; no copy of what is used as the model has it."""
     ends = own_ends(weights)
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
     if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
@@ -220,7 +220,7 @@ class ChunkProgram(Protocol):
         ...
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """What is to be compiled for such arguments."""
+        """The lowered program for such arguments, ready to be compiled."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What client and server say to each other: OpenAI's chat route with token ids, as vLLM does it.
+"""Wire protocol of client and server: OpenAI's chat route with token ids, as vLLM defines it.
 
 A request carries `return_token_ids: true` and `logprobs: true`; the answer then has the prompt's
 ids at its top level (`prompt_token_ids`) and, in each choice, `token_ids` (a final stop token
@@ -112,7 +112,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimings:
-    """Where a request spent its time on the server, in seconds; 0 where the server does not say."""
+    """Time that a request spent on the server by phase, in seconds; 0 where the server does not
+    report it.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0

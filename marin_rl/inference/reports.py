@@ -1,6 +1,6 @@
-"""What is told of a token beside its logprob: the model's own one, and the likeliest tokens.
+"""Reported logprobs of a token: the model's own (raw) one, and the likeliest tokens.
 
-Owns both, on the device, each under a conditional, so that nobody pays for what nobody asks for.
+Owns both, on the device, each under a conditional, so that unused ones cost nothing.
 Leaves out the distribution that tokens are drawn from (`sampling`).
 
 Axes: S slots, V vocabulary, K likeliest tokens.
@@ -18,14 +18,16 @@ from marin_rl.inference.slots import TOP_LOGPROBS_MAX
 
 
 class Asked(NamedTuple):
-    """Which slots want raw logprobs, and how many of the likeliest tokens each wants."""
+    """Requests for reports: slots that want raw logprobs, and the number of likeliest tokens of
+    each.
+    """
 
     raw_S: Bool[Array | np.ndarray, " S"]
     top_S: Int32[Array | np.ndarray, " S"]
 
 
 class Report(NamedTuple):
-    """Logprobs in nats; zeros where nobody asks. The likeliest tokens come first.
+    """Logprobs in nats; zeros where not requested. The likeliest tokens come first.
 
     Those of a chunk have an axis of its steps before that of slots.
     """
@@ -36,7 +38,7 @@ class Report(NamedTuple):
 
 
 def top_count(vocabulary: int) -> int:
-    """How many of the likeliest tokens are found: TOP_LOGPROBS_MAX, or all there are."""
+    """Number of likeliest tokens that are computed: TOP_LOGPROBS_MAX, or the vocabulary's size."""
     return min(TOP_LOGPROBS_MAX, vocabulary)
 
 

@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """What is loaded: references to the model's arrays, and their identity.
+    """Loaded weights: references to the model's arrays, and their identity.
 
     `key` is this load's own, and outlives the weights where something that they computed does.
     """
@@ -282,7 +282,7 @@ class Runner:
 
     @property
     def _chunk_sizes(self) -> dict[str, Any]:
-        """What is static in a chunk's program."""
+        """Static arguments of a chunk's program."""
         return {
             "spec": self.spec,
             "steps": self._config.chunk_steps,
@@ -290,7 +290,7 @@ class Runner:
         }
 
     def _in_lanes(self, run: Callable[[int], Result]) -> list[Result]:
-        """What `run` returns in every lane; all have ended when an error of one is raised."""
+        """Results of `run` in every lane; all have ended when an error of one is raised."""
         if self._threads is None:
             with self._placement.active():
                 return [run(0)]
@@ -323,16 +323,16 @@ class Runner:
             self._threads.shutdown()
 
     def rest(self, *, caches: bool = False) -> None:
-        """Give back what is only needed while work goes on: the fused copy of the weights.
+        """Free what is only needed while work goes on: the fused copy of the weights.
 
-        The `caches` too, where no slot is in use; the next prompt or chunk has them made anew.
+        The `caches` too, where no slot is in use; the next prompt or chunk allocates them again.
         """
         self._fused = None
         if caches:
             self._caches = []
 
     def holds_copy_of(self, policy: Policy) -> bool:
-        """Whether the fused weights are there, and this policy's."""
+        """True if the fused weights are there, and this policy's."""
         return self._fused is not None and self._fused[0] is policy.key
 
     def _wake(self) -> None:
@@ -366,7 +366,7 @@ class Runner:
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a program is compiled for in an array's stead."""
+    """Shape and dtype that a program is compiled for."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 

@@ -2,7 +2,7 @@
 
 Owns temperature, min-p, top-k, top-p, greedy choice, the random numbers, and the logprob of what
 was drawn under the very distribution it was drawn from. Leaves out what changes logits before
-(`processors`), what is told beside the logprob (`reports`), stopping (`table`) and logits
+(`processors`), other reported logprobs (`reports`), stopping (`table`) and logits
 (`decoder`).
 
 A slot's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
@@ -23,7 +23,7 @@ SEED_BITS = 64
 
 
 class SlotSampling(NamedTuple):
-    """How each slot samples. Temperature 0 is greedy; min_p 0, top_p 1 and top_k 0 are off."""
+    """Sampling parameters by slot. Temperature 0 is greedy; min_p 0, top_p 1, top_k 0 are off."""
 
     temperature_S: Float32[Array | np.ndarray, " S"]
     top_p_S: Float32[Array | np.ndarray, " S"]
@@ -151,7 +151,7 @@ def narrowed(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float3
     kept_SV = (share_S <= 0)[:, None] | (scores_SV >= least_S[:, None])
     scores_SV = jnp.where(kept_SV, scores_SV, -jnp.inf)
     sorts_S = (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
-    # sorting the vocabulary is dear: nobody pays for it unless somebody asks for a rank
+    # sorting the vocabulary is expensive: done only if a request needs a rank
     return jax.lax.cond(
         jnp.any(sorts_S & (sampling.temperature_S > 0)),
         lambda scores: jnp.where(sorts_S[:, None], filtered(scores, sampling), scores),

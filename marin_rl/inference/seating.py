@@ -1,4 +1,4 @@
-"""Which waiting samples get the free slots, and what must run before they can decode.
+"""Scheduler: gives free slots to waiting samples, and plans the prefills and copies they need.
 
 Owns the order (first come, first served), the choice of a lane, the sharing of a prompt among the
 samples of one request in a lane, and the bound on prompts that are let in at once. Leaves out
@@ -23,8 +23,8 @@ Prompts = dict[tuple[int, int], list[Prompt]]
 
 @dataclass(slots=True, kw_only=True)
 class Seating:
-    """What newly seated samples need: prompts to run, by bucket and lane, each with the slots that
-    start from it; copies, from a slot to a slot of its lane; and prompts to score.
+    """Work for newly scheduled samples: prompts to run, by bucket and lane, each with the slots
+    that start from it; copies, from a slot to a slot of its lane; and prompts to score.
     """
 
     jobs: list[Job] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""What is asked of the engine's slots, and what comes out of them.
+"""Requests to the engine and its results.
 
 Owns the nouns that cross the engine's border: a request, a constraint on its text, one chunk's
-delta, a finished sample, a result. Leaves out who sits in which slot (`table`) and all arithmetic.
+delta, a finished sample, a result. Leaves out the assignment of slots (`table`) and all arithmetic.
 
 Axes: P positions of a prompt, T tokens of a completion, K likeliest tokens, W words of a mask.
 """
@@ -23,7 +23,7 @@ TOP_LOGPROBS_MAX = 20
 
 @runtime_checkable
 class TokenConstraint(Protocol):
-    """Which tokens one sample may go on with. Made and used on the engine's thread alone.
+    """Constraint on the next tokens of one sample. Made and used on the engine's thread alone.
 
     Stop tokens are allowed by the mask exactly where the text may end.
     """
@@ -41,15 +41,15 @@ class TokenConstraint(Protocol):
 class GenerationRequest:
     """`n` samples of one prompt; sample i draws with `sampling.seed + i`.
 
-    `stop_token_ids` are watched for beside the engine's own; a seed of None is drawn by the engine.
-    The raw logits pass, in this order: `logit_bias` (token id and what is added to its logit),
-    `repetition_penalty` over prompt and output (arXiv:1909.05858: 1 is off), `frequency_penalty`
-    and `presence_penalty` over the output (OpenAI's meaning: 0 is off), the constraint's mask, the
-    temperature, `min_p` (tokens less likely than this share of the likeliest one are left out; 0 is
-    off), top_k and top_p. `constraint` is called once per sample.
+    `stop_token_ids` are used in addition to the engine's own; a seed of None is drawn by the
+    engine. The raw logits pass, in this order: `logit_bias` (token id and what is added to its
+    logit), `repetition_penalty` over prompt and output (arXiv:1909.05858: 1 is off),
+    `frequency_penalty` and `presence_penalty` over the output (OpenAI's meaning: 0 is off), the
+    constraint's mask, the temperature, `min_p` (tokens less likely than this share of the likeliest
+    one are left out; 0 is off), top_k and top_p. `constraint` is called once per sample.
 
-    `top_logprobs` asks for that many likeliest tokens beside each sampled one, `raw_logprobs` for
-    logprobs of the model's own distribution (temperature 1 and nothing else applied) beside those
+    `top_logprobs` asks for that many likeliest tokens for each sampled one, `raw_logprobs` for
+    logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
     of the sampling distribution, `score_prompt` for those of the prompt's tokens; only with it may
     `sampling.max_tokens` be 0.
     """
@@ -71,10 +71,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one chunk added to sample `index`, and the policy that sampled it.
+    """Tokens that one chunk added to sample `index`, and the policy that sampled them.
 
     Logprobs are as in `Sample`. `finish_reason` is empty while the sample goes on. A sample's first
-    delta has the prompt's scores where they were asked for, those of the policy that is told here.
+    delta has the prompt's scores where they were asked for, those of the policy that is named here.
     """
 
     index: int

@@ -26,7 +26,7 @@ class StopWatch:
 
     `decode` is any tokenizer's: what tokens stand for may depend on their neighbours, and a token
     may be part of a character only. The window starts where decoding with more context changes
-    nothing, and what is found in it is confirmed on the whole. (A tokenizer that falls back to
+    nothing, and a match in it is confirmed on the whole. (A tokenizer that falls back to
     bytes may hide one match from it: of a stop string that itself holds unfinished characters.)
     """
 
@@ -79,6 +79,6 @@ class StopWatch:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the earliest of the stop strings begins in the text."""
+    """Index of the earliest stop string in the text, or None."""
     found = [at for at in (text.find(string) for string in stop) if at >= 0]
     return min(found, default=None)

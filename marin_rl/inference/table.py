@@ -1,4 +1,4 @@
-"""Who sits in which slot: the host's side of the batch.
+"""The running batch on the host: which sample is in which slot.
 
 Owns the small arrays that every chunk starts from, what each sequence has produced so far, and when
 it is finished: a stop token, a stop string, or its limit of tokens. Leaves out the device
@@ -100,7 +100,7 @@ def _joined(parts: list[np.ndarray | None]) -> np.ndarray | None:
 
 
 class SlotInputs(NamedTuple):
-    """What a chunk starts from: `token` stands at `position`; `remaining` 0 is an empty slot."""
+    """Inputs of a chunk: `token` stands at `position`; `remaining` 0 is an empty slot."""
 
     token_S: Int32[Array | np.ndarray, " S"]
     position_S: Int32[Array | np.ndarray, " S"]
@@ -111,10 +111,10 @@ class SlotInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one chunk sampled, by whom; slot s sampled the first `counts_S[s]` of its row.
+    """Tokens and logprobs of one decode chunk; slot s sampled the first `counts_S[s]` of its row.
 
     `slot_steps` are the steps of all slots, empty ones too. `reports` are each lane's, with an axis
-    of C in front; they are copied to the host only where somebody asks.
+    of C in front; they are copied to the host only on request.
     """
 
     tokens_SC: Int32[np.ndarray, "S C"]
@@ -126,7 +126,7 @@ class Chunk:
     reports: tuple[Report, ...]
 
     def report(self) -> Report:
-        """What is told of every slot, on the host."""
+        """Reports of every slot, on the host."""
         return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *self.reports)
 
 
@@ -228,7 +228,7 @@ class SlotTable:
         return failed
 
     def release(self, job: Job) -> None:
-        """Empty every slot of a job that is given up."""
+        """Empty every slot of a cancelled or failed job."""
         for slot, running in enumerate(self._running):
             if running is not None and running.job is job:
                 self._empty(slot)
@@ -284,7 +284,7 @@ class SlotTable:
         return len(running.tokens) - before
 
     def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
-        """Whether all logprobs that each slot sampled in a chunk are finite."""
+        """True for each slot whose logprobs of a chunk are all finite."""
         sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
         return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
 

@@ -35,7 +35,7 @@ from marin_rl.inference.placement import TENSOR, WHOLE, constrain, pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """What is static about a model: sizes, the norm's epsilon, the activation.
+    """Static facts of a model: sizes, the norm's epsilon, the activation.
 
     `embedding_scale` multiplies what enters the first layer. A norm whose weight is `norm_offset`
     too small (Gemma's: it scales by 1 + weight) also multiplies before it rounds to the dtype.
@@ -119,7 +119,7 @@ class Layer(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What stands before and after the layers."""
+    """Weights before and after the layers: embedding, final norm, head."""
 
     embedding: Float[Array, "V D"]
     embedding_norm: Norm | None
@@ -211,7 +211,7 @@ def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
 
 
 def _has_window(config: _Config) -> bool:
-    """Whether the configuration declares a window shorter than its context."""
+    """True if the configuration declares a window shorter than its context."""
     match config:
         case MistralConfig():
             # Levanter hands on the null of a Hugging Face configuration without one
@@ -266,7 +266,7 @@ def _present(norm: Norm | None) -> Norm:
 def rotary_table(model: LmHeadModel, length: int) -> Rotary:
     """cos and sin [length, H/2] of every position, by the model's own rotary module.
 
-    Rotating the vector (1…1, 0…0) gives (cos, sin), whatever variant of rotary embedding it is.
+    Rotating the vector (1…1, 0…0) gives (cos, sin) for any variant of rotary embedding.
     """
     layer = cast(_DecoderLayer, cast(Stacked, model.transformer.layers).stacked)  # type: ignore[attr-defined]
     embeddings = cast(RotaryEmbeddings, layer.self_attn.rot_embs)

@@ -226,7 +226,7 @@ class Worker:
         return answer
 
     def _fill(self, length: int, deadline: float) -> None:
-        """Read until the buffer has so many bytes."""
+        """Read until the buffer has `length` bytes."""
         while len(self._buffer) < length:
             if not self._readable.poll(_milliseconds_until(deadline)):
                 raise TimeoutError

@@ -1,8 +1,8 @@
-"""What a page is made of besides its data: two libraries from pinned packages, and our own files.
+"""Assets of a page besides its data: two libraries from pinned packages, and our own files.
 
 Plotly draws the curves and DataTables (as itables bundles it) the table of rollouts; both are MIT
 and are taken from the installed packages, so that a page needs no network. Scripts are named by
-hash in the page's Content-Security-Policy: nothing else can run, whatever a rollout says.
+hash in the page's Content-Security-Policy: nothing else can run, for any text of a rollout.
 """
 
 import base64

@@ -179,7 +179,7 @@ def make_charts(
 ) -> tuple[list[Chart], list[str]]:
     """The charts that have data, and the titles of those that have none.
 
-    `rows` are metric rows by round, ascending; the spreads are of training and held-out rewards.
+    `rows` are metric rows by round, ascending; the spreads are of training and evaluation rewards.
     Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
     """
     rows = _thinned(rows)
@@ -264,7 +264,7 @@ def _chart(plan: _Plan, rows: Rows) -> Chart:
 
 
 def _matched(pattern: str, name: str) -> str | None:
-    """What the `*` of a pattern stands for in a name; None where they do not match."""
+    """Part of a name that the `*` of a pattern matches; None where they do not match."""
     head, star, tail = pattern.partition("*")
     if not star:
         return "" if pattern == name else None

@@ -32,7 +32,7 @@ Key = tuple[bool, bool, bool, Amount]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How many rollouts a page shows: of each shown round, and of the run."""
+    """Number of rollouts a page shows: of each shown round, and of the run."""
 
     groups_per_round: int = 4
     members_per_group: int = 4
@@ -101,7 +101,7 @@ class RunPage:
         )
 
     def _forget_another(self) -> None:
-        """Where the folder holds another run of the same name now, nothing of the old is shown."""
+        """Drop all cached data where the folder now has another run of the same name."""
         if self._followed.times_begun != self._times_begun:
             self._times_begun = self._followed.times_begun
             for kept in (self._parts, self._slots, self._held_out):

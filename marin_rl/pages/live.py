@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class Latest:
-    """The newest data of a page and its ETag, made anew at most every LOOK_EVERY_S seconds."""
+    """The newest data of a page and its ETag, made at most every LOOK_EVERY_S seconds."""
 
     def __init__(self, page: RunPage) -> None:
         self._page = page
@@ -108,7 +108,7 @@ def serve_view(
     listener = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     told(f"http://{shown}:{listener.getsockname()[1]}/")
-    # without a log_config, which would end the handlers of whoever logs in this process
+    # without a log_config, which would remove the log handlers of this process
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, http="h11", lifespan="off"
     )

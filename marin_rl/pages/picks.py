@@ -1,4 +1,4 @@
-"""Which rollouts of a round a page shows: few, told apart for a reason, and never by chance.
+"""Selection of a round's rollouts for a page: few, each for a reason, and never at random.
 
 Of a round these groups are taken: the one whose rewards differ most, the one with the lowest mean,
 the one with the highest, then others in their order. Of a group: its best, its worst, then others

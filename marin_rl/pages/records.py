@@ -1,7 +1,7 @@
-"""What a page says of a run: frozen records that become its JSON as they are.
+"""Records of a run for a page: frozen, they become its JSON as they are.
 
 Nothing here reads files or makes HTML. Numbers that are not finite become null in the JSON; every
-text is raw, for escaping belongs to whoever shows it.
+text is raw, for escaping belongs to the renderer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of a rollout; `round` is that of the batches, null while nothing is decided."""
+    """Disposition of a rollout; `round` is that of the batches, null while nothing is decided."""
 
     kind: str = "undecided"
     reason: str = ""

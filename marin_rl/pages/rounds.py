@@ -36,7 +36,7 @@ SCORE_COLUMNS = ("rollout_id", "positions", "trainer_logprobs", "entropies", "cl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much of a round is shown: groups, members of each, tokens and characters of each."""
+    """Amount of a round that is shown: groups, members of each, tokens and characters of each."""
 
     groups: int = 4
     members: int = 4
@@ -46,7 +46,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPart:
-    """What one sealed round adds to a page."""
+    """Records that one sealed round adds to a page."""
 
     round: int
     rollouts: int
@@ -93,7 +93,7 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What is known of the picked rollouts besides their rows, by rollout id."""
+    """Facts of the picked rollouts besides their rows, by rollout id."""
 
     fates: Mapping[str, Fate]
     scores: Mapping[str, Scores]
@@ -150,7 +150,7 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
 
 
 def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
-    """What the trainer thought of the picked rollouts, where they were trained on in one piece."""
+    """Trainer's scores of the picked rollouts, where they were trained on in one piece."""
     found: dict[str, Scores] = {}
     last = round + max(run.config.batching.staleness_rounds_max, 0)
     for trained in range(round, last + 1):

@@ -1,6 +1,6 @@
-"""Where everything came from: the slots of each round with their digests and parents, and the run.
+"""Provenance for a page: the slots of each round with their digests and parents, and the run.
 
-Read from manifests alone. A digest that a page shows can be held against the files with
+Read from manifests alone. A digest that a page shows can be compared with the files by
 `sha256sum`: it is that of the manifest, or of the part.
 """
 
@@ -84,7 +84,7 @@ def facts_of(run: Run, headline: str, lines: dict[str, str]) -> Facts:
 
 
 def _digest_of(run: Run, ancestor: str) -> str:
-    """The digest of the configuration of a run beside this one."""
+    """Digest of the configuration of an ancestor."""
     folder = open_store(run.config.root, run.config.storage_options).at(ancestor)
     return str(json.loads(folder.read(RUN_KEY))["content_digest"])
 

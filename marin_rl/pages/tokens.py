@@ -17,7 +17,7 @@ DIGITS = 4
 
 
 class TokenTexts:
-    """What the tokens of a run read as; `digest` is that of the tokenizer, empty without one."""
+    """Texts of a run's tokens; `digest` is that of the tokenizer, empty without one."""
 
     def __init__(self, policy: PolicyConfig) -> None:
         from marin_rl.serving.texts import Texts

@@ -136,7 +136,9 @@ class RolloutMaker:
         return self._request.sampling_of(index)
 
     def _prompt_turns(self, n_prompt: int | None) -> tuple[Turn, ...]:
-        """The messages; a single one has all the prompt's tokens, of several nobody knows."""
+        """Turns of the prompt's messages; a single one spans all the prompt's tokens, several have
+        no spans.
+        """
         messages = self._request.example.messages
         if len(messages) == 1 and n_prompt is not None:
             message = messages[0]

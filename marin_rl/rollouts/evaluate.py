@@ -87,14 +87,14 @@ def evaluation_fingerprint(
 
 
 def evaluation_requests(run: Run, round: int, held_out: HeldOut) -> list[GroupRequest]:
-    """What an evaluation asks for: the same in every round but for the groups' names."""
+    """Requests of an evaluation: the same in every round but for the groups' names."""
     return requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
 
 
 def requests_of(
     config: Config, name: str, held_out: HeldOut, seed_of: Callable[..., int]
 ) -> list[GroupRequest]:
-    """What an evaluation under this name asks for; `seed_of("evaluate", i)` is example i's seed."""
+    """Requests of an evaluation under this name; `seed_of("evaluate", i)` is example i's seed."""
     temperature = {"temperature": config.evaluation.temperature}
     settings = config.sampling.model_copy(update=temperature).model_dump()
     of = () if held_out.name is None else (held_out.name,)

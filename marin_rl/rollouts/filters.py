@@ -1,4 +1,4 @@
-"""Which rollouts are kept from training, and why: pure masks over the rollouts of a round.
+"""Filters: pure masks over the rollouts of a round that are dropped, with the reason.
 
 Each mask says "drop". They are applied in this order, and the first that holds gives the reason:
 failed, stale, truncated, short group, no signal, overlong. What is dropped before the groups are
@@ -34,7 +34,7 @@ def truncated(status_N: np.ndarray) -> Bool[np.ndarray, " N"]:
 def overlong_penalty(
     sampled_N: Int[np.ndarray, " N"], tokens_max: int, buffer: float, penalty: float
 ) -> Float64[np.ndarray, " N"]:
-    """What a long completion loses of its reward.
+    """Penalty on the reward of a long completion.
 
     0 until the last `buffer` (a share) of `tokens_max` sampled tokens, then growing linearly to
     `penalty` at `tokens_max` (the soft punishment of DAPO, arXiv:2503.14476, eq. 13).

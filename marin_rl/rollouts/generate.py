@@ -123,7 +123,7 @@ def examples_of(
 def shard_requests(
     run: Run, round: int, shard: int, environment: Environment
 ) -> list[GroupRequest]:
-    """What a shard asks for, in order."""
+    """Requests of a shard, in order."""
     config = run.config
     first = config.rollouts.groups_per_round * shard // config.rollouts.shards_per_round
     return [
@@ -277,7 +277,7 @@ def shard_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 @dataclass(slots=True, kw_only=True)
 class _Meter:
-    """Counts groups as they are done, and tells whoever watches."""
+    """Counts groups as they are done, and publishes progress."""
 
     run_id: str
     stage: Stage

@@ -1,8 +1,8 @@
-"""What a run is evaluated on: its own environment's held-out examples, or sets that it names.
+"""Evaluation sets of a run: its environment's held-out examples, or named sets.
 
 A named set is an environment too, often `chat` over a fixed file; its examples carry the set's name
-as theirs, so that metrics and rows are told apart by it. No example of a fixed set counts twice.
-Leaves out asking and summing up (evaluate.py).
+as theirs, so that it separates metrics and rows. No example of a fixed set counts twice.
+Leaves out sampling and summing up (evaluate.py).
 """
 
 from collections.abc import Mapping

@@ -85,7 +85,7 @@ def pair_of_group(
 
 
 def _value(rollout: Rollout, component: str | None) -> float | None:
-    """What a member is ranked by; None where it has no such number."""
+    """Value that a member is ranked by; None where it has no such number."""
     if component is None:
         found = rollout.reward
     else:

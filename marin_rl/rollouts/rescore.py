@@ -1,6 +1,6 @@
 """A committed round scored again by another reward function, without sampling anything.
 
-Scores go into a table of their own beside the shards; what was trained on stays as it was. The
+Scores go into a table of their own; the shards stay as they are. The
 function runs in a process of its own, under the run's time limit, as while sampling.
 """
 
@@ -76,7 +76,7 @@ def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
 
 
 def _compared(table: RewardTable, rows: pa.Table) -> Rescored:
-    """What the rows of the table say, whoever wrote it."""
+    """Differences between the table's rewards and the recorded ones."""
     before, after = (rows[name].to_pylist() for name in ("reward_before", "reward"))
     return Rescored(
         table=table,
@@ -96,7 +96,7 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
 def source_digest(function: str) -> str:
     """SHA-256 of the module that a function is in: another text may give other rewards.
 
-    What that module imports is not covered: nobody can tell how far a function reaches.
+    What that module imports is not covered.
     Raises InputError where it cannot be imported.
     """
     module, _, attribute = function.partition(":")

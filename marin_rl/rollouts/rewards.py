@@ -1,6 +1,6 @@
-"""A reward model as a component of rewards: which one a run means, and what it adds to rollouts.
+"""A reward model as a component of rewards: its slot, and what it adds to rollouts.
 
-Scoring is done by whoever owns the model (a `RewardScorer`); nothing here knows of devices. It
+Scoring is done by the owner of the model (a `RewardScorer`); nothing here knows of devices. It
 happens for a shard at once, when all of its completions are there and before it is committed.
 """
 
@@ -23,7 +23,7 @@ STAMP = "reward_model"  # in the footer of a shard: the digest of the model that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardIdentity:
-    """What makes two reward models give the same rewards, besides a run's settings.
+    """Identity of a reward model: equal ones give the same rewards under the same settings.
 
     `mean` and `std` are of the raw rewards over the pairs it was trained on.
     """
@@ -39,7 +39,7 @@ class RewardScorer(Protocol):
 
     @property
     def identity(self) -> RewardIdentity:
-        """Which model this is."""
+        """Identity of the model."""
         ...
 
     def score(self, sequences: Sequence[Int32[np.ndarray, " _"]]) -> Float64[np.ndarray, " N"]:
@@ -49,7 +49,7 @@ class RewardScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelSlot:
-    """Where the reward model lies that a configuration names, and what its manifest says."""
+    """Slot of the configured reward model, and its manifest."""
 
     run: Run
     ref: SlotRef
@@ -59,7 +59,7 @@ class RewardModelSlot:
 def reward_model_slot_of(
     config: Config, tokenizer_digest: str, chat_template_digest: str
 ) -> RewardModelSlot:
-    """The reward model of `environment.reward_model`, found fit for policies with this tokenizer.
+    """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
 
     Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
     use; InputError where its tokenizer or chat template is another.

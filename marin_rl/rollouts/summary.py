@@ -1,4 +1,4 @@
-"""What the rollouts of a round say, before any of them is trained on: pure functions over arrays.
+"""Metrics of a round's rollouts: pure functions over arrays.
 
 The metrics have their definitions in `marin_rl.metrics`. Means over nothing are left out, never
 reported as 0. Axes: N rollouts, M values of one reward component.
@@ -18,7 +18,7 @@ def rollout_metrics(
     statuses: Sequence[str],
     components: Mapping[str, Float64[np.ndarray, " M"]],
 ) -> dict[str, float]:
-    """What the rollouts of one round say, before any of them is trained on.
+    """Metrics of the rollouts of one round, before any of them is trained on.
 
     `rewards` is NaN where a rollout has none; `groups` are arbitrary integers equal within a group;
     `lengths` count sampled tokens. Means over nothing are left out, never reported as 0.
@@ -53,7 +53,7 @@ def consumed_metrics(
     formats: Float64[np.ndarray, " N"],
     corrects: Float64[np.ndarray, " N"],
 ) -> dict[str, float]:
-    """What the rollouts that a round is trained on say: `train/*` and `objective/scores`.
+    """Metrics of the rollouts that a round is trained on: `train/*` and `objective/scores`.
 
     `formats` and `corrects` are the components of these names, NaN where a rollout has none.
     """

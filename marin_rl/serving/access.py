@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What is known of one request; durations in seconds, None where it never came so far.
+    """Facts of one request; durations in seconds, None for phases that it did not reach.
 
     Routes set the tokens, the phases and the weight version when they have them; the middleware the
     rest. `route` is the template that matched, never the path as it was sent.
@@ -74,7 +74,7 @@ class RequestLog:
     """The outermost ASGI middleware: every request gets an id, a record, and an answer.
 
     What a route lets escape is our fault: its trace goes to the process's log under the request's
-    id, and the client is told the id alone. `on_start` and `on_end` see each record.
+    id, and the client gets the id alone. `on_start` and `on_end` see each record.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Taken:
 
 @runtime_checkable
 class Stream(Protocol):
-    """What lines can be written to, such as `sys.stderr`."""
+    """A stream that accepts lines of text, such as `sys.stderr`."""
 
     def write(self, text: str, /) -> int:
         """Take in some text."""

@@ -1,4 +1,4 @@
-"""Where a server listens: who could reach it there, and whether the port is to be had.
+"""Addresses to listen on: who could reach the server there, and is the port free.
 
 Can be asked before a model is loaded, so that a wrong address costs a second and not minutes.
 """

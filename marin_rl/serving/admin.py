@@ -62,7 +62,7 @@ class UpdateWeightsBody(Body):
 
     @property
     def source(self) -> Source:
-        """Where the weights lie."""
+        """The place of the weights."""
         if self.model_path is not None:
             return folder(self.model_path, self.parameters_digest)
         assert self.root is not None
@@ -111,7 +111,7 @@ def admin_routes(service: Service) -> list[Route]:
         return json_response({"drained": drained} | status(service))
 
     async def get_status(request: Request) -> Response:
-        """What is served and what is going on."""
+        """Return what is served and the current load."""
         return json_response(status(service))
 
     posts = {
@@ -132,7 +132,7 @@ def _check_goes_on(service: Service) -> None:
 
 
 def status(service: Service) -> dict[str, Any]:
-    """What is served and what is going on: `running` requests, samples that are `queued`."""
+    """Return what is served and the load: `running` requests, samples that are `queued`."""
     engine, updater = service.engine, service.updater
     policy, stats = engine.policy, updater.stats
     return {

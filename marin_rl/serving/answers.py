@@ -1,4 +1,4 @@
-"""How answers look that are sent as a whole, and the parts that streams share with them.
+"""JSON of complete answers, and the parts that streams share with them.
 
 Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and the JSON of
 chat and plain completions. Pure functions, run on the writer's thread. Leaves out routes (`chat`,
@@ -27,7 +27,7 @@ NEVER = -9999.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a request's samples become text: what ends them, and whether markers are kept."""
+    """Conversion of samples to text: stop strings, and special tokens kept or left out."""
 
     texts: Texts
     stop_token_ids: frozenset[int]
@@ -39,7 +39,7 @@ class Reading:
         return GrowingText(self.texts, self.stop, special=self.special)
 
     def grown(self, text: GrowingText, ids: Sequence[int], finish_reason: str) -> str:
-        """What a text gains by more tokens; all that is left of it where they are the last."""
+        """Text that a sample gains by more tokens; all the remaining text if they are the last."""
         if not finish_reason:
             return text.feed(ids)
         text.ids.extend(ids)
@@ -151,7 +151,7 @@ def _likely(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What stands on top of every answer of one request, whole or in chunks."""
+    """Fields at the top of every answer of one request, complete or in chunks."""
 
     id: str
     created: int
@@ -173,7 +173,7 @@ class Heading:
 
 
 def usage(prompts: Sequence[Int32[np.ndarray, " _"]], sampled: int) -> dict[str, int]:
-    """What was read and written, in tokens."""
+    """Token usage: prompt, completion and total."""
     prompted = sum(map(len, prompts))
     return {
         "prompt_tokens": prompted,
@@ -183,7 +183,7 @@ def usage(prompts: Sequence[Int32[np.ndarray, " _"]], sampled: int) -> dict[str,
 
 
 def tokens_of(results: Sequence[GenerationResult]) -> int:
-    """How many tokens were sampled."""
+    """Number of sampled tokens."""
     return sum(len(sample.token_ids) for result in results for sample in result.samples)
 
 

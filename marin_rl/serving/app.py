@@ -29,7 +29,7 @@ ROUTES = (catalog_routes, chat_routes, completions_routes, tokens_routes, admin_
 
 
 class Application:
-    """Routes behind a gate, in ASGI's terms: nothing but the health routes is open to everybody."""
+    """Routes behind a gate, in ASGI's terms: only the health routes are open without a token."""
 
     def __init__(self, routes: Sequence[Route], gate: Gate) -> None:
         self.routes = tuple(routes)

@@ -86,7 +86,7 @@ def _refusal(kind: type[Body], data: bytes, error: ValidationError) -> ApiError:
 
 
 def _names(kind: type[Body], error: ErrorDetails) -> list[str]:
-    """Where in the body it is: fields and numbers in lists, without the names of union branches."""
+    """Path of the error in the body: fields and list indices, without union branches."""
     known, names = _fields(kind), list[str]()
     for part in error["loc"]:
         if isinstance(part, int) or (part in known and part not in names[-1:]):
@@ -142,7 +142,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _found(data: bytes, error: ErrorDetails) -> str:
-    """The number or boolean that was found instead, as the end of a message."""
+    """End of an error message: the number or boolean that came instead."""
     if len(data) > FOUND_BYTES_MAX or error["type"] == "missing" or error["loc"][-1] == "[key]":
         return ""
     value: Any = from_json(data)

@@ -61,7 +61,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one body holds of the budget, until it is released."""
+    """Share of one body in the budget, until it is released."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget

@@ -1,6 +1,6 @@
-"""A model served in this process for as long as somebody asks it, from a folder or a slot.
+"""A model served in this process for the length of one task, from a folder or a slot.
 
-For what is no round of a run: no trainer holds the weights, so no canary is held against it; what
+For work outside a run's rounds: no trainer has the weights, so there is no canary; what
 was read is verified by `loading`. Rounds are served by `resident`, people by `standalone`.
 """
 

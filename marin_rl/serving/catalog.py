@@ -1,4 +1,4 @@
-"""What the server says of itself: whether it lives, whether it takes work, and what it serves."""
+"""Routes about the server itself: health, readiness, and the served models."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def catalog_routes(service: Service) -> list[Route]:
         return json_response({"object": "list", "data": [described(m) for m in service.known]})
 
     async def model(request: Request) -> Response:
-        """One of them."""
+        """Return one served model."""
         asked = request.path_params["model"]
         service.check_model(asked)
         return json_response(described(asked))

@@ -76,12 +76,12 @@ class Chat:
 
     @property
     def names(self) -> list[str]:
-        """What the tools are called that may be called."""
+        """Names of the tools that may be called."""
         return [tool["function"]["name"] for tool in self.tools]
 
     @property
     def calls_max(self) -> int | None:
-        """How many calls an answer may make."""
+        """Largest number of calls in one answer, or None for no limit."""
         return 1 if self.body.parallel_tool_calls is False else None
 
 
@@ -124,7 +124,7 @@ def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Pr
 
 
 def _constraint(chat: Chat) -> MakeWalker | None:
-    """What the answer must be, if anything."""
+    """The constraint on the answer's form, or None."""
     body, constraints = chat.body, chat.service.constraints
     if not body.must_call:
         return constraints.response_format(body.form)
@@ -138,7 +138,7 @@ def _constraint(chat: Chat) -> MakeWalker | None:
     if body.form is not None and body.form["type"] != "text":
         raise ApiError(
             400,
-            "response_format: expected none beside a tool_choice that asks for a call",
+            "response_format: expected none together with a tool_choice that asks for a call",
             param="response_format",
         )
     asked = body.tool_choice
@@ -237,7 +237,7 @@ class ChatStream:
         return chat.service.chunk(chat.heading, "chat.completion.chunk", source, chat.body)
 
     def _told(self, growing: _Growing, delta: Delta) -> dict[str, Any]:
-        """What the message gains."""
+        """The message fields of one delta."""
         ids = delta.token_ids.tolist()
         text = self._chat.reading.grown(growing.text, ids, delta.finish_reason)
         told: dict[str, Any] = {}

@@ -60,7 +60,7 @@ class Plain:
 
     @property
     def scored(self) -> bool:
-        """Whether the prompts' own log-probabilities are told."""
+        """True if the answer contains the logprobs of the prompts."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
 

@@ -40,7 +40,7 @@ _quiet.setLevel(logging.CRITICAL)
 class Connections:
     """The connections of one server. Used from its event loop only.
 
-    `on_refused` is told why a connection was closed on purpose, `on_count` how many there are.
+    `on_refused` gets the reason of each connection closed on purpose, `on_count` their number.
     """
 
     config: ServerConfig
@@ -61,12 +61,12 @@ class Connections:
 
 
 class _Flow(FlowControl):
-    """Does not go on reading while requests wait behind the one that is being answered.
+    """Flow control that stops reading while requests wait behind the one that is being answered.
 
-    uvicorn reads on after every answer, so that whoever sends requests faster than they are
+    uvicorn reads on after every answer, so a client that sends requests faster than they are
     answered could fill the memory with them.
 
-    `unsent` is what was left to send when somebody looked, since writing was last paused.
+    `unsent` is the number of bytes left to send at the last check since writing was paused.
     """
 
     def __init__(self, transport: Any, waiting: Sized) -> None:
@@ -86,7 +86,7 @@ class _Flow(FlowControl):
 
 
 class _Outlet:
-    """Where uvicorn writes answers: a transport, but that the connection knows how to end."""
+    """Transport that uvicorn writes answers to, with an end that the connection controls."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -97,7 +97,7 @@ class _Outlet:
 
 
 class Client:
-    """Whoever waits for an answer, as far as its connection tells. Used from the event loop only.
+    """The client of a request, as seen from its connection. Used from the event loop only.
 
     ASGI would have a task wait, for every request, for a message that the client left.
     """
@@ -123,7 +123,7 @@ class Client:
 
 
 def client_of(scope: Scope) -> Client:
-    """Who sent a request that came through `BoundedProtocol`."""
+    """Return the client of a request that came through `BoundedProtocol`."""
     client = scope["extensions"][_EXTENSION]
     assert isinstance(client, Client)
     return client
@@ -262,7 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(after_s, call)
 
     def _look(self) -> None:
-        if self.transport.is_closing():  # by uvicorn, which waits for whoever does not read
+        if self.transport.is_closing():  # by uvicorn, which waits for clients that do not read
             self._close()
             return
         timeout_s = self.shared.config.header_timeout_s
@@ -279,7 +279,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._drop("idle")
 
     def _look_at_reader(self) -> None:
-        """Give up a client that takes nothing of its answers for `body_timeout_s`.
+        """Disconnect a client that reads nothing of its answers for `body_timeout_s`.
 
         An answer that waits for it has no other end: it would keep the connection for ever.
         """
@@ -320,7 +320,7 @@ class BoundedProtocol(HttpToolsProtocol):
             client_of(scope).leave()
 
     def _linger(self) -> None:
-        """Close our side, and let the client finish talking to nobody for a moment.
+        """Close our side, and drain what the client still sends for a moment.
 
         A socket closed with unread bytes resets the connection, and the answer may be lost with it.
         """
@@ -354,7 +354,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._give_up(math.inf)
 
     def _give_up(self, unsent: float | int) -> None:
-        """Whoever reads nothing of what it was sent for long would keep the socket for ever."""
+        """Close connections whose client stops reading (slow-read attack)."""
         left = self.transport.get_write_buffer_size()
         if left < unsent:
             self._later(self.shared.config.body_timeout_s, partial(self._give_up, left))

@@ -97,7 +97,7 @@ class Constraints:
         self._compiled: OrderedDict[tuple[bytes, str], Future[LLMatcher]] = OrderedDict()
 
     def response_format(self, form: Mapping[str, Any] | None) -> MakeWalker | None:
-        """What OpenAI's `response_format` asks for; None where any text will do.
+        """Constraint for OpenAI's `response_format`; None where any text is allowed.
 
         Raises ApiError 400 on a schema that is wrong, too large, or cannot be enforced.
         """
@@ -246,7 +246,7 @@ def _as_text(schema: Any) -> str:
 
 
 def _measure(schema: Any) -> tuple[int, int]:
-    """How many values a schema has, and how deep they lie; stops where that is too deep."""
+    """(number of values in a schema, their depth); counting stops beyond the depth limit."""
     nodes, depth, layer = 0, 0, [schema]
     while layer and depth <= SCHEMA_DEPTH_MAX:
         nodes, depth = nodes + len(layer), depth + 1
@@ -261,7 +261,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _told(matcher: LLMatcher) -> str:
-    """What llguidance says, in a line."""
+    """The error message of llguidance, on one line."""
     first = matcher.get_error().partition("\n<")[0]
     if first.startswith("NoExtension"):
         return "a form that no text has"

@@ -1,9 +1,10 @@
-"""Between the event loop and threads: one that reads what is asked, one that writes what is told.
+"""Threads next to the event loop: one tokenizes requests, one writes responses.
 
 Owns both hand-overs. Another thread costs more than most of what it is woken for (0.3 ms of CPU for
 0.1 ms of work, measured), so what is short is prepared where it is read, and what is written for
 many requests is handed over at once. The engine only queues what it made; decoding and JSON happen
-on the writer's thread. Leaves out what is written (`answers`, `streaming`) and asked (`exchange`).
+on the writer's thread. Leaves out the content of responses (`answers`, `streaming`) and of requests
+(`exchange`).
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# A body of so many bytes takes about 0.1 ms; so many seconds are nothing that others would notice.
+# A body of this size takes about 0.1 ms; other requests do not notice this many seconds.
 SHORT_BYTES = 4096
 SHORT_S = 0.001
 # Few strings and lists, so few messages or prompts: each costs something of its own.
@@ -29,7 +30,8 @@ CHAT_WORDS = (b"messages",)
 
 
 class Reply:
-    """What one request waits for on the event loop: pieces of bytes, then an end or an error.
+    """Response of one request, as the event loop awaits it: pieces of bytes, then an end or an
+    error.
 
     Made and read on the loop; what others have for it comes through `Writer.put`.
     """
@@ -78,7 +80,7 @@ class Reply:
 
 
 class Preparer:
-    """Has requests prepared: short ones at once, on the event loop, all others by threads.
+    """Parses and tokenizes requests: short ones at once on the event loop, all others on threads.
 
     Short is a body of few bytes whose preparation takes no time to speak of, as that of those
     before it did not. What may take long whatever its size (tools, forms) is known by words in the
@@ -113,7 +115,7 @@ class Preparer:
             executor.submit(self._timed, work)
 
     async def made(self, data: bytes, work: Callable[[], T]) -> T:
-        """What is made of a body; raises what the work raises."""
+        """Return the result of `work` for a body; raises what `work` raises."""
         executor = self._executor_for(data)
         if executor is None:
             return self._timed(work)
@@ -185,14 +187,14 @@ class Writer:
         for loop in loops.values():
             try:
                 loop.call_soon_threadsafe(_hand_over, [w for w in written if w[0].loop is loop])
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no request waits any more
                 continue
 
 
 def _written(reply: Reply, write: Write) -> Written:
     try:
         data, last = write()
-    except Exception as error:  # noqa: BLE001 whoever reads the reply gets it
+    except Exception as error:  # noqa: BLE001 the reader of the reply gets it
         return reply, b"", True, error
     return reply, data, last, None
 

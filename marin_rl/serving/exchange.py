@@ -1,4 +1,4 @@
-"""A request's way through the engine and back: prepared, submitted, seated, written, or given up.
+"""A request's way through the engine: prepared, submitted, scheduled, answered or cancelled.
 
 Owns what a route asks of the engine (`Order`), the hops between event loop, tokenizer, engine and
 writer, deadlines, and what happens when a client leaves. Leaves out how a body is read and how
@@ -33,7 +33,7 @@ Finished = Callable[[Sequence[GenerationResult]], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a request asks of the engine, and how the answer is written, by the writer's thread.
+    """A parsed request for the engine, and the functions that write its answer (writer's thread).
 
     `model` is the name, or the id of the weights, that was asked for. `end` makes what is sent when
     every prompt has its samples. A stream has a `delta` too: what is sent when a chunk added
@@ -85,7 +85,7 @@ class Exchange:
             return
         try:
             self._submit(prepare(self._service, data))
-        except Exception as error:  # noqa: BLE001 whoever reads the reply gets it
+        except Exception as error:  # noqa: BLE001 the reader of the reply gets it
             self._raise(error)
         finally:
             self._parsed()
@@ -113,7 +113,9 @@ class Exchange:
         self._service.writer.put(self.reply, partial(_raised, error))
 
     def close(self) -> None:
-        """The answer is sent, or given up: free what is held for it. Later calls change nothing."""
+        """Free what the request holds, after its answer was sent or abandoned. Later calls do
+        nothing.
+        """
         if self._closed:
             return
         self._closed = True

@@ -22,7 +22,7 @@ from marin_rl.serving.telemetry import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 
 @dataclass(slots=True, kw_only=True)
 class Gate:
-    """What `create_app` mounts. `origins` changes when the server binds to an address."""
+    """Middlewares and routes that `create_app` mounts. `origins` changes when the server binds."""
 
     config: ServerConfig
     keys: Keys
@@ -54,6 +54,6 @@ class Gate:
             self.log.add(record)
 
     async def _metrics(self, request: Request) -> Response:
-        """What the server measures of itself, as Prometheus reads it."""
+        """Return the server's metrics in the Prometheus text format."""
         data = await asyncio.to_thread(self.telemetry.exposition)
         return Response(data, media_type=CONTENT_TYPE)

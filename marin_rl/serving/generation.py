@@ -1,4 +1,4 @@
-"""What may be asked of the server: the bodies of the routes that sample, score and tokenize.
+"""Request bodies of the routes that sample, score and tokenize.
 
 Owns their fields, the static limits of each, and how they become the engine's request. Null means
 the default wherever OpenAI's clients may send it. Limits that follow from the model or from the
@@ -76,14 +76,14 @@ def _temperature(value: float) -> float:
 
 
 class StreamOptions(Body):
-    """What a stream tells besides; `include_obfuscation` false is what is done anyway."""
+    """Stream options; `include_obfuscation` may only be false."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class SamplingFields(Body):
-    """How tokens are drawn: what every sampling route has in common."""
+    """Sampling parameters that all sampling routes have in common."""
 
     n: int | None = Field(default=None, ge=1, le=SAMPLES_MAX)
     temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(
@@ -113,18 +113,18 @@ class SamplingFields(Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """What ends the text, and is cut from it."""
+        """Stop strings: they end the text and are cut from it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """What is added to the logits of single tokens."""
+        """(token id, bias) pairs that are added to the logits."""
         return tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items())
 
     def request(
         self, prompt: Int32[np.ndarray, " P"], max_tokens: int, *, number: int = 0, **more: Any
     ) -> GenerationRequest:
-        """What the engine is asked for prompt `number`; its seeds begin at `seed + number * n`.
+        """The engine's request for prompt `number`; its seeds begin at `seed + number * n`.
 
         `more` are fields of the request that not all routes have.
         """
@@ -155,7 +155,7 @@ class SamplingFields(Body):
 
 
 class SamplingBody(SamplingFields):
-    """What chat and plain completions have in common."""
+    """Fields that chat and plain completions have in common."""
 
     model: Annotated[str, Field(max_length=1024)]
     stream: bool | None = None
@@ -172,12 +172,14 @@ class SamplingBody(SamplingFields):
 
     @property
     def raw(self) -> bool:
-        """Whether logprobs are those of the model's own distribution."""
+        """True if logprobs are those of the model's own distribution (before temperature and
+        filters).
+        """
         return self.logprobs_mode == "raw_logprobs"
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -238,7 +240,7 @@ class ChatBody(SamplingBody):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a tool call."""
         return self.tool_choice is not None and self.tool_choice not in ("none", "auto")
 
     @property
@@ -250,7 +252,9 @@ class ChatBody(SamplingBody):
 
 
 class ChatTokensBody(ChatBody):
-    """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids beside the messages."""
+    """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids in addition to the
+    messages.
+    """
 
     tokens: SomeTokens
 

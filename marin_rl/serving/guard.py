@@ -1,4 +1,4 @@
-"""Who may speak to the server, and how much: what is checked before a route sees the request.
+"""Access control: what is checked before a route sees the request.
 
 Everything is closed but the two health routes, by a rule that knows no paths besides them, so that
 a new route cannot be forgotten. Leaves out what a token is (`keys`), which hosts and pages are ours
@@ -23,7 +23,7 @@ from marin_rl.serving.limits import Deadline, Rates, request_timeout
 from marin_rl.serving.origins import Origins, cors_headers, preflight_headers
 
 OPEN_PATHS = ("/healthz", "/readyz")
-CLIENT_LEFT = 499  # nobody reads it; the log and the metrics do
+CLIENT_LEFT = 499  # never sent; for the log and the metrics
 # An answer that has begun gets this much longer, so that its route can end it properly.
 ENDING_S = 5.0
 
@@ -235,7 +235,7 @@ async def read_body(receive: Receive, bytes_max: int | None = None) -> bytes:
 
 
 def client_left() -> ApiError:
-    """Nobody waits for an answer any more."""
+    """Error for a client that has disconnected."""
     return ApiError(CLIENT_LEFT, "the client went away", code="client_left")
 
 

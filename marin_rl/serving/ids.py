@@ -3,7 +3,7 @@
 import random
 import secrets
 
-# Seeded by the system once: asking it for every id would give up the interpreter's lock each time.
+# Seeded by the system once: asking it for every id would release the interpreter lock each time.
 _random = random.Random(secrets.randbits(256))
 
 

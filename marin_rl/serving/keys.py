@@ -21,7 +21,7 @@ _NOBODY = bytes(32)
 class Keys:
     """SHA-256 digests of the API's and the admin's token; None where the variable is not set.
 
-    Digests rather than tokens: they compare in constant time whatever bytes a client sends, and a
+    Digests rather than tokens: they compare in constant time for any bytes a client sends, and a
     trace or a dump of this object gives nothing away.
     """
 
@@ -38,7 +38,7 @@ class Keys:
         if api is not None and api == admin:
             raise ConfigError(
                 f"{config.api_key_variable} and {config.server.admin_key_variable} hold the same "
-                "token: whoever may ask for completions could replace the weights. Use two tokens"
+                "token: every caller of completions could replace the weights. Use two tokens"
             )
         return Keys(
             api=None if api is None else hashlib.sha256(api).digest(),
@@ -48,9 +48,10 @@ class Keys:
         )
 
     def caller(self, authorization: Sequence[bytes]) -> str | None:
-        """Who sends these Authorization headers: "admin", "api", "local", or None for nobody.
+        """Role of the sender of these Authorization headers: "admin", "api", "local", or None if
+        unknown.
 
-        "local" is everyone while no API token is set: then only this machine is answered.
+        "local" is every caller while no API token is set: then only this machine is answered.
         """
         given = hashlib.sha256(_bearer(authorization)).digest()
         is_admin = hmac.compare_digest(given, self.admin or _NOBODY)

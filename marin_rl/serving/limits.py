@@ -1,4 +1,4 @@
-"""How much, how often, how long: what a request may ask for and how long it may wait.
+"""Limits: sizes and rates of requests, and how long they may wait.
 
 Owns request rates, the sizes and the queue that a configuration allows, and a request's deadlines.
 Leaves out the shape of a body (`bodies`), its bytes (`guard`), and sockets (`connections`).
@@ -61,7 +61,7 @@ class Rates:
         self._told = "" if rate is None else f"at most {rate:g} requests a second"
 
     def refusal(self, caller: str) -> ApiError | None:
-        """What to answer a caller that comes too often: 429, and when to come again."""
+        """Error 429 for a caller above its rate, with the time to retry at; None if it is below."""
         bucket = self._buckets.get(caller)
         wait_s = 0.0 if bucket is None else bucket.take()
         if wait_s == 0:
@@ -113,7 +113,7 @@ def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
 
 
 def draining_error() -> ApiError:
-    """What new work is answered while the server ends: another one may be there soon."""
+    """Error for new work while the server shuts down, with Retry-After."""
     return ApiError(
         503,
         "the server is shutting down: try again",

@@ -108,7 +108,7 @@ def check_positions(model: LmHeadModel, positions: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What new weights must fit: the tokenizer and the architecture that are served."""
+    """Tokenizer and architecture of the served model, which new weights must match."""
 
     tokenizer: TokenizerIdentity
     architecture: Architecture
@@ -140,14 +140,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where new weights lie: `kind` for the metrics, `place` as the caller wrote it."""
+    """Source of new weights: `kind` for the metrics, `place` as the caller wrote it."""
 
     kind: str
     place: str
     read: Callable[[Served], Loaded]
 
     def told(self, error: Exception) -> str:
-        """What went wrong, without the places of files that the caller did not name himself."""
+        """Error message without paths that the caller did not name."""
         text = str(error)
         for path in (Path(self.place).absolute(), Path(self.place).resolve()):
             # not where it is the end of another path, such as the one that the caller wrote
@@ -280,7 +280,7 @@ def _identity(run: Run, ref: SlotRef) -> Identity:
 
 
 def _read_parameters(run: Run, ref: SlotRef, template: LmHeadModel) -> dict[str, np.ndarray]:
-    """On the host alone: the optimizer's state and the average beside it are dropped."""
+    """Parameters on the host alone; the optimizer state and the average are dropped."""
     optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
     like = tree_of(state_like(template, optimizer))
     try:

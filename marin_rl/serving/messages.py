@@ -1,4 +1,4 @@
-"""What a conversation is made of, as OpenAI's clients send it: messages, tools, the answer's form.
+"""Parts of a conversation as OpenAI's clients send it: messages, tools, response format.
 
 Owns the shapes and their limits. Leaves out how they become a prompt (`templates`), how calls are
 read back (`tools`), and how a form is enforced (`constraints`).
@@ -49,7 +49,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What a call names; `arguments` is a JSON object as text."""
+    """Function name and arguments of a call; `arguments` is a JSON object as text."""
 
     name: str = Field(min_length=1, max_length=256)
     arguments: str
@@ -99,7 +99,7 @@ class ChatMessage(Body):
         return self
 
     def as_told(self) -> dict[str, Any]:
-        """What templates see: role and content, and what else was given."""
+        """Message as templates see it: role, content, and the other fields that were given."""
         told: dict[str, Any] = {"role": self.role, "content": self.content}
         if not isinstance(self.content, str | None):
             told["content"] = "".join(part.text for part in self.content)

@@ -56,7 +56,7 @@ class Origins:
         return None
 
     def listed(self, headers: Mapping[bytes, list[bytes]]) -> str | None:
-        """The request's origin if browsers are to be told that it may read answers."""
+        """The request's origin if it is one that may read answers, else None."""
         origins = _texts(headers.get(b"origin", []))
         return origins[0] if len(origins) == 1 and origins[0] in self._listed else None
 
@@ -78,7 +78,7 @@ class Origins:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine itself."""
+    """True if a host name or address is this machine's loopback."""
     if host == "localhost":
         return True
     try:
@@ -88,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
-    """What lets a page of a listed origin read an answer."""
+    """CORS headers that let a page of a listed origin read an answer."""
     return [
         (b"access-control-allow-origin", origin.encode()),
         (b"access-control-expose-headers", _EXPOSED.encode()),
@@ -99,7 +99,7 @@ def cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
 def preflight_headers(
     origin: str, headers: Mapping[bytes, list[bytes]]
 ) -> list[tuple[bytes, bytes]]:
-    """What lets a page of a listed origin send a request with the headers it asks for."""
+    """CORS headers that let a page of a listed origin send the headers it asks for."""
     asked = ", ".join(_texts(headers.get(b"access-control-request-headers", [])))
     allowed = asked if _HEADER_NAMES.fullmatch(asked) else "authorization, content-type"
     return [

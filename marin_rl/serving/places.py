@@ -1,6 +1,6 @@
 """The places from which an admin may have weights loaded.
 
-Whoever holds the admin token changes the weights; that is no right to have the server read any file
+The admin token changes the weights; it is no right to have the server read any file
 that its user can. So a place is taken only below a root that the server was started with: the run's
 own root, the folder that holds the model folder, and what `inference.server.update_roots` lists.
 """
@@ -25,7 +25,7 @@ def with_update_root(config: InferenceConfig, root: str | Path) -> InferenceConf
 
 
 class Places:
-    """What lies below one of some roots: local folders, symbolic links followed, or URLs."""
+    """Places below a list of roots: local folders, symbolic links followed, or URLs."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         # these are the user's own words, so `~` is their home

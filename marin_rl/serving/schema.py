@@ -46,7 +46,7 @@ EVENT = {
 
 
 class ErrorBody(BaseModel):
-    """What went wrong; `param` is the field, `code` is for programs."""
+    """Error; `param` is the field, `code` is for programs."""
 
     message: str
     type: str
@@ -61,7 +61,7 @@ class ErrorAnswer(BaseModel):
 
 
 class Status(BaseModel):
-    """How the server is."""
+    """Status of the server."""
 
     status: Literal["ok", "ready", "not ready"]
 
@@ -79,7 +79,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """All of them."""
+    """List of models."""
 
     object: Literal["list"]
     data: list[Model]
@@ -130,7 +130,7 @@ class AnsweredCall(BaseModel):
 
 
 class AnsweredMessage(BaseModel):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -142,7 +142,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Sampled(BaseModel):
-    """What every choice may hold besides."""
+    """Further fields of a choice."""
 
     index: int
     finish_reason: FinishReason
@@ -159,7 +159,7 @@ class ChatChoice(Sampled):
 
 
 class Answered(BaseModel):
-    """What stands on top of every answer."""
+    """Fields at the top of every answer."""
 
     id: str
     created: int
@@ -247,7 +247,7 @@ class Generated(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a route takes and gives; `told` says what it is for, else its endpoint does."""
+    """Request and response of a route; `told` describes it, else its endpoint's docstring does."""
 
     told: str = ""
     takes: type[BaseModel] | None = None
@@ -324,7 +324,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _operation(route: Route, method: str) -> dict[str, Any]:
-    """What a method of a route takes and gives, and who may ask."""
+    """OpenAPI operation of a route's method: request, responses, and who may call it."""
     path = route.path_format
     shape = SHAPES.get(path, Shape())
     operation: dict[str, Any] = {

@@ -104,7 +104,7 @@ class PolicyServer:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients are given: `http://host:port/v1`."""
+        """Base URL for OpenAI clients: `http://host:port/v1`."""
         assert self._base_url, "the server was not started"
         return self._base_url
 
@@ -139,7 +139,7 @@ class PolicyServer:
 
     @property
     def settings(self) -> ServerConfig:
-        """Who may call, how much, and how long."""
+        """Settings of access and limits."""
         return self._config
 
     def log_requests(self, stream: Stream) -> None:
@@ -149,7 +149,7 @@ class PolicyServer:
         self.telemetry.lines_dropped = self._gate.log.lines_dropped
 
     def how_to_call(self) -> str:
-        """What to tell whoever starts the server: its address, whose tokens, and an example."""
+        """Start message for people: address, which tokens are needed, and an example call."""
         keys, root = self._keys, self.base_url.removesuffix("/v1")
         header = f'-H "Authorization: Bearer ${keys.api_variable}" ' if keys.api else ""
         messages = [{"role": "user", "content": "Hi"}]
@@ -237,7 +237,7 @@ class PolicyServer:
 
 
 def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
-    """What ends a completion; InputError where the model or a slot has no room for it."""
+    """Token ids that end a completion; InputError where the model or a slot has no room for one."""
     ids = end_token_ids(tokenizer)
     if len(ids) > STOP_TOKENS_MAX or max(ids) >= vocabulary:
         raise InputError(
@@ -285,7 +285,7 @@ def serve_forever(
 
 @contextmanager
 def _signals() -> Iterator[Callable[[float], bool]]:
-    """Take SIGTERM and SIGINT: how to wait for one, so many seconds at most; whether it came.
+    """Handle SIGTERM and SIGINT; yields a function that waits for one, with a timeout in seconds.
 
     A second one ends the process at once. A pipe, since a handler that took a lock could wait for
     the very thread that it interrupts.

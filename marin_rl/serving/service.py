@@ -1,4 +1,4 @@
-"""What every route works with: the engine, its tokenizer, its names and its limits.
+"""State that all routes share: the engine, its tokenizer, its names and its limits.
 
 Owns the served names, the limits that follow from model and configuration, and the thread that
 parses and tokenizes. Leaves out a request's way (`exchange`), who may call (`guard`), what is
@@ -55,7 +55,7 @@ F = TypeVar("F", bound=SamplingFields)
 
 @dataclass
 class Service:
-    """What the routes work with. `draining` may be taken back, `stopping` may not."""
+    """State that the routes share. `draining` may be taken back, `stopping` may not."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -100,12 +100,12 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls, if its template says so."""
+        """Format in which the model writes tool calls, if its template defines one."""
         return tool_format(self.tokenizer)
 
     @cached_property
     def constraints(self) -> Constraints:
-        """What makes answers keep a form."""
+        """Compiler of constraints on the form of answers."""
         return Constraints(
             self.tokenizer,
             vocabulary=self.engine.spec.vocabulary,
@@ -127,7 +127,7 @@ class Service:
         return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
 
     def fingerprint_of(self, policy: Policy | GenerationResult | Delta) -> str:
-        """What names the code, the architecture and the weights that answer together."""
+        """Fingerprint of the code, the architecture and the weights that answer."""
         return _fingerprint(self._architecture, policy.parameters_digest)
 
     @cached_property
@@ -135,13 +135,13 @@ class Service:
         return repr(self.engine.spec)
 
     def top(self, heading: Heading, kind: str, source: GenerationResult | Delta) -> dict[str, Any]:
-        """What an answer, or a chunk of one, begins with; `source` tells the weights."""
+        """Fields at the beginning of an answer or chunk; `source` has the weight version."""
         return heading.body(kind, self.id_of(source), self.fingerprint_of(source))
 
     def chunk(
         self, heading: Heading, kind: str, source: GenerationResult | Delta, body: SamplingBody
     ) -> dict[str, Any]:
-        """What a chunk of a stream holds beside its choices."""
+        """Fields of a stream's chunk other than its choices."""
         chunk = self.top(heading, kind, source)
         if body.include_usage:
             chunk["usage"] = None
@@ -218,9 +218,9 @@ class Service:
             )
 
     def with_stop_tokens(self, body: F) -> F:
-        """The same body, but that stop strings which are a special token are that token's id.
+        """The same body, with stop strings that are a special token replaced by that token's id.
 
-        Texts leave special tokens out, so no stop string would ever be found there.
+        Texts leave special tokens out, so such a stop string would never match.
         """
         strings = body.stop_strings
         ids = [self._special[string] for string in strings if string in self._special]
@@ -251,14 +251,14 @@ class Service:
         if len(tokens) > most:
             raise ApiError(
                 400,
-                f"stop_token_ids: expected at most {most} beside the model's own, found "
+                f"stop_token_ids: expected at most {most} in addition to the model's own, found "
                 f"{len(tokens)}",
                 code="limit_exceeded",
                 param="stop_token_ids",
             )
 
     def reading(self, body: SamplingFields, *, special: bool = False) -> Reading:
-        """How the samples of a request become text."""
+        """Conversion of a request's samples to text."""
         return Reading(
             texts=self.texts,
             stop_token_ids=frozenset(self.stop_token_ids).union(body.stop_token_ids or ()),

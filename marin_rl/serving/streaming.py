@@ -84,7 +84,7 @@ async def _stream(exchange: Exchange, first: bytes, scope: Scope, send: Send) ->
 
 
 async def _end_with(error: ApiError, scope: Scope, send: Send) -> None:
-    """Send an error as a stream's last event, unless it is that nobody reads it any more."""
+    """Send an error as a stream's last event, unless the client has left."""
     scope["state"]["reason"] = error.body["error"]["code"] or f"http_{error.status}"
     if error.status != CLIENT_LEFT:
         data = event(error.body) + DONE

@@ -26,7 +26,7 @@ class Counts:
         self._found: dict[Labels, int] = {} if labels else {(): 0}
 
     def add(self, labels: Labels = (), count: int = 1) -> None:
-        """So many more."""
+        """Increase the counter of `labels` by `count`."""
         self._found[labels] = self._found.get(labels, 0) + count
 
     def family(self) -> Metric:

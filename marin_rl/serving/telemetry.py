@@ -1,7 +1,7 @@
-"""What the server measures of itself, in Prometheus' format: one table of metrics, one registry.
+"""Prometheus metrics of the server: one table, one registry.
 
 Owns the table (docs are made from it), counting requests and weight updates, and reading the engine
-when somebody scrapes, never in between. Leaves out the access log (`access`).
+at each scrape, never in between. Leaves out the access log (`access`).
 """
 
 import time
@@ -58,7 +58,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec(
         "completion_tokens_total",
         "counter",
-        "tokens sampled for requests, given up or not",
+        "tokens sampled for requests, cancelled ones included",
     ),
     _spec("connections", "gauge", "open connections"),
     _spec("connections_refused_total", "counter", "connections closed on purpose", "reason"),
@@ -187,7 +187,7 @@ class Telemetry:
         self._refused_connections.labels(reason).inc()
 
     def connections_open(self, count: int) -> None:
-        """So many connections are open now."""
+        """Set the number of open connections."""
         self._connections.set(count)
 
     def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:

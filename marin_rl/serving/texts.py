@@ -19,7 +19,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token reads as: its own text, its bytes (UTF-8), and whether text leaves it out."""
+    """Text of one token: its string, its bytes (UTF-8), and `special` for those that text leaves
+    out.
+    """
 
     text: str
     data: list[int]
@@ -46,18 +48,18 @@ class Texts:
         return self._decode(ids, not special)
 
     def name(self, token: int) -> str:
-        """What the vocabulary calls a token; empty for a row of the model that has no token."""
+        """Vocabulary entry of a token; empty for a row of the model that has no token."""
         return self._names.get(token, "")
 
     def piece(self, token: int) -> Piece:
-        """What a token reads as by itself, inside a text."""
+        """Text of a token by itself, inside a text."""
         found = self._pieces.get(token)
         if found is None:
             found = self._pieces[token] = self._read(token)
         return found
 
     def ends_open(self, ids: Sequence[int]) -> int:
-        """How many tokens at the end are single bytes, whose text the next byte may change.
+        """Number of tokens at the end that are single bytes, whose text the next byte may change.
 
         Tokens without a text of their own do not part bytes from one another.
         """
@@ -119,7 +121,7 @@ def _bytes_of(name: str) -> bytes | None:
 
 
 class Offsets:
-    """Where each token of a growing text begins, in characters; special tokens take no room."""
+    """Offset of each token in a growing text, in characters; special tokens have no width."""
 
     def __init__(self, texts: Texts, start: int = 0) -> None:
         self._texts = texts
@@ -138,9 +140,9 @@ class Offsets:
 
 
 class GrowingText:
-    """The text of tokens that keep coming: gives out what is certain, holds back what is not.
+    """Incremental detokenizer: returns the text that is certain and buffers the rest.
 
-    Held back are characters whose bytes are incomplete, and what may be the beginning of a stop
+    Buffered are characters whose bytes are incomplete, and what may be the beginning of a stop
     string. What `feed` and `finish` give is, put together, the whole text. Each call costs as much
     as the tokens since the call before the last, not as the whole text.
     """

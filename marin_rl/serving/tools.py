@@ -42,9 +42,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a template writes a call: `{"name": …, <arguments>: {…}}` between two markers.
+    """Format of a tool call in a template: `{"name": …, <arguments>: {…}}` between two markers.
 
-    `opening` and `closing` are what is looked for, `before` and `after` what stands around the JSON
+    `opening` and `closing` are searched for, `before` and `after` are the text around the JSON
     exactly; an empty `opening` means that the whole answer is the call, an empty `closing` that it
     runs to the end. `special` says that a marker is a special token: a text that is to be read must
     then be decoded with special tokens kept.
@@ -70,7 +70,7 @@ class ParsedAnswer:
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
     """The format in which the tokenizer's chat template writes tool calls, or None.
 
-    Found by rendering a conversation with a call in it, so that whatever the template says about
+    Determined by rendering a conversation with a call in it, so that text of the template about
     calls elsewhere, in comments or instructions, cannot mislead.
     """
     try:
@@ -159,9 +159,9 @@ def parse_tool_calls(
 
 
 class ToolCallStream:
-    """Reads a completion as it grows: gives out content, and each call when it is complete.
+    """Incremental parser of a completion: returns content, and each call when it is complete.
 
-    Text that may be the beginning of a call is held back, and so is blank space that may precede
+    Text that may be the beginning of a call is buffered, and so is blank space that may precede
     one. What `feed` and `finish` give is, put together, the same however the text is cut.
     """
 
@@ -184,7 +184,7 @@ class ToolCallStream:
         return out
 
     def finish(self) -> list[str | ToolCall]:
-        """The text has ended: returns what was held back, as calls where it is calls."""
+        """End the text: return what was buffered, as calls where it is calls."""
         out: list[str | ToolCall] = []
         while self._inside and self._looked:  # the string has no end: its markers were markers
             self._cut(self._first_closing(), out)
@@ -213,7 +213,7 @@ class ToolCallStream:
         return False
 
     def _opening(self) -> tuple[int, bool]:
-        """Where a call begins, or may begin, and whether it does."""
+        """(index of the call's possible beginning, True if it certainly begins there)."""
         held, opening = self._held, self._form.opening
         if not opening:
             return self._bare_opening()
@@ -224,7 +224,7 @@ class ToolCallStream:
         return len(held) - length, False
 
     def _bare_opening(self) -> tuple[int, bool]:
-        """Where the whole answer is the call, it shows in the first character."""
+        """Index of the call where the whole answer is the call: the first character decides."""
         held = self._held
         start = len(held) - len(held.lstrip())
         if self._begun or start == len(held):
@@ -257,7 +257,7 @@ class ToolCallStream:
         self._gap, self._inside, self._begun, self._looked = "", False, True, 0
 
     def _first_closing(self) -> int:
-        """Where the first closing marker ends."""
+        """Index after the first closing marker."""
         form = self._form
         return self._held.index(form.closing, len(form.opening)) + len(form.closing)
 
@@ -306,7 +306,7 @@ def _values(text: str, *, listed: bool) -> list[Any]:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether a call's text is JSON so far, and ends within a string of it."""
+    """True if a call's text is JSON so far, and ends within a string of it."""
     try:
         list(_decoded(text))
     except json.JSONDecodeError as error:

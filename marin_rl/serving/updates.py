@@ -1,8 +1,8 @@
 """New weights for a running engine: loaded, proven, and switched, one at a time.
 
-Owns the one path that weights from disk take, whoever asks (the admin routes, the follower of a
-run), the swap in memory beside it, and the record of both. Until everything about new weights is
-known to be right the old ones answer, and whatever goes wrong they go on. Leaves out reading and
+Owns the one path that weights from disk take, for every caller (the admin routes, the follower of a
+run), the swap in memory, and the record of both. Until everything about new weights is
+known to be right the old ones answer, and after any failure they go on. Leaves out reading and
 verifying (`loading`) and who may ask (`admin`).
 
 A switch replaces a reference between two chunks of decode steps: nothing is copied, no request is
@@ -42,7 +42,7 @@ Told = Callable[[Exception], str]
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Who counts updates for the metrics."""
+    """Consumer of update records, for the metrics."""
 
     def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
         """New weights are served."""
@@ -61,7 +61,8 @@ class UpdateRunning(InferenceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """How one update ended. `refused` says why the old weights went on; empty if they did not.
+    """Result of one update. `refused` is the reason why the old weights went on; empty if they did
+    not.
 
     `source` is "memory", "disk" or "watcher"; `ended_at` is Unix time; `bytes` are those that
     were read, 0 for arrays that this process had already.
@@ -128,12 +129,12 @@ class Updater:
 
     @property
     def stats(self) -> UpdateStats:
-        """What was updated so far."""
+        """Statistics of the updates so far."""
         return self._stats
 
     @property
     def busy(self) -> bool:
-        """Whether an update from disk is under way."""
+        """True while an update from disk is in progress."""
         return self._one.locked()
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Update:
@@ -146,7 +147,7 @@ class Updater:
             return record(weight_version, parameters_digest, 0)
 
     def load(self, source: Source, weight_version: int | None = None) -> Update:
-        """Read weights, prove them, and switch to them; whatever fails is raised as it is.
+        """Read weights, prove them, and switch to them; errors are raised as they are.
 
         Their version is the one given, else the round they are of, else the next one. Raises
         UpdateRunning during another update, InferenceError where the engine does not compute what
@@ -167,7 +168,9 @@ class Updater:
 
     @cached_property
     def _served(self) -> Served:
-        """Found out at the first update: many servers never see one from disk."""
+        """Tokenizer and architecture, computed at the first update: many servers never load from
+        disk.
+        """
         architecture = Architecture.of(self._template, self._engine.context_length)
         return Served(tokenizer=self._tokenizer, architecture=architecture)
 

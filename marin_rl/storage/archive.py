@@ -1,6 +1,6 @@
-"""A run as one file: a tar that says what is in it, by digests, and can be checked anywhere.
+"""A run as one file: a tar with the digests of its contents, which can be checked anywhere.
 
-The same committed objects give the same bytes, whoever exports them and when: entries are sorted,
+The same committed objects always give the same bytes: entries are sorted,
 and carry no times, owners or modes of their own. `contents.json` comes first; its root hash is over
 the name, size and SHA-256 of every other entry.
 """
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """What was written: the root hash, how many objects, and their bytes."""
+    """Result of an export: the root hash, the number of objects, and their bytes."""
 
     path: Path
     root_hash: str
@@ -55,7 +55,7 @@ class Archived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What an archive turned out to be. `faults` is empty where all of it is as it says.
+    """Result of checking an archive. `faults` is empty where everything matches its digests.
 
     `left_out` counts parts that its manifests name and that were not exported.
     """
@@ -118,7 +118,7 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
 
     `expected` is the root hash that somebody promised. Nothing is unpacked, and no more is read
     than the file has. Raises InputError for what is no archive of a run, and for entries that
-    nobody should unpack.
+    must not be unpacked.
     """
     with opened_archive(path) as entries:
         contents = _contents(path, next(entries, None))
@@ -164,7 +164,7 @@ Sources = dict[str, tuple[ObjectStore, str]]
 
 
 def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
-    """Where each entry comes from, by its name in the archive."""
+    """Source of each entry, by its name in the archive."""
     for slot in inventory.slots:
         if slot.fault is not None:
             raise slot.fault
@@ -233,7 +233,7 @@ def _contents(path: Path, first: ArchiveEntry | None) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Contained:
-    """What an archive has: entries, manifests, the ancestors of its run, and what is wrong."""
+    """Contents of an archive: entries, manifests, the ancestors of its run, and faults."""
 
     found: dict[str, Entry] = field(default_factory=dict)
     manifests: dict[str, tuple[Manifest, str]] = field(default_factory=dict)
@@ -304,7 +304,7 @@ def _streamed(read: Callable[[int], bytes]) -> str:
 def _links(
     manifests: Mapping[str, tuple[Manifest, str]], found: Mapping[str, Entry], *, complete: bool
 ) -> tuple[list[Fault], int]:
-    """What manifests say of parts and parents, as far as these are in the archive."""
+    """Check the parts and parents that manifests name, as far as these are in the archive."""
     faults: list[Fault] = []
     left_out = 0
     by_slot = {manifest.slot: sha256 for manifest, sha256 in manifests.values()}

@@ -1,4 +1,4 @@
-"""Audit: does what lies on disk add up? Told from the files alone, with the names that do not.
+"""Audit: conservation of rollouts, checked from the files alone, with the names of offenders.
 
 Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
 the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
@@ -37,7 +37,7 @@ Offences = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAudit:
-    """What was found in one round: counts of rollouts, and offending names by what is wrong.
+    """Audit of one round: counts of rollouts, and offending names by kind of offence.
 
     `balances` have the same by environment and policy version.
     """
@@ -53,7 +53,7 @@ class RoundAudit:
 
     @property
     def balanced(self) -> bool:
-        """Whether everything adds up."""
+        """True if everything adds up."""
         return not self.offences
 
     @property
@@ -83,7 +83,7 @@ def _rounds(run: Run, kind: str) -> set[int]:
 
 
 def _has_batches(run: Run, round: int) -> bool:
-    """Whether batches are committed, be it by a manifest that cannot be read."""
+    """True if batches are committed, also by a manifest that cannot be read."""
     return MANIFEST in run.store.children(batches_slot(round))
 
 

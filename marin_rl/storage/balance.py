@@ -1,7 +1,7 @@
-"""Where the rollouts of a round went, by environment and policy version: in rollouts, in tokens.
+"""Totals of a round's rollouts by disposition, environment and policy version, also in tokens.
 
 Also what was dropped for which reason, and whether that was longer or shorter than what was trained
-on: a filter that drops the long ones teaches a policy to be short, whatever the reward says.
+on: a filter that drops the long ones teaches a policy to be short, against the reward.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ KEYS = ("environment", "policy_version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """What one reason took: rollouts, tokens, and the mean completion length in tokens."""
+    """Rollouts dropped for one reason: number, tokens, mean completion length in tokens."""
 
     disposition: str
     reason: str
@@ -46,7 +46,7 @@ class Balance:
 
     @property
     def balanced(self) -> bool:
-        """Whether what came in went somewhere, in rollouts and in tokens."""
+        """True if generated = consumed + filtered + stale + failed, also in tokens."""
         return all(
             counts[GENERATED] == sum(counts[kind] for kind in DISPOSITION_KINDS)
             for counts in (self.rollouts, self.tokens)

@@ -175,7 +175,7 @@ def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
-    """What became of every rollout of the round, in the order of the rollouts.
+    """Dispositions of every rollout of the round, in the order of the rollouts.
 
     Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
     """

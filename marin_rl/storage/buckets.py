@@ -1,7 +1,7 @@
 """Objects in a bucket: Google Cloud Storage through gcsfs, S3 through s3fs.
 
-A create is one conditional request, sent once; "exists", 409, 5xx and silence are told apart from
-refusals here, and judged in commits.py. Nothing is ever read from a listing cache.
+A create is one conditional request, sent once; "exists", 409, 5xx and silence are distinguished
+from refusals here, and judged in commits.py. Nothing is ever read from a listing cache.
 """
 
 import logging

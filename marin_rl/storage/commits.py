@@ -328,7 +328,7 @@ def commit_object(
         )
     raise CommitUnknown(
         f"{store.url_of(key)}: no answer for {deadline_s:g} s on whether attempt {attempt} is "
-        f"committed ({trouble}); run again: it will be found, or written anew"
+        f"committed ({trouble}); run again: the commit is then adopted, or written again"
     )
 
 

@@ -1,4 +1,4 @@
-"""How many bytes a Parquet file becomes in memory, before it does: a small file may say gigabytes.
+"""Decoded size of a Parquet file, before it is decoded: a small file may stand for gigabytes.
 
 A dictionary holds one long value once and names it a million times; runs of equal numbers take no
 space at all. What the footer tells bounds most files at once. Where that bound is too wide, columns

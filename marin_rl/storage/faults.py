@@ -1,4 +1,4 @@
-"""What can be wrong with a run: the kinds of faults, and those that manifests and names alone show.
+"""Faults of a run: their kinds, and those that manifests and names alone show.
 
 Links of the lineage that lead nowhere or elsewhere, commits that later ones prove there have been,
 objects that nothing commits. Bytes are fsck.py's. Nothing is read here but the inventory.
@@ -44,7 +44,7 @@ class Fault:
     missing: named but not there; truncated: shorter than committed; altered: other bytes than
     committed; malformed: not what its format promises; newer version: written by newer software;
     wrong parent: a link of the lineage leads elsewhere; orphan: visible, but nothing commits it;
-    leftover: an attempt's file that nothing names, which harms nobody and which gc takes.
+    leftover: an attempt's file that nothing names, which is harmless and which gc deletes.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class Fault:
 
     @property
     def harmless(self) -> bool:
-        """Whether the run is whole all the same."""
+        """True if the run is complete in spite of this fault."""
         return self.kind == "leftover"
 
 
@@ -80,7 +80,7 @@ def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 
 def _possible(slot: Slot, parents: Sequence[str]) -> bool:
-    """Whether a slot may be made from these."""
+    """True if a slot may be made from these parents."""
     number = slot.number
     match slot.kind:
         case "batches":
@@ -124,7 +124,7 @@ def _closed_before(inventory: Inventory) -> dict[int, str]:
 
 
 def _told_by_tables(inventory: Inventory) -> dict[str, str]:
-    """What tables that no manifest names prove to have been committed, and how."""
+    """Slots that tables outside any manifest prove to have been committed, with the proof."""
     told: dict[str, str] = {}
     for round in sorted(inventory.closed):
         why = f"{metrics_key(round)} says that the round was trained"

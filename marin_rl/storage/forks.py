@@ -1,7 +1,8 @@
-"""Forks: a new run that begins with the rounds of another, without a copy; and who borrows what.
+"""Forks: a new run that begins with the rounds of another, without a copy; and which runs read
+others.
 
-A fork is a run.json that names its ancestors. Whatever lies before the fork is read from their
-folders, so a run must not give up what another run under the same root still reaches.
+A fork is a run.json that names its ancestors. Everything before the fork is read from their
+folders, so a run must not delete what another run under the same root still reaches.
 """
 
 import re
@@ -40,8 +41,8 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
 
     Nothing is copied. `overrides` change what the fork does from there on. Free if the same fork
     exists. Raises ConfigError for overrides that would have made another prefix, or when the name
-    is taken; ObjectMissing when the checkpoint is not committed, or when arrays are given up: its
-    own, or those of the one that the fork's objective is held to.
+    is taken; ObjectMissing when the checkpoint is not committed, or when arrays are pruned: its
+    own, or those of the reference policy of the fork's objective.
     """
     config = _forked_config(parent, run_id, overrides)
     needed = sorted({round, *held_to(config.objective, round)})
@@ -72,7 +73,9 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
 
 
 def held_to(objective: ObjectiveConfig, round: int) -> frozenset[int]:
-    """The checkpoint that round `round` is held to; none where KL has no weight, or an average."""
+    """Checkpoint of round `round`'s reference policy; empty where KL has no weight, or an average
+    is used.
+    """
     if objective.kl_coefficient == 0 or objective.reference == "average":
         return frozenset()
     if objective.reference == "first":
@@ -132,7 +135,9 @@ def _check_closed(parent: Run, round: int) -> None:
 
 
 def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
-    """Who has the rounds before `round`, ascending; `parent` only if it has any of them itself."""
+    """Runs that have the rounds before `round`, ascending; `parent` only if it has any of them
+    itself.
+    """
     before = [item for item in parent.ancestors if item.through_round < round]
     after = [item for item in parent.ancestors if item.through_round >= round]
     if len(before) >= ANCESTORS_MAX:
@@ -145,7 +150,9 @@ def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one run reads of another: all up to a checkpoint (-1: nothing), and a slot it names."""
+    """Part of another run that a run reads: all up to a checkpoint (-1: nothing), and a slot it
+    names.
+    """
 
     through_round: int
     start: str | None
@@ -153,7 +160,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """What the runs under the same root read of one run, each by its name."""
+    """Parts of one run that the runs under the same root read, each by its name."""
 
     reaches: Mapping[str, Reach]
 
@@ -164,20 +171,20 @@ class Borrowed:
         return tuple(name for name, reach in found if reach.start or reach.through_round >= 0)
 
     def has(self, slot: str) -> bool:
-        """Whether some run reads this slot's files."""
+        """True if some run reads this slot's files."""
         kind, _, name = slot.partition("/")
         number = int(name.rpartition("-")[2]) if kind == "checkpoints" else 0
         return any(slot == r.start or number <= r.through_round for r in self.reaches.values())
 
     def proves(self, slot: str) -> bool:
-        """Whether some run could only be made while this slot was committed."""
+        """True if some run could only be made while this slot was committed."""
         if slot.startswith("checkpoints/"):
             return self.has(slot)
         return any(slot == reach.start for reach in self.reaches.values())
 
 
 def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowed:
-    """What the runs beside `run` read of it: forks, and runs that start from a checkpoint of it.
+    """Parts of `run` that its neighbours read: forks, and runs that start from a checkpoint of it.
 
     Neighbours in `known` are not read again, for a run.json never changes. One may have been
     deleted and made again under its name, though, so nothing is to be deleted on that ground.
@@ -203,7 +210,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
 
 
 def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
-    """What a neighbour reads of `run_id`; None for what is no run, or is there no more."""
+    """Part of `run_id` that a neighbour reads; None for what is no run, or no longer exists."""
     record = read_record(neighbour)
     if record is None:
         return None
@@ -218,7 +225,7 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
 
 
 def _start_in(policy: Mapping[str, Any], run_id: str) -> str | None:
-    """The slot of `run_id` that a run was told to start from, wherever its root is said to be."""
+    """Slot of `run_id` that a run starts from, under any spelling of the root."""
     named = str(policy.get("checkpoint") or "")
     _, owner, kind, slot = place_named(named)
     return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None

@@ -3,8 +3,8 @@
 Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
 threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
 round, metrics) are read whole and written again in memory, which must give the same bytes, and must
-say of themselves what their names say. Nothing is changed, and nothing but storage itself can end
-the search: whatever is wrong becomes a Fault.
+hold what their names say. Nothing is changed, and only a failing store can end
+the search: everything else that is wrong becomes a Fault.
 """
 
 import json
@@ -71,7 +71,7 @@ REMOTE_WORKERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What was looked at: objects, bytes that were hashed, wall seconds; and what is wrong.
+    """Result of fsck: objects, bytes that were hashed, wall seconds, and the faults.
 
     `pruned` counts parts that retention removed, as their tombstones say.
     """
@@ -84,7 +84,7 @@ class Checked:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is wrong that matters."""
+        """True if there is no fault that matters."""
         return all(fault.harmless for fault in self.faults)
 
 
@@ -144,7 +144,7 @@ def check_run(
 def _identity(
     top: ObjectStore, own: ObjectStore
 ) -> tuple[str | None, tuple[Ancestor, ...], list[Fault]]:
-    """What run.json calls the run, its ancestors, and what is wrong with it or with them."""
+    """Run id and ancestors by run.json, and the faults of that record."""
     place = own.url_of(RUN_KEY)
     try:
         record = read_record(own)
@@ -247,7 +247,7 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
 
 
 def _shape_of(manifest: Manifest, part: Part, place: str) -> tuple[Ladder, pa.Schema] | None:
-    """What a part must look like inside; None for what is opaque here, such as arrays."""
+    """Schema that a part must have; None for opaque parts, such as arrays."""
     kind = manifest.slot.partition("/")[0]
     if not part.name.endswith(".parquet"):
         return None
@@ -352,7 +352,7 @@ def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | No
 def _explained(
     place: str, look: Callable[[], Fault | None], otherwise: Kind = "malformed"
 ) -> Fault | None:
-    """What `look` finds, or why it could not."""
+    """Return the fault that `look` returns, or one for the error that it raised."""
     try:
         return look()
     except NewerSchema as error:
@@ -372,7 +372,9 @@ def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 
 def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
-    """The fault of a sealed record. One whose seal is broken was altered, whatever it claims."""
+    """Fault of a sealed record. One whose seal is broken was altered, also if it claims a newer
+    version.
+    """
     kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
     if kind == "newer version" and not _sealed(store.read(key)):
         kind = "altered"

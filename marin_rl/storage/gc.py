@@ -1,4 +1,4 @@
-"""gc: what of a run nobody can ever reach, and what a rule of retention gives up; both are deleted.
+"""gc: delete what no committed slot of a run can reach, and what a rule of retention prunes.
 
 Four reasons, each safe for its own:
 
@@ -7,13 +7,13 @@ Four reasons, each safe for its own:
 - `uncommitted`: an attempt's files in a slot without a manifest. Safe once that attempt can commit
   no more: its process is gone, which the run's lock proves on one machine, or it is older than
   ATTEMPT_LIFETIME_S, after which `commit_manifest` refuses it. A slot that others were made from,
-  that a round's metrics tell of, or that another run reads, was committed, and lost its manifest:
-  what is left of it stays, for the manifest may be found.
+  that a round's metrics mention, or that another run reads, was committed, and lost its manifest:
+  what is left of it stays, for the manifest may reappear.
 - `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
 - `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
   of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
   and here a tombstone stands before every neighbour is read, so one of the two always sees the
-  other. What an earlier look found, in this process, only spares tombstones.
+  other. Results of an earlier look in this process only spare tombstones.
 
 Everything that is visible to a glob (shards, manifests, metrics) is a commit, and stays.
 """
@@ -62,12 +62,12 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What gc found, and whether it was deleted.
+    """Garbage that gc collected, and `deleted`, False in a dry run.
 
     `live` says that another process works on the run, whose files were therefore let alone;
     `skipped` are slots whose manifests cannot be read, or are gone although something proves that
     they were committed; in those nothing is ever deleted. `unread` says which neighbour cannot be
-    read: it may be a fork, so that nothing of a checkpoint was given up; empty where all can be.
+    read: it may be a fork, so that nothing of a checkpoint was pruned; empty where all can be.
     """
 
     garbage: tuple[Garbage, ...]
@@ -89,7 +89,7 @@ def collect(
     dry_run: bool = False,
     now: datetime | None = None,
 ) -> Collection:
-    """Delete the garbage of a run, or only name it. Forks are found among the runs of its root.
+    """Delete the garbage of a run, or only name it. Forks are looked up among the runs of its root.
 
     `rule` is by default the one that the run goes by now, see `rule_of`; the last two checkpoints
     always stay, for a round that was interrupted is played again from the one before the last.
@@ -122,7 +122,7 @@ def collect(
 
 
 def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
-    """What a look at the neighbours gives; `none` and the reason where one cannot be read."""
+    """Result of a look at the neighbours; `none` and the reason where one cannot be read."""
     try:
         return look(), ""
     except StorageError as error:
@@ -132,9 +132,9 @@ def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
 
 
 def retire(run: Run) -> None:
-    """Give up checkpoints as the configuration asks; nothing where it asks to keep all.
+    """Prune checkpoints as the configuration asks; nothing where it asks to keep all.
 
-    What follows every round: it looks from the latest checkpoint down to one that was given up
+    Called after every round: it looks from the latest checkpoint down to one that was pruned
     before, never at the whole run. Raises as `collect` does.
     """
     rule = run.config.retention
@@ -160,7 +160,7 @@ def _latest_checkpoints(run: Run) -> list[Slot]:
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
     """The rule that the run goes by now, with what is asked for in its place. Raises ConfigError.
 
-    Whoever continues a run may change it: its latest checkpoint records which rule was meant, and
+    A continued run may change it: its latest checkpoint records which rule was meant, and
     run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
     unless something is asked for: then raises CorruptObject.
     """
@@ -256,7 +256,7 @@ def _temporary(
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
-    """Arrays that the rule gives up, and those that an earlier gc left half deleted."""
+    """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
     found: list[Garbage] = []
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
@@ -272,7 +272,7 @@ def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garb
 
 
 def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
-    """Whether the rule keeps a checkpoint; of the warm start, only the last ones."""
+    """True if the rule keeps a checkpoint; of the warm start, only the last ones are kept."""
     last, every = rule.checkpoints_last, rule.checkpoints_every
     if last is None:
         return True
@@ -300,7 +300,7 @@ def _unpinned(
 
 
 def _references(run: Run, inventory: Inventory) -> set[int]:
-    """Rounds of the checkpoints that the rounds to come are held to."""
+    """Rounds of the checkpoints that later rounds use as reference policies."""
     latest = max((slot.number for slot in inventory.of_kind("checkpoints")), default=0)
     rounds = max(latest - 1, 0), latest  # the last one may be played again
     return {number for round in rounds for number in held_to(run.config.objective, round)}
@@ -344,5 +344,5 @@ def _remove_empty(store: ObjectStore, key: str) -> None:
             return
         try:
             folder.rmdir()
-        except OSError:  # something is in it, or somebody was first
+        except OSError:  # not empty, or already removed
             return

@@ -1,4 +1,4 @@
-"""Faults on purpose: a store that kills its process, or fails, at the operation it is told to.
+"""Fault injection: a store that kills its process, or fails, at a chosen operation.
 
 For tests of crash safety, and for anyone who wants to see it. Off unless MARIN_RL_FAULTS is set:
 
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What MARIN_RL_FAULTS asks for. `log` is a file that gets a line per operation."""
+    """Parsed MARIN_RL_FAULTS. `log` is a file that gets a line per operation."""
 
     faults: tuple[Fault, ...] = ()
     log: Path | None = None
@@ -100,7 +100,7 @@ _of_process: dict[str, Operations] = {}
 
 @contextmanager
 def suffering(operations: Operations) -> Iterator[Operations]:
-    """Let stores that are opened inside count with `operations`, whatever the environment says."""
+    """Let stores that are opened inside count with `operations`, independent of the environment."""
     _current.append(operations)
     try:
         yield operations
@@ -172,7 +172,7 @@ class FaultyStore(ObjectStore):
             return self._do("size", key, lambda: self._inner.size(key))
 
     def local_path(self, key: str) -> Path | None:
-        """See ObjectStore. Counted where there is a file: whoever asks is about to use it."""
+        """See ObjectStore. Counted where there is a file: the caller is about to use it."""
         path = self._inner.local_path(key)
         if path is None:
             return None
@@ -216,7 +216,9 @@ class FaultyStore(ObjectStore):
         return tear
 
     def _kill_soon(self) -> None:
-        """Die while somebody works on a file: at a moment that depends on the count alone."""
+        """Kill the process while a file is being written: at a moment that depends on the count
+        alone.
+        """
         delay_s = random.Random(self._operations.count).uniform(0, AMID_S_MAX)
         threading.Timer(delay_s, kill).start()
 
@@ -231,11 +233,11 @@ class FaultyStore(ObjectStore):
 
 
 class _NoAnswer(Exception):
-    """The operation may or may not have happened; its caller is told nothing."""
+    """The operation may or may not have happened; its caller gets no answer."""
 
 
 def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -> None:
-    """What befalls an operation; returns where it then takes place as always."""
+    """Apply a fault to an operation; returns if the operation is then to take place as always."""
     if kind == "kill-amid":
         amid()
     elif kind in ("kill-after", "duplicate", "lose-reply"):
@@ -251,7 +253,7 @@ def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -
 
 
 def _quietly(operation: Callable[[], Any]) -> None:
-    with suppress(Exception):  # an error is an answer too, and nobody hears it
+    with suppress(Exception):  # the caller is gone, so the error reaches no one
         operation()
 
 

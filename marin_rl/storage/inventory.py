@@ -1,7 +1,7 @@
-"""What lies in a run's folder, sorted by slot: the common ground of gc and fsck. Changes nothing.
+"""Inventory of a run's folder, sorted by slot: the basis of gc and fsck. Changes nothing.
 
 A slot is a folder of a known kind and number. What its manifest names, what was pruned from it, and
-which attempt wrote the rest, is told here; what is to be done about it is not.
+which attempt wrote the rest, is recorded here; what is to be done about it is not.
 """
 
 import re
@@ -42,12 +42,12 @@ _NUMBERED = re.compile(r"(round|step)-\d{5,}")
 
 
 def is_temporary(key: str) -> bool:
-    """Whether this is what a killed writer or probe leaves behind."""
+    """True for what a killed writer or probe leaves behind."""
     return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
 
 
 def is_shard(name: str) -> bool:
-    """Whether this is a rollout shard, which is a commit of its own."""
+    """True for a rollout shard, which is a commit of its own."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -231,7 +231,7 @@ def _evaluated(
 
 
 def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
-    """Whether a round's metrics have those of an evaluation; what cannot be read tells nothing."""
+    """True if a round's metrics include an evaluation; unreadable ones have none."""
     try:
         names = TableReader(metrics, source, METRICS).schema.names
     except (CorruptObject, NewerSchema):
@@ -240,7 +240,7 @@ def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
 
 
 def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
-    """Whether a slot is committed, be it by a manifest that cannot be read."""
+    """True if a slot is committed, also by a manifest that cannot be read."""
     found = slots.get(slot)
     return found is not None and (found.manifest is not None or found.fault is not None)
 

@@ -23,19 +23,19 @@ _PID = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that signed a lock. `host` is None where older software signed, which told none."""
+    """Process that signed a lock. `host` is None where older software, which wrote none, signed."""
 
     pid: int
     host: str | None = None
 
     @property
     def here(self) -> bool:
-        """Whether the process is, or was, one of this machine, where it can be looked for."""
+        """True if the process runs, or ran, on this machine, where it can be looked for."""
         return self.host in (None, platform.node())
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; True of another machine's, which cannot be known."""
+        """True if it runs; also for a process of another machine, which cannot be known."""
         if not self.here:
             return True
         try:
@@ -51,7 +51,7 @@ class Holder:
 
 
 def holder_in(path: Path) -> Holder | None:
-    """Who signed a lock file; None where nobody did, or it is not there."""
+    """Process that signed a lock file; None where the file is unsigned or missing."""
     with suppress(ObjectMissing), explained(path):
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             text = file.read(SIGNATURE_BYTES_MAX).decode(errors="replace")
@@ -62,7 +62,7 @@ def holder_in(path: Path) -> Holder | None:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds the lock file at this moment. Writes nothing, and lets go at once."""
+    """True if no process has the lock file locked now. Writes nothing, and releases it at once."""
     with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -91,7 +91,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _sign(file: TextIO, text: str) -> None:
-    """Say in the lock file who holds it, for the error of whoever comes next."""
+    """Write this process into the lock file, for the error of the next process that wants it."""
     with suppress(OSError):  # a full disk must not keep the run from being locked, or let go
         file.truncate(0)
         file.write(text)

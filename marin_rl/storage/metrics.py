@@ -107,7 +107,9 @@ def _identify(data: bytes, source: str) -> tuple[str, str]:
 
 
 def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
-    """Add the committed row to metrics.jsonl, once, whatever a killed process left there."""
+    """Append the committed row to metrics.jsonl, once, also after a line that a killed process left
+    cut.
+    """
     path = run.store.local_path(JSONL_KEY)
     if path is None:
         return

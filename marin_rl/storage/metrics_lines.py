@@ -1,4 +1,4 @@
-"""metrics.jsonl held against the committed metrics: what a reader of the lines would believe.
+"""metrics.jsonl compared with the committed metrics: what a reader of the lines would believe.
 
 The file is a convenience and no commit, and a killed process leaves a torn line in it, or none. But
 a line that says something else than the metrics of its round was altered, and a line of a round
@@ -33,7 +33,7 @@ class MetricsLines:
     faults: tuple[Fault, ...] = ()
 
     def compared(self, reader: TableReader, round: int) -> Fault | None:
-        """What is wrong with the lines of a round, whose metrics the reader has."""
+        """Faults of the lines of a round, compared with its metrics."""
         lines = self.by_round.get(round)
         if not lines:
             return None

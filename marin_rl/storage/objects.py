@@ -1,4 +1,4 @@
-"""What a store of immutable objects can do, whatever lies behind it.
+"""Interface of a store of immutable objects, independent of the backend.
 
 `put_if_absent` is the only operation that the commit protocol rests on. Names that begin with a dot
 are temporary or private and never match `shard-*.parquet`. The backends are in local.py, buckets.py
@@ -19,7 +19,7 @@ Keys = list[str]  # an alias, because `list` names a method below
 
 
 class PutOutcome(Enum):
-    """What is known after a create: it happened, something was there, or nobody can say.
+    """Outcome of a create: created, already there, or unknown.
 
     EXISTS may still be our own write whose reply was lost: read back and compare.
     """
@@ -72,7 +72,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def url_of(self, key: str) -> str:
-        """What people and other programs call the object: a path or URL."""
+        """Path or URL of the object, for people and other programs."""
 
     @abstractmethod
     def at(self, folder: str) -> "ObjectStore":
@@ -83,7 +83,7 @@ class ObjectStore(ABC):
 
 
 def is_private(key: str) -> bool:
-    """Whether a file or folder in `key` begins with a dot: temporary files, locks, probes."""
+    """True if a file or folder in `key` begins with a dot: temporary files, locks, probes."""
     return any(part.startswith(".") for part in key.split("/"))
 
 

@@ -21,7 +21,7 @@ FORMAT = "marin-rl/own-run"
 
 
 class _OwnRun(BaseModel):
-    """What is remembered of a run; `free` are its free keys as `dotted.key=JSON`."""
+    """Record of a run of this user; `free` are its free keys as `dotted.key=JSON`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -127,7 +127,7 @@ class _Message(BaseModel):
 
 
 class _PairRow(BaseModel):
-    """What a row of a user's file must be; the names are those of `schemas.pairs`."""
+    """Row of a user's file of pairs; the names are those of `schemas.pairs`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Which code and which libraries are running: what every manifest says about its writer."""
+"""Code and library versions: what every manifest records of its writer."""
 
 import os
 import platform

@@ -1,7 +1,7 @@
 """The tombstone of a slot: which parts retention has removed, and by which rule.
 
 A pruned checkpoint keeps its manifest, so its digests, totals and place in the lineage stay; its
-arrays are gone. `pruned.json` beside the manifest says so. It is created before the first file is
+arrays are gone. `pruned.json` next to the manifest says so. It is created before the first file is
 deleted, and like everything visible it never changes: what it names may be absent, nothing else.
 """
 
@@ -22,13 +22,13 @@ PRUNED = "pruned.json"
 
 
 def array_parts(manifest: Manifest) -> list[Part]:
-    """What Orbax wrote of a checkpoint: the files below the attempt's folder."""
+    """Parts of a checkpoint that Orbax wrote: the files below the attempt's folder."""
     folder = f"{manifest.attempt}/"
     return [part for part in manifest.parts if part.name.startswith(folder)]
 
 
 def prunable_parts(manifest: Manifest) -> list[str]:
-    """What retention may take of a checkpoint: its arrays, never the scores beside them."""
+    """Parts of a checkpoint that retention may delete: its arrays, never the scores."""
     return [part.name for part in array_parts(manifest)]
 
 

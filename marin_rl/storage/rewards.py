@@ -1,6 +1,6 @@
-"""Reward tables beside a round's rollouts: versioned, committed by one create, never changed.
+"""Reward tables for a round's rollouts: versioned, committed by one create, never changed.
 
-`rewards/round-00003/NAME-v0001.parquet` is what the first version of the function called NAME says.
+`rewards/round-00003/NAME-v0001.parquet` has the rewards by the first version of the function NAME.
 The same function over the same rollouts finds its table; another one under the name gets the next
 version. The footer says which function, by the digest of its source, and which rollouts.
 """
@@ -25,7 +25,7 @@ VERSIONS_MAX = 9999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSource:
-    """What a table is made of: the function, the digest of its source, the sealed rollouts."""
+    """Sources of a reward table: the function, the digest of its source, the sealed rollouts."""
 
     function: str
     source_sha256: str

@@ -2,7 +2,7 @@
 
 There is no state file. What has happened in a run is which slots are committed, and that is read
 from known keys, or from fresh listings when all rounds are asked for. A forked run reads what lies
-before the fork from its parents' folders; its `store` resolves that, and nobody else needs to know.
+before the fork from its parents' folders; its `store` resolves that for all readers.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ FORMAT = "marin-rl/run"
 VERSION = 2  # 2 has `ancestors`; runs without any are written as 1, which older software reads
 RUN_KEY = "run.json"
 LOCK_KEY = ".lock"
-ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as of whoever committed it
+ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
 RETENTION = "retention"  # likewise the rule of retention
 SEED_BITS = 48
 CHILDREN_TOLD_MAX = 10  # of a root that does not hold the run that was asked for
@@ -79,7 +79,7 @@ CHILDREN_TOLD_MAX = 10  # of a root that does not hold the run that was asked fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRef:
-    """What tasks hand to each other to name a run: small, and JSON can say it.
+    """Reference to a run that tasks pass to each other: small, and JSON.
 
     `free` holds the free configuration keys that are not at their default, as `dotted.key=JSON`:
     how this process goes about the run, where run.json keeps what the run is.
@@ -236,7 +236,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundProgress:
-    """Which slots of one round are committed. `checkpoint` is the policy the round starts from."""
+    """Committed slots of one round. `checkpoint` is the policy the round starts from."""
 
     round: int
     shards: int = 0
@@ -248,7 +248,7 @@ class RoundProgress:
 
 
 def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
-    """What is committed, by round, ascending: one fresh listing per kind of slot.
+    """Committed slots by round, ascending: one fresh listing per kind of slot.
 
     A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
     people and for starting up; the loop itself looks at the known keys of its round.
@@ -270,7 +270,7 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
 
 
 def rounds_planned(run: Run, trained: int) -> int:
-    """How many rounds a run of `trained` ones is to have, as its own latest checkpoint knows.
+    """Number of rounds planned for a run that trained `trained`, by its own latest checkpoint.
 
     run.json has what was planned when the run began; `rounds` may be another at each continuation.
     """
@@ -288,7 +288,7 @@ def rounds_planned(run: Run, trained: int) -> int:
 
 
 def as_continued(run: Run) -> dict[str, Any]:
-    """What a checkpoint's `extra` records of free keys, for others to go by until the next one."""
+    """Free keys that a checkpoint's `extra` records, in force until the next checkpoint."""
     rule = run.config.retention.model_dump(mode="json")
     return {ROUNDS_PLANNED: run.config.rounds, RETENTION: rule}
 
@@ -387,7 +387,7 @@ def _may_be_run(top: ObjectStore, name: str) -> bool:
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a run may be given this name: `lost+found`, for one, is none."""
+    """True if a run may have this name; `lost+found`, for one, may not."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
@@ -424,7 +424,7 @@ def _store_of(config: Config) -> ObjectStore:
 
 
 def read_record(store: ObjectStore) -> dict[str, Any] | None:
-    """What run.json of a run's folder says; None where there is none.
+    """Parsed run.json of a run's folder; None where there is none.
 
     Raises CorruptObject, NewerSchema.
     """
@@ -453,7 +453,7 @@ def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
 def create_record(
     store: ObjectStore, config: Config, ancestors: Sequence[Ancestor] = ()
 ) -> dict[str, Any]:
-    """Commit run.json; the record of whoever was first.
+    """Commit run.json; returns the record of the process that was first.
 
     Raises CommitUnknown, StorageError.
     """
@@ -475,7 +475,7 @@ def create_record(
     source = store.url_of(RUN_KEY)
 
     def identify(data: bytes) -> tuple[str, str]:
-        # Whoever was first is adopted; what differs is then told key by key.
+        # The first record is adopted; differences are then reported key by key.
         return str(parse_record(data, source)["attempt"]), config.run_id
 
     data = commit_object(

@@ -1,8 +1,8 @@
-"""Per-token scores of a trained round: written step by step beside the training, read by step.
+"""Per-token scores of a trained round: written step by step during training, read by step.
 
 They are parts of the checkpoint that the round ended in, not a slot of their own: the one create of
 the checkpoint's manifest commits both, so that there is never a trained round without its scores,
-nor scores of an attempt whose parameters another attempt's replaced; and a round that is found
+nor scores of an attempt whose parameters another attempt's replaced; and a round that is already
 committed is not scored again. A slot of its own would be lost whenever a process dies between the
 two commits. Encoding and writing happen in a thread, while the device takes the next step.
 
@@ -36,7 +36,7 @@ VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredStep:
-    """What one optimizer step thought of its tokens: arrays (B, T), read where `mask` is True.
+    """Scores of the tokens of one optimizer step: arrays (B, T), read where `mask` is True.
 
     `floats` holds the columns `schemas.scores.FLOATS`, of a critic `VALUED` and of an optimal token
     baseline `WEIGHED`; those that may be null may be None. `rollout_ids[b]` names the segments of

@@ -1,4 +1,4 @@
-"""What a trained step leaves behind besides parameters: its tokens' scores, and counts of work."""
+"""Records of a trained step besides its parameters: its tokens' scores, and counts of work."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def scored_step(
     measured: TokenMeasures | None,
     change: Change,
 ) -> ScoredStep:
-    """What a step measured of its tokens, beside what its batch and its arrays say of them.
+    """Scores of a step's tokens: those it measured, and those that its batch and arrays have.
 
     `change` has what was known before the round's first update and the step itself was not given.
     """
@@ -71,7 +71,7 @@ class RoundAccount:
         self._flops += training_flops(model, segment_lengths(batch), segment_starts(batch))
 
     def totals(self, epochs: int, devices: int) -> dict[str, float]:
-        """What the manifest sums up: `val/num_eos_tokens`, and both sides of `perf/mfu`."""
+        """Totals for the manifest: `val/num_eos_tokens`, and both sides of `perf/mfu`."""
         if not self._steps:
             return {}
         peak = peak_of_devices(devices)

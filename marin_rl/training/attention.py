@@ -1,10 +1,10 @@
 """Attention within rows of several sequences, over the blocks of keys that can be seen at all.
 
-A row is cut into blocks of positions. Which blocks of keys a block of queries sees anything of is
-found once for all layers; attention then takes one of them after the other, for all blocks of
+A row is cut into blocks of positions. The blocks of keys that a block of queries sees are
+determined once for all layers; attention then takes one of them after the other, for all blocks of
 queries together, with a running maximum and sum (FlashAttention, arXiv:2205.14135, algorithm 1).
 Time and memory so go with what is seen, not with the square of the row. The backward pass computes
-the weights again (ibid., algorithm 4). Which tokens see which is scoring.py's to say.
+the weights again (ibid., algorithm 4). Visibility between tokens is defined in scoring.py.
 
 Axes: B rows, T positions, N blocks of a row, C positions of one (D: those of the keys), K key
 heads, G query heads of each, Q = G times C, H head size.
@@ -30,7 +30,8 @@ LOWEST = -1e30
 
 
 class Sight(NamedTuple):
-    """What the tokens of some rows see, as named arrays so that a scan over layers lets them be.
+    """Visible keys of the tokens of some rows, as named arrays so that a scan over layers leaves
+    them.
 
     `keys` are the blocks of keys of each block of queries, those it sees first; `counts` how many
     it sees. `segments` and `prompts` are those of each position, in blocks.
@@ -87,7 +88,9 @@ def _seen(
     key_segments: Int[Array, "B N D"],
     key_index: Int[Array, "..."],
 ) -> Bool[Array, "B N C D"]:
-    """Which of a block's keys each query sees; the queries' arrays end in C, the keys' in D."""
+    """Mask of the keys of a block that each query sees; the queries' arrays end in C, the keys' in
+    D.
+    """
     keys = key_segments[:, :, None, :]
     same = (segments[..., None] == keys) | (prompts[..., None] == keys)
     return same & (keys > 0) & (key_index[..., None, :] <= index[..., None])

@@ -1,4 +1,4 @@
-"""The critic: a value function beside the policy, what it learns from, and its part of a state.
+"""The critic: a value function, the returns it learns from, and its part of a training state.
 
 It is a scalar head on the policy's own trunk (`shared`), or a model of its own that begins as the
 policy (`own`). The value of a token is that of its past, before it is chosen, so a shared trunk
@@ -53,7 +53,7 @@ Parameters = dict[str, jax.Array]
 
 
 class CriticState(NamedTuple):
-    """What a critic has of its own: parameters by path, their optimizer's state, its updates."""
+    """State of a critic: parameters by path, its optimizer's state, the number of its updates."""
 
     parameters: Parameters
     optimizer: optax.OptState
@@ -70,9 +70,9 @@ class Critic:
     schedule: Schedule
 
     def first_state(self, policy: Parameters, policy_template: LmHeadModel) -> CriticState:
-        """The critic before its first update, beside a policy with these parameters.
+        """State of the critic before its first update, for a policy with these parameters.
 
-        Its head says 0 of everything; a trunk of its own begins as a copy of the policy's.
+        Its head returns 0; a trunk of its own begins as a copy of the policy's.
         """
         if self.config.trunk == "shared":
             parameters = named_parameters(ScalarHead.init(policy_template.Embed.size))
@@ -86,7 +86,7 @@ class Critic:
         return CriticState(parameters, self.optimizer.init(parameters), jnp.zeros((), jnp.int32))
 
     def state_like(self) -> CriticState:
-        """What a state looks like: shapes in place of arrays."""
+        """A state with shapes in place of arrays."""
         shapes = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in parameter_shapes(self.template).items()
@@ -94,7 +94,7 @@ class Critic:
         return jax.eval_shape(self._fresh, shapes)
 
     def told(self, state: CriticState, gradients: Parameters) -> dict[str, Array]:
-        """What is known of an update before it is made."""
+        """Metrics of an update that are known before it is applied."""
         return {
             "critic/grad_norm": jnp.asarray(optax.global_norm(gradients)),
             "critic/lr": self.schedule(state.step),
@@ -121,7 +121,7 @@ class Critic:
     def scores(
         self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
     ) -> tuple[TokenScores, FloatBT]:
-        """What the policy thinks of every trained token, and its value; from one pass if shared."""
+        """Scores of every trained token by the policy, and its value; from one pass if shared."""
         module = with_parameters(self.template, parameters)
         options = {"temperature": settings.temperature, "packing": settings.packing}
         if isinstance(module, ScalarHead):
@@ -226,7 +226,7 @@ def value_metrics(
     returns_BT: FloatBT,
     mask_BT: Bool[Array, "B T"],
 ) -> Mapping[str, Array]:
-    """What a step says of its critic, over its trained tokens."""
+    """Metrics of a step's critic over its trained tokens."""
 
     def mean(values: Array) -> Array:
         return jnp.sum(jnp.where(mask_BT, values, 0.0)) / jnp.maximum(jnp.sum(mask_BT), 1)

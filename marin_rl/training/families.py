@@ -102,7 +102,7 @@ def levanter_config(model: ModelConfig, context_length: int) -> LevanterConfig:
 
 
 def _particular(model: ModelConfig) -> dict[str, Any]:
-    """What only some families have, or what their defaults get wrong."""
+    """Settings that only some families have, or whose defaults are wrong for them."""
     match model.family:
         case "gemma":
             return {"head_dim": model.head_size or model.hidden_size // model.heads}
@@ -154,7 +154,7 @@ def checked_hf_config(tree: dict[str, Any], path: Path) -> PretrainedConfig:
 
 
 def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
-    """What Levanter would ignore or misread outside of attention, as (expected, found)."""
+    """(expected, actual) of settings outside of attention that Levanter would ignore or misread."""
     activation = FAMILIES[family].activation
     # Gemma was trained with the tanh form; where a folder names both, `hidden_activation` is meant.
     found = (family == "gemma" and hf.hidden_activation) or hf.hidden_act
@@ -173,7 +173,7 @@ def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, 
 
 
 def _unsupported_attention(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
-    """What Levanter would ignore or misread in attention, as (expected, found)."""
+    """(expected, actual) of attention settings that Levanter would ignore or misread."""
     layer_types = set(tree.get("layer_types") or ["full_attention"])
     head_size = hf.hidden_size // hf.num_attention_heads
     declared = hf.to_dict().get("head_dim")
@@ -188,7 +188,7 @@ def _unsupported_attention(family: str, tree: dict[str, Any], hf: Any) -> list[t
 
 
 def _has_window(family: str, hf: Any) -> bool:
-    """Whether a position may see less than all before it: a window shorter than the context."""
+    """True if a position may see less than all before it: a window shorter than the context."""
     if family == "mistral":
         return hf.sliding_window is not None and hf.sliding_window < hf.max_position_embeddings
     return family.startswith("qwen") and hf.use_sliding_window and hf.sliding_window is not None

@@ -1,6 +1,6 @@
-"""Model FLOPs of training, and what devices can do at most: the two sides of `perf/mfu`.
+"""Model FLOPs of training, and peak FLOP/s of devices: the two sides of `perf/mfu`.
 
-Peaks are the makers' figures for dense bfloat16 matrix products, whatever precision a run computes
+Peaks are the makers' figures for dense bfloat16 matrix products, for any precision a run computes
 in. A device that is not in the table has no peak, and a run on it no `perf/mfu`; a CPU never has.
 """
 
@@ -40,7 +40,7 @@ EMBEDDING = "embeddings/"
 
 
 def peak_flops(kind: str) -> float | None:
-    """FLOP/s of a device whose `device_kind` is `kind`; None where nobody here knows.
+    """Peak FLOP/s of a device whose `device_kind` is `kind`; None where it is not in the table.
 
     The longest name counts that `kind` is, or begins with as whole words: an L40 is no L4.
     """

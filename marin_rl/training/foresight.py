@@ -1,4 +1,4 @@
-"""What must be known of a round's rows before its first update, by passes that train nothing.
+"""Passes over a round's rows before its first update: logprobs, values, norms of scores.
 
 That is the trainer's own log-probabilities, where the objective corrects by them and takes more
 than one update, those of the reference, where KL is a part of the reward, and what advantages are
@@ -30,7 +30,7 @@ RowValues = Callable[[StepArrays, int], Float32[np.ndarray, "M R T"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is known of a step's rows beside their batch; None changes nothing.
+    """Extra arrays of a step's rows; None changes nothing.
 
     `old` are the trainer's log-probabilities, `advantages` what is added to the batch's, and
     `referred` the log-probabilities by a reference that the step itself is not given. `values` are
@@ -147,7 +147,7 @@ class Foresight:
 def _penalised(
     arrays: Sequence[StepArrays], rewards: Sequence[Float32[np.ndarray, "M R T"]]
 ) -> list[Float32[np.ndarray, "M R T"]]:
-    """What makes of the batches' advantages those with KL: each token's own and all after it.
+    """Additions to the batches' advantages for KL: each token's own penalty and all after it.
 
     The sum is whitened over the round's trained tokens (REINFORCE++, arXiv:2501.03262, section 3).
     """

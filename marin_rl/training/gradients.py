@@ -2,7 +2,7 @@
 
 Microbatches are a loop on the device with as many turns as the rows need, over arrays of one fixed
 size. Several loops may share a step's microbatches between them, each with sums of its own; what
-they found is then added up, always in the same order. What is done with the sums is step.py's.
+they return is then added up, always in the same order. The update is in step.py.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
@@ -27,21 +27,21 @@ Scorer = Callable[[Parameters, Parameters | None, StepArrays], tuple[TokenScores
 
 
 class Reference(NamedTuple):
-    """The parameters that the policy is held to, and the weight of the KL to them."""
+    """Parameters of the reference policy, and the weight of the KL to them."""
 
     parameters: Parameters
     coefficient: Float[Any, ""]
 
 
 class Trained(NamedTuple):
-    """What a step differentiates by, or the gradients; None of what is left as it is."""
+    """Trainable parameters, or their gradients; None for parameters that stay as they are."""
 
     policy: Parameters | None
     critic: Parameters | None
 
 
 class Found(NamedTuple):
-    """What a step thinks of its rows before the update; None without a reference, or a critic."""
+    """Forward outputs of a step's rows before the update; None without a reference, or a critic."""
 
     scores: TokenScores
     referred: Array | None
@@ -57,11 +57,11 @@ class Share(NamedTuple):
 
     @property
     def turns(self) -> Array:
-        """How many these are."""
+        """Number of microbatches in the range."""
         return jnp.maximum(self.used - self.first + self.apart - 1, 0) // self.apart
 
     def microbatch(self, turn: Array) -> Array:
-        """Which one is next."""
+        """Index of the next microbatch."""
         return self.first + turn * self.apart
 
 
@@ -106,10 +106,10 @@ def accumulate(
     *,
     warming: bool = False,
 ) -> tuple[Trained, Found]:
-    """Gradients summed over a share of the microbatches, and what is found of their rows.
+    """Gradients summed over a range of the microbatches, and the forward outputs of their rows.
 
-    `valuing` are a critic's parameters, or None. What each token weighs is decided over the whole
-    step. Of other microbatches' rows 0 is found. While a critic is `warming` up, the policy is
+    `valuing` are a critic's parameters, or None. The weight of each token is decided over the whole
+    step. Rows of other microbatches are 0. While a critic is `warming` up, the policy is
     scored and has no gradient.
     """
     weights_MRT = row_weights(arrays, settings).reshape(arrays.mask.shape)
@@ -152,7 +152,7 @@ def accumulate(
 
 
 def added(shares: Sequence[tuple[Trained, Found]]) -> tuple[Trained, Found]:
-    """The gradients of several shares of a step, and what was found of all rows."""
+    """Sums of the gradients of several ranges of a step, and the forward outputs of all rows."""
     first, *others = shares
     for other in others:
         first = jax.tree.map(jnp.add, first, other)

@@ -43,7 +43,7 @@ class ScalarHead(eqx.Module):
         return ScalarHead(hax.named(weight, Axis(EMBED, width)), zero)
 
     def __call__(self, states: Float[Array, "*N E"]) -> Float[Array, "*N"]:
-        """The number of every state, in float32 whatever the dtype of states and weights."""
+        """Scalar of every state, in float32 for any dtype of states and weights."""
         product = jnp.einsum(
             "...e,e->...", states, self.weight.array, preferred_element_type=jnp.float32
         )

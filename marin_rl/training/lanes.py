@@ -1,4 +1,4 @@
-"""How many loops share a step's microbatches, and running them side by side.
+"""Several loops that share a step's microbatches, run side by side on the cores of a CPU.
 
 The operations of a small model are too short for XLA to keep two cores busy with one after the
 other; two programs, each with half of the microbatches, do. Gradients are then added up in the
@@ -32,7 +32,7 @@ def lanes_of(template: eqx.Module, *, on_mesh: bool) -> int:
 
 
 def side_by_side(run: Callable[[int], Result], lanes: int) -> list[Result]:
-    """What `run` returns for each lane, once all have ended; one after the other on one core.
+    """Results of `run` for each lane, once all have ended; one after the other on one core.
 
     Programs that one thread starts run one after the other, so each lane has a thread. Raises what
     the first lane that failed raised.

@@ -1,7 +1,7 @@
 """The training stage: from checkpoint r and a round's batches to checkpoint r + 1, committed.
 
 A Trainer keeps the compiled step and the state of the checkpoint it made or read last, so that the
-next round starts from memory; whatever it is asked to start from, the commit decides. It also makes
+next round starts from memory; the committed checkpoint decides in any case. It also makes
 checkpoint 0 of a run.
 """
 
@@ -62,7 +62,7 @@ from marin_rl.types import SlotRef, TrainingBatch
 PROGRAM_VERSION = 4
 
 
-Batches = Callable[[], Iterable[TrainingBatch]]  # the steps of a round, read anew at each call
+Batches = Callable[[], Iterable[TrainingBatch]]  # the steps of a round, read again at each call
 
 
 class Trainer:
@@ -155,7 +155,7 @@ class Trainer:
     def replay_round(
         self, round: int, batches: SlotRef, checkpoint: SlotRef
     ) -> tuple[TrainState, dict[str, float]]:
-        """What `train_round` would commit, its state and its metrics; nothing is written.
+        """State and metrics that `train_round` would commit; nothing is written.
 
         Raises as `train_round` does.
         """
@@ -241,7 +241,7 @@ class Trainer:
         reference: Reference | None,
         total: int,
     ) -> tuple[list[Change], Mapping[str, float]]:
-        """What must be known of a round's rows before the first of `total` updates; its metrics."""
+        """Extra arrays of a round's rows before the first of `total` updates, and their metrics."""
         objective = self._run.config.objective
         by_token = objective.estimator.by_token
         weighing = by_token and self._program.critic is None
@@ -288,7 +288,7 @@ class Trainer:
         return fitted(batch, microbatch, rows_max, self._program.layout)
 
     def _reference(self, round: int, checkpoint: SlotRef) -> Reference | None:
-        """What the policy is held to in a round, read once; None where no KL is asked for."""
+        """Reference policy of a round, read once; None where no KL is configured."""
         objective, state = self._run.config.objective, self._state
         assert state is not None
         if objective.kl_coefficient == 0:

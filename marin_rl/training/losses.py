@@ -1,4 +1,4 @@
-"""What is minimised: ratios, surrogates, KL estimators and aggregations, as pure functions.
+"""Losses: ratios, surrogates, KL estimators and aggregations, as pure functions.
 
 Every function maps per-token arrays to per-token arrays; a loss is `weighted_sum(weights, losses)`,
 where the weights are those of the whole step. A sum is the same however the rows are split, so
@@ -26,7 +26,7 @@ GivenBT = Float[Array | np.ndarray, "B T"]
 IntBT = Int[Array | np.ndarray, "B T"]
 MaskBT = Shaped[Array | np.ndarray, "B T"]
 
-# Logs of ratios are held within this, in nats, before exp is taken of them: float32 ends at 88, and
+# Log-ratios are clamped to this, in nats, before exp is taken of them: float32 ends at 88, and
 # an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
 LOG_RATIO_MAX = 20.0
 # Probabilities of all other tokens are at least this where dppo_kl divides by them; verl's.
@@ -64,7 +64,7 @@ def sequence_shares(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
 
 
 def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
-    """How many sequences have a trained token, to rounding; 1 where none has."""
+    """Number of sequences with a trained token, to rounding; 1 where none has."""
     return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
@@ -140,7 +140,7 @@ def log_ratios(
     sequence       the sum of these over the completion    (RLOO, arXiv:2402.14740, section 3.2)
     sequence_mean  their mean over the completion          (GSPO, arXiv:2507.18071, eq. 7)
 
-    Held within -20 and 20, where exp is finite.
+    Clamped to -20 and 20, where exp is finite.
     """
     log_BT = on_mask(jnp.asarray(logprobs_BT) - old_logprobs_BT, mask_BT)
     if level != "token":
@@ -273,7 +273,7 @@ def binary_kl(logprobs_BT: Given, log_ratios_BT: Given) -> Values:
 def gmpo_log_ratios(
     log_ratios_BT: Given, advantages_BT: Given, clip_low: float, clip_high: float
 ) -> Values:
-    """Log-ratios of tokens, held where their advantage drives them further; 0 where that is 0.
+    """Log-ratios of tokens, clamped where their advantage drives them further; 0 where that is 0.
 
     `s min(s l, s clip(l, -clip_low, clip_high))` with s the sign of A: the bounds are on log-ratios
     (GMPO, arXiv:2507.20673, section 3; the paper's are 0.4).
@@ -331,7 +331,7 @@ def correction_weights(
 ) -> FloatBT:
     """Weight of each token's loss for having been drawn by another program than the trainer.
 
-    The ratio of the trainer's probability, before any update, to the sampler's. truncated: held
+    The ratio of the trainer's probability, before any update, to the sampler's. truncated: clamped
     within `correction_low` and `correction_high` (Yao et al. 2025, "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training"). masked: 0 outside of these (IcePop, Ling team
     2025). rejected: 1. With `rejection`, 0 for what it rejects (`accepted_tokens`).

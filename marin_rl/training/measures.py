@@ -1,6 +1,6 @@
-"""What an objective did to each token, and what is reported of it: pure functions on the device.
+"""Metrics of an objective by token: pure functions on the device.
 
-Nothing here takes part in the gradient. What each number means stands in `marin_rl.metrics`.
+Nothing here takes part in the gradient. Definitions are in `marin_rl.metrics`.
 
 Axes: B rows, T positions. `mask` is 1 on trained tokens, `segment_ids` tells the sequences of a row
 apart, log-probabilities are in nats.
@@ -84,7 +84,7 @@ def clipped_tokens(
 
 
 class Beyond(NamedTuple):
-    """Tokens that lie below and above what a surrogate bounds, whatever their advantage."""
+    """Tokens below and above the bounds of a surrogate, for advantages of either sign."""
 
     below: Bool[Array, "B T"]
     above: Bool[Array, "B T"]
@@ -96,7 +96,7 @@ def beyond_bounds(
     old_logprobs_BT: FloatBT,
     ratios_BT: FloatBT,
 ) -> Beyond:
-    """Which tokens lie beyond the bounds of the objective's surrogate.
+    """Tokens beyond the bounds of the objective's surrogate.
 
     ppo_clip, gspo   a ratio below 1 - clip_low, or above 1 + clip_high
     cispo            a ratio above 1 + clip_high, which is cut there; one below 1 - cispo_clip_low
@@ -135,7 +135,7 @@ def clip_fractions(
     mask_BT: FloatBT,
     segment_ids_BT: IntBT,
 ) -> Mapping[str, Array]:
-    """How many are beyond a bound that their advantage drives them to, as TRL counts them.
+    """Fractions of tokens beyond a bound that their advantage drives them to, as TRL counts them.
 
     `policy/clipfrac_avg` counts tokens; `clip_ratio/*` do at ratio level `token`, and count each
     sequence once at the others.

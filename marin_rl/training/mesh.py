@@ -1,4 +1,4 @@
-"""Where arrays live: one device, or a mesh with data, fsdp and tensor axes.
+"""Layout of arrays: one device, or a mesh with data, fsdp and tensor axes.
 
 The model names its axes, so a layout is two small mappings from those names to axes of the mesh:
 one for what is stored, one for what is computed. The step is the same in either case.
@@ -33,13 +33,13 @@ Optimizer = optax.GradientTransformationExtraArgs
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run's arrays are placed. Without a mesh everything is on the default device."""
+    """Placement of a run's arrays. Without a mesh everything is on the default device."""
 
     mesh: Mesh | None = None
 
     @property
     def devices(self) -> int:
-        """How many devices the arrays are spread over."""
+        """Number of devices that the arrays are spread over."""
         return 1 if self.mesh is None else self.mesh.size
 
     def place_parameters(

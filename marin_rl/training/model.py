@@ -43,7 +43,7 @@ from marin_rl.training.families import (
 
 LAYER_AXES = ("layer", "layers")
 
-# A policy, or whatever else is made of named arrays: a scalar model, a head alone.
+# A policy, or another tree of named arrays: a scalar model, a head alone.
 M = TypeVar("M", bound=eqx.Module)
 
 # ---------------------------------------------------------------- building
@@ -52,7 +52,7 @@ M = TypeVar("M", bound=eqx.Module)
 def build_model(config: PolicyConfig, vocab_size: int, seed: int) -> LmHeadModel:
     """A model with random weights: normal of std `initializer_range`; norms scale by 1, biases 0.
 
-    The weights are a function of (config, vocab_size, seed) alone, whatever the platform.
+    The weights are a function of (config, vocab_size, seed) alone, on every platform.
     """
     levanter = levanter_config(config.model, config.context_length)
     template = _template(levanter, vocab_size)
@@ -74,7 +74,7 @@ def _initial(
 
 
 def is_matrix(path: str, array: NamedArray) -> bool:
-    """Whether a parameter is a matrix (embeddings included), not a norm's scale or a bias.
+    """True if a parameter is a matrix (embeddings included), not a norm's scale or a bias.
 
     A bias of attention has as many axes as a matrix, so the name decides; the axis over which
     layers are stacked is called "layers" in Gemma and "layer" elsewhere.

@@ -67,7 +67,7 @@ def pair_arrays(
 ) -> tuple[PairArrays, int]:
     """A batch in the fixed shape of steps of up to `pairs_max` pairs; its microbatches in use.
 
-    A microbatch has so many rows that the devices of the layout share them out evenly.
+    The rows of a microbatch are a multiple that the devices of the layout share evenly.
     """
     rows = layout.whole_rows(2 * min(microbatch_pairs, pairs_max), together=2)
     microbatches = -(-2 * pairs_max // rows)

@@ -128,7 +128,7 @@ def fitted(
 ) -> tuple[Any, int]:
     """A batch in the fixed shape that steps of up to `rows_max` rows are compiled for.
 
-    A microbatch has so many rows that the devices of the layout share them out evenly.
+    The rows of a microbatch are a multiple that the devices of the layout share evenly.
     """
     rows = layout.whole_rows(min(microbatch, rows_max))
     return step_arrays(batch, rows, -(-rows_max // rows))

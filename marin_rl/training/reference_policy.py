@@ -1,7 +1,7 @@
-"""What a round's policy is held to: which parameters, how strongly, and KL as part of the reward.
+"""Reference policy of a round: its parameters, the KL coefficient, and KL as part of the reward.
 
-Everything here follows from committed checkpoints, so a round that is done again is held to the
-same. Leaves out the estimators (losses.py) and the moving average itself (step.py).
+Everything here follows from committed checkpoints, so a round that is done again has the
+same reference. Leaves out the estimators (losses.py) and the moving average itself (step.py).
 
 Axes: N completions of a round, M microbatches, R rows of one, B rows (M times R), T positions.
 """
@@ -28,7 +28,7 @@ ERROR_MAX = 0.2
 
 
 def reference_round(objective: ObjectiveConfig, round: int) -> int:
-    """The number of the checkpoint that round `round` is held to."""
+    """Number of the checkpoint that is the reference policy of round `round`."""
     if objective.reference != "refreshed":
         return 0
     every = objective.reference_every_rounds
@@ -73,7 +73,7 @@ def adapted(coefficient: float, kl: float, target: float, rate: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalty:
-    """What KL takes off the advantages of a round, step by step, and its metrics."""
+    """Reductions of a round's advantages by KL, step by step, and their metrics."""
 
     advantages: tuple[Float[np.ndarray, "M R T"], ...]
     metrics: Mapping[str, float]
@@ -109,7 +109,7 @@ def reward_penalty(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPenalty:
-    """What KL adds to the reward of each token, step by step, and its metrics."""
+    """KL additions to the reward of each token, step by step, and their metrics."""
 
     rewards: tuple[Float[np.ndarray, "M R T"], ...]
     metrics: Mapping[str, float]

@@ -33,7 +33,7 @@ THREADS_MAX = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayDifference:
-    """How far one array is from the recorded one: the largest difference, and of how much."""
+    """Difference of one array from the recorded one: the largest, and where it lies."""
 
     name: str
     largest: float
@@ -44,7 +44,7 @@ class ArrayDifference:
 class Replay:
     """The outcome. Digests are of the parameters; `metrics` are (recorded, now) where they differ.
 
-    `compared` counts arrays that were held against each other bit by bit: none where retention has
+    `compared` counts arrays that were compared bit by bit: none where retention has
     pruned the recorded ones, and the digest alone decides. `changed` are the parts of code and
     libraries and the facts of the machine that are others now than when the checkpoint was made, as
     (recorded, now).
@@ -60,7 +60,7 @@ class Replay:
 
     @property
     def equal(self) -> bool:
-        """Whether every bit is the same."""
+        """True if every bit is the same."""
         return self.digest == self.recorded_digest and not self.differing
 
 
@@ -68,7 +68,7 @@ def replay_round(run: Run, round: int) -> Replay:
     """Train round `round` again from its checkpoint and batches.
 
     Where JAX has not started yet, it starts with as many threads as the recorded update had.
-    Raises ObjectMissing when the round was not trained, or retention has given up the arrays of its
+    Raises ObjectMissing when the round was not trained, or retention has pruned the arrays of its
     first checkpoint; CorruptObject when the committed slots are not those that were trained on.
     """
     player = run.at_round(round)

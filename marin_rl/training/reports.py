@@ -1,6 +1,6 @@
-"""What a step makes of its scores: losses and weights of tokens, measures of them, and metrics.
+"""The loss of a step, from the scores of its tokens: losses, weights and metrics.
 
-Pure functions of arrays that the step has computed. What each loss is stands in losses.py, what
+Pure functions of arrays that the step has computed. The formulas of losses are in losses.py, what
 each metric means in marin_rl/metrics.py. Axes: M microbatches, R rows of one, B rows (M times R),
 T positions.
 """
@@ -73,7 +73,7 @@ def step_losses(
 
 
 def _old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) -> Array:
-    """What ratios are taken against.
+    """Old logprobs: the denominator of importance ratios.
 
     Without importance correction, the sampler's own; with it, the trainer's before the first
     update, which in that update are the current ones.
@@ -95,7 +95,7 @@ def measures_of(
     values: Array | None,
     arrays: StepArrays,
 ) -> TokenMeasures | None:
-    """What is kept of every token, in the shape of the arrays."""
+    """Measures that are kept of every token, in the shape of the arrays."""
     if settings.objective is None:
         return None
     objective, rows = settings.objective, jax.tree.map(_rows, arrays)
@@ -216,7 +216,7 @@ def _ratio_metrics(
 
 
 def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
-    """How far the sampler's log-probabilities are from the trainer's, token by token."""
+    """Metrics of the difference between sampler's and trainer's logprobs, token by token."""
     difference = jnp.where(rows.mask, logprobs - rows.policy_logprobs, 0.0)
     ratio = jnp.exp(difference)
     some = jnp.any(rows.mask)

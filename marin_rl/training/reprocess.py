@@ -1,8 +1,8 @@
-"""What other settings would have made of a round that was sampled already. Nothing is written.
+"""Process a sampled round under other settings and compare. Nothing is written.
 
-The same shards are processed twice, as the run's configuration says and as the other one does; what
-becomes of each rollout, the advantages and the gradient at the round's checkpoint are compared. JAX
-is imported for the gradient alone.
+The same shards are processed twice, as the run's configuration says and as the other one does; the
+disposition of each rollout, the advantages and the gradient at the round's checkpoint are compared.
+JAX is imported for the gradient alone.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ class GradientDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reprocessed:
-    """How a round differs. `moved` counts rollouts by `disposition -> disposition` with reasons.
+    """Differences of a round. `moved` counts rollouts by `disposition -> disposition` with reasons.
 
     `advantages` is None where the training stage makes them, token by token.
     """
@@ -118,7 +118,7 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
         raise ConfigError(
             "what was sampled depends on these, or checkpoints do:\n  "
             + "\n  ".join(refused)
-            + f"\nExpected changes of {', '.join(CHANGEABLE)} alone; fork the run to sample anew"
+            + f"\nExpected changes of {', '.join(CHANGEABLE)} alone; fork the run to sample again"
         )
     return changed
 

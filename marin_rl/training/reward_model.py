@@ -2,7 +2,7 @@
 
 A segment starts from the checkpoint of the one before and takes pairs that depend on the seed and
 the step alone, so a run that was killed ends in the same bits as one that was not. What a segment
-measured is in its manifest, and so is the scale of the rewards, for whoever normalises them.
+measured is in its manifest, and so is the scale of the rewards, for normalisation.
 """
 
 import math
@@ -130,8 +130,8 @@ class RewardModelTraining:
     def run_segment(self, step_from: int, pairs: SlotRef) -> SlotRef:
         """Train from `step_from` to the segment's end on the committed `pairs`, and commit.
 
-        Returns what is committed already. The summary holds the means of the segment's steps and
-        what the held-out pairs say at its end. Raises NonFiniteUpdate, CommitConflict.
+        Returns the commit that exists already. The summary holds the means of the segment's steps
+        and the metrics of the held-out pairs at its end. Raises NonFiniteUpdate, CommitConflict.
         """
         settings, run = self._settings, self._run
         assert 0 <= step_from < settings.steps, (step_from, settings.steps)
@@ -169,7 +169,7 @@ class RewardModelTraining:
         return ref
 
     def _parents(self, step_from: int, pairs: SlotRef) -> tuple[SlotRef, ...]:
-        """What a segment starts from, and the pairs."""
+        """Parents of a segment: its first checkpoint, and the pairs."""
         if step_from:
             before = committed(self._run, reward_model_slot(step_from))
             assert before is not None, f"step {step_from} is committed before the segment after it"
@@ -213,7 +213,7 @@ class RewardModelTraining:
         }
 
     def _sides(self, pairs: SlotRef) -> "_Sides":
-        """The pairs to train on and those that are held out, read once."""
+        """Training pairs and held-out pairs, read once."""
         if self._pairs is None:
             found = committed_pairs(self._run, pairs)
             self._pairs = _Sides(
@@ -239,7 +239,7 @@ class RewardModelTraining:
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def _measured(self, parameters: Parameters, sides: "_Sides") -> "_Measured":
-        """What held-out pairs say, and the scale of rewards: over them, else over the others."""
+        """Metrics of the held-out pairs, and the scale of rewards (theirs, else the others')."""
         pairs = (sides.held_out or sides.train)[:MEASURED_PAIRS_MAX]
         batch = pair_batch(pairs, self._settings.margin, longest(pairs))
         rows = zip(batch.token_ids, batch.inside, strict=True)

@@ -1,7 +1,7 @@
 """Scoring with a reward model: any sequences of tokens in batches of few fixed shapes.
 
 Each sequence is padded to its own power of two, in batches of a fixed number of rows; so its reward
-depends on nothing but itself, not on what lies beside it in the batch. Owns reading a committed
+depends on nothing but itself, not on its neighbours in the batch. Owns reading a committed
 reward model for use (`LearnedReward`).
 """
 

@@ -33,7 +33,7 @@ class StepArrays(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What is fixed for a run. `objective` None is supervised: the mean negative log-likelihood.
+    """Settings of a run's step. `objective` None is supervised: the mean negative log-likelihood.
 
     `length_norm` is the constant of sequence_mean_token_sum_norm, in tokens.
     """

@@ -35,14 +35,14 @@ Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 
 
 class TokenScores(NamedTuple):
-    """What the model thinks of each token given those before it; 0 where nothing was asked for."""
+    """Logprobs and entropies of each token given those before it; 0 where not requested."""
 
     logprobs: Float[Array, "B T"]
     entropies: Float[Array, "B T"]
 
 
 class Packing(NamedTuple):
-    """How rows are filled.
+    """Packing of rows.
 
     `packed_rows`: with several sequences, so that most of a row is out of most of its tokens'
     sight; that changes speed and memory alone. `shared_prompts`: a segment that begins at a
@@ -93,7 +93,7 @@ def token_values(
     *,
     packing: Packing = ALONE,
 ) -> Float[Array, "B T"]:
-    """What `head` says of the states that masked tokens are predicted from; 0 off the mask.
+    """Values by `head` of the states that masked tokens are predicted from; 0 off the mask.
 
     That is the value of a token's past, before it is chosen. Rows are as in `token_logprobs`.
     """
@@ -162,7 +162,8 @@ def final_states(
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T E"]:
-    """What the output head is given of every token, differentiable; for short rows, or few.
+    """Final hidden states of every token, the output head's input; differentiable; for short rows,
+    or few.
 
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
@@ -222,7 +223,7 @@ def _before_last_mlp(
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether Levanter's own attention would look at every pair of a row's positions."""
+    """True if Levanter's own attention would look at every pair of a row's positions."""
     attention = model.transformer.layers.stacked.self_attn
     return attention.config.attn_backend is AttentionBackend.VANILLA
 
@@ -235,7 +236,7 @@ def _with_sight(layers: Any) -> Any:
 
 
 def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
-    """What enters the first layer. Gemma scales by the root of the width, rounded as the states."""
+    """Input of the first layer. Gemma scales by the root of the width, rounded as the states."""
     states = model.embeddings.embed(token_ids)
     if isinstance(model, GemmaLMHeadModel):
         states = states * jnp.sqrt(model.config.hidden_dim).astype(states.dtype)
@@ -243,7 +244,7 @@ def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
 
 
 def _blocks(layers: Any, count: int) -> list[Any]:
-    """What to run one after the other; all but the last may be many layers in one scan.
+    """Blocks of layers to run one after the other; all but the last may be many layers in one scan.
 
     Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many
     spares the compiler minutes.
@@ -267,7 +268,7 @@ def _fold(
 
 
 class _Tail(NamedTuple):
-    """What is computed for each token by itself: the last MLP, the final norm, and the heads.
+    """Computation of each token by itself: the last MLP, the final norm, and the heads.
 
     `words` are the output head's weights, `scalar` a head that gives a number; either may be None.
     """
@@ -280,7 +281,7 @@ class _Tail(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """How many numbers there are of every token."""
+        """Number of outputs of every token."""
         return 2 * (self.words is not None) + (self.scalar is not None)
 
     @classmethod

@@ -35,7 +35,7 @@ from marin_rl.training.model import (
 from marin_rl.training.step import Parameters, TrainState
 from marin_rl.types import SlotRef
 
-# Branches of a checkpoint that are nobody's but the trainer's, and not in every run.
+# Branches of a checkpoint that only the trainer reads, and that not every run has.
 UNSERVED = ("average", "critic")
 
 
@@ -99,7 +99,7 @@ def state_like(
     averaged: bool = False,
     critic: Critic | None = None,
 ) -> TrainState:
-    """What a state looks like: shapes in place of arrays."""
+    """A state with shapes in place of arrays."""
     shapes = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in parameter_shapes(template).items()
@@ -169,7 +169,7 @@ def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a checkpoint says about itself in its manifest; None of a critic where it has none."""
+    """Identity of a checkpoint in its manifest; the critic's fields are None where it has none."""
 
     parameters_digest: str
     tokenizer_digest: str

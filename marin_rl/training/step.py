@@ -1,6 +1,6 @@
 """The optimizer step: one jitted pure function, old state in, new state and metrics out.
 
-Arrays have one fixed size, so that a round's row count never compiles anything anew; only a new
+Arrays have one fixed size, so that a round's row count never compiles anything again; only a new
 padded length T does. Parameters are never donated, because the engine may be serving these very
 arrays; states of optimizer and critic are. On a CPU the gradients of a small model come from
 several programs side by side, and a last one updates.
@@ -43,11 +43,11 @@ from marin_rl.types import TrainingBatch
 
 
 class TrainState(NamedTuple):
-    """All that an optimizer step reads and writes. `step` counts updates that were applied.
+    """State that an optimizer step reads and writes. `step` counts updates that were applied.
 
-    `rng` is the root key of whatever in a step is random; `refused` counts the updates refused in a
+    `rng` is the root key of all randomness in a step; `refused` counts the updates refused in a
     row because they were not finite. `average` is the moving average of the parameters, where the
-    objective holds the policy to it, `critic` the value function's, where there is one.
+    objective takes it as the reference, `critic` the value function's, where there is one.
     """
 
     parameters: Parameters
@@ -115,9 +115,9 @@ def make_step(
 
     Arguments of the result: state (its `optimizer` and `critic` are donated), the reference or
     None, arrays, and the number of microbatches that hold anything. It returns the new state,
-    scalar metrics, and what the trainer thought of each token before the update (None where the
+    scalar metrics, and the trainer's scores of each token before the update (None where the
     step is supervised). While it is `warming` a critic up, the policy is scored and stays as it is.
-    With several `lanes` as many loops share the microbatches, where there are so many: one jitted
+    With several `lanes` as many loops share the microbatches, where there are enough: one jitted
     function then gathers the gradients of a lane, and another makes the update of all.
     """
     score = scorer_of(template, settings, critic)
@@ -355,5 +355,5 @@ def _averaged(
 
 
 def as_array(value: int) -> Int[np.ndarray, ""]:
-    """A count as the argument of a jitted function, so that no value of it compiles anew."""
+    """A count as an array, so that no value of it causes a recompilation."""
     return np.asarray(value, np.int32)

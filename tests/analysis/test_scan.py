@@ -311,7 +311,7 @@ def test_a_scan_reads_only_the_row_groups_and_columns_it_needs(tmp_path: Path) -
 
 @pytest.mark.parametrize("run", ["memory", "gs"], indirect=True)
 def test_a_question_about_a_round_fetches_no_other_from_a_bucket(run: Run) -> None:
-    """What is gone is not missed where it is not asked for."""
+    """A query of one round needs no object of another."""
     root, run_id, options = _where(run)
     for shard in (0, 1):
         run.store.delete(f"rollouts/round-00000/shard-{shard:04d}.parquet")

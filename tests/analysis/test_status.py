@@ -1,4 +1,4 @@
-"""Where runs stand: the open round, and one run that cannot be read among others."""
+"""Status of runs: the open round, and one run that cannot be read among others."""
 
 from pathlib import Path
 

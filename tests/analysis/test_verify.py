@@ -1,4 +1,4 @@
-"""A true run passes; whatever was altered after it is found, by metric and round."""
+"""A true run passes; every later alteration is named, by metric and round."""
 
 import hashlib
 import json
@@ -351,7 +351,7 @@ def test_the_steps_were_not_all_on_policy(played: Path) -> None:
 
 
 def altered(run: Run, round: int, **changes: float | None) -> None:
-    """Write the metrics row of a round anew, with other values."""
+    """Write the metrics row of a round again, with other values."""
     (row,) = read_metrics(run, [round]).to_pylist()
     kept = {name: value for name, value in row.items() if name not in ("run_id", "round")}
     told = {name: value for name, value in (kept | changes).items() if value is not None}

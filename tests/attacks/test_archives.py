@@ -98,7 +98,7 @@ def refused(path: Path, words: str) -> None:
 
 
 def test_an_archive_that_was_made_again_is_whole(entries: Entries, tmp_path: Path) -> None:
-    """What the other tests change is whole as it was, so it is the change that is refused."""
+    """The unchanged archive of the other tests passes, so it is their change that is refused."""
     assert verify_archive(tar_of(tmp_path / "a.tar", entries)).faults == ()
     assert verify_archive(tar_of(tmp_path / "b.tar", listed(entries))).faults == ()
     link = tmp_path / "link.tar"

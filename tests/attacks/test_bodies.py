@@ -46,7 +46,7 @@ MB_MAX = 100
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_quickly(compiled_quickly: None) -> None:
-    """What is asked here is what is said, not how fast the model is."""
+    """Speed of the model does not matter here."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def server() -> Iterator[PolicyServer]:
 
 
 def costs(seed: int, count: int) -> list[dict[str, Any]]:
-    """What parsing `count` hostile bodies cost a process of its own."""
+    """Cost of parsing `count` hostile bodies in a process of its own."""
     command = [sys.executable, str(FOLDER / "hostile_bodies.py"), str(seed), str(count)]
     said = subprocess.run(
         command,

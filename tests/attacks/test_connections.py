@@ -10,7 +10,7 @@ from marin_rl.serving.server import PolicyServer
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_quickly(compiled_quickly: None) -> None:
-    """What is asked here is what is said, not how fast the model is."""
+    """Speed of the model does not matter here."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A form that takes long to compile is refused, and holds up nobody else's.
+"""A form that takes long to compile is refused, and delays no other request.
 
 A schema is tried in a process with limits before the server compiles it itself.
 """

@@ -32,7 +32,7 @@ UPDATE = "/admin/update_weights_from_disk"
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_quickly(compiled_quickly: None) -> None:
-    """What is loaded here matters, not how fast it computes."""
+    """Speed of the model does not matter here."""
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ READ = (
 
 
 def ends(work: Callable[[], object]) -> BaseException | None:
-    """What a piece of work raises; the test fails where it does not end."""
+    """Exception of a piece of work; the test fails where it does not end."""
     raised: list[BaseException | None] = []
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 Each forgery is a change of a whole run, sealed again where it is of a record, so that its shape
 alone is wrong. A reading command may answer or refuse; it may not hang, end in a traceback, grow
-without end, or hide the run that lies beside.
+without end, or hide the run next to it.
 """
 
 import os

@@ -38,7 +38,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(origin: Path, tmp_path: Path) -> Path:
-    """A root with the whole run `run`, beside a file and a folder that are nobody's business."""
+    """A root with the run `run`, and a file and a folder that are not its own."""
     shutil.copytree(origin / "run", tmp_path / "runs/run")
     (tmp_path / "precious").write_bytes(PRECIOUS)
     (tmp_path / "folder").mkdir()
@@ -73,7 +73,7 @@ def refused(act: Callable[[], object]) -> None:
 
 
 def check_kept(root: Path) -> None:
-    """What lies outside of the run is as it was."""
+    """Files outside of the run are unchanged."""
     assert (root.parent / "precious").read_bytes() == PRECIOUS
     assert (root.parent / "folder/file").read_bytes() == PRECIOUS
     assert sorted(path.name for path in (root.parent / "folder").iterdir()) == ["file"]

@@ -84,7 +84,7 @@ def test_a_template_without_end_or_measure_is_an_error(pool, name):
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_nothing_leads_out_of_the_sandbox(pool, name):
-    """What is unsafe is undefined: printed it is empty, used it is an error."""
+    """Unsafe attributes are undefined: printed they are empty, used they are an error."""
     try:
         text = rendered(pool, ESCAPES[name])
     except (TemplateFault, TemplateRefusal) as error:
@@ -94,7 +94,7 @@ def test_nothing_leads_out_of_the_sandbox(pool, name):
 
 
 def test_a_worker_inherits_no_secret_and_may_not_touch_files_or_start_processes(monkeypatch):
-    """What an escape from the sandbox would meet."""
+    """Surroundings that an escape from the sandbox would meet."""
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "secret")
     limits = WorkerLimits(cpu_s=5, wall_s=HANGS_S, memory_bytes=MEMORY_BYTES, answer_bytes=2**16)
     pool = WorkerPool("worker_facts", limits, 1)

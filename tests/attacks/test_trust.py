@@ -69,7 +69,7 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module that writes the file `imported` beside it when it is imported."""
+    """A module that writes the file `imported` next to it when it is imported."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "foreign_code.py").write_text(

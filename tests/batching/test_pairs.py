@@ -1,4 +1,4 @@
-"""Pairs as rows of tokens: the layout by hand, the order of steps, what is held out and refused."""
+"""Pairs as rows of tokens: the layout by hand, the order of steps, held-out pairs, refusals."""
 
 from collections.abc import Callable
 from typing import Any

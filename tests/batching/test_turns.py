@@ -221,7 +221,7 @@ def masked_rollouts(draw: st.DrawFn) -> tuple[list[list[int]], list[Spans], list
 
 
 def token_by_token(mask: list[int], spans: Spans, reward: float, discount: float) -> list[float]:
-    """The return of each trained token's turn, found by walking over the tokens."""
+    """Return of each trained token's turn, by walking over the tokens."""
     early = [(end - 1, r) for end, r in spans if r is not None and end < len(mask)]
     turns: list[float] = []
     of_token, on = [], False

@@ -1,4 +1,4 @@
-"""Examples are pure functions of (seed, index, split), and wrong options are told apart by name."""
+"""Examples are pure functions of (seed, index, split), and wrong options are refused by name."""
 
 import json
 import sys

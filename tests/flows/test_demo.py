@@ -1,4 +1,4 @@
-"""The demo keeps its promise: held-out accuracy climbs, and every rollout is accounted for."""
+"""The demo keeps its promise: evaluation accuracy climbs, and every rollout is accounted for."""
 
 from pathlib import Path
 

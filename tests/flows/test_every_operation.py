@@ -1,11 +1,11 @@
 """A fault at every operation on the store: the same command again ends in the same run.
 
 An undisturbed run (configs/debug.yaml with a warm start, three rounds, through Prefect) gives its
-operations their names: what N is (storage/injection.py says what counts). Its committed slots,
+operations their names: the N of storage/injection.py. Its committed slots,
 samples, dispositions and the parameters of every checkpoint are what every disturbed run must end
 in, bit by bit, with every digest right and the audit balanced. Ways of disturbing it:
 
-- crash states: the folder as a kill before or after each operation leaves it, gone on from;
+- crash states: the folder as a kill before or after each operation leaves it, and a resume;
 - kills: a process of its own that is killed in the middle of an operation that changes something,
   and started again; what kills before and after operations leave is what crash states are;
 - silence on the fake GCS and on moto: an operation that fails, is late, doubled or not answered;
@@ -14,9 +14,9 @@ in, bit by bit, with every digest right and the audit balanced. Ways of disturbi
 By default seeded samples are played. `-m slow` plays all: every crash state by itself, the rest in
 groups, where one run meets many faults, APART operations from each other, and is started again
 where one ends it. That each of them came is asserted; a group that ends otherwise is played again
-one by one, to name the culprit. What only happens to a run that is otherwise left in peace could
+one by one, to name the culprit. A fault that only matters in an otherwise undisturbed run could
 hide in a group: MARIN_RL_ALL_FAULTS=1 gives each fault a run of its own, which takes hours.
-MARIN_RL_FAULT_GROUPS=3 plays so many groups of each kind, MARIN_RL_SEED=5 chooses other samples,
+MARIN_RL_FAULT_GROUPS=3 plays three groups of each kind, MARIN_RL_SEED=5 chooses other samples,
 MARIN_RL_FAULTS_PLAYED=50 larger ones.
 """
 

@@ -1,4 +1,4 @@
-"""What a machine does to a run, short of dying: a disk that is full or that it may not write to, at
+"""Hardships of a machine, short of a crash: a disk that is full or read-only, at
 once or in the middle; a clock set back.
 
 Each ends or bends the run; the same command again, once the trouble is over, ends in the same run.

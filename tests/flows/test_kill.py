@@ -49,7 +49,7 @@ def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nurs
 
 
 def summaries(config: Config) -> dict[str, object]:
-    """What every slot of the run says of itself, metrics included; times and attempts differ."""
+    """Totals of every slot of the run, metrics included; times and attempts differ."""
     run = Run.create_or_open(config)
     names = [sft_slot(2), sft_slot(4), *map(checkpoint_slot, range(ROUNDS + 1))]
     for round in range(ROUNDS):
@@ -58,7 +58,7 @@ def summaries(config: Config) -> dict[str, object]:
 
 
 def samples(config: Config) -> list[pa.Table]:
-    """What was sampled, bit by bit, shard by shard."""
+    """Sampled rows, bit by bit, shard by shard."""
     run = Run.create_or_open(config)
     columns = ("rollout_id", "token_ids", "logprobs", "reward", "policy_digest")
     return [table for round in range(ROUNDS) for table in iter_shards(run, round, columns)]
@@ -95,5 +95,5 @@ def check_killed_at(stages: Sequence[str], played: Played, nursery: Nursery, roo
 def test_killed_in_all_stages_one_after_the_other(
     nursery: Nursery, played: Played, tmp_path: Path
 ) -> None:
-    """What the crash states of test_every_operation.py leave to a process that really died."""
+    """Kills of a real process, which the crash states of test_every_operation.py leave out."""
     check_killed_at([*TRACES], played, nursery, tmp_path)

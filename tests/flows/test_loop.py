@@ -117,7 +117,7 @@ def _names(runs: dict[str, TaskRun], inputs: list) -> set[str]:  # type: ignore[
 
 
 def artifacts(flow_run: UUID, expected: int) -> list[Artifact]:
-    """Artifacts of a flow run, once there are so many and progress is full: a run may not wait."""
+    """Artifacts of a flow run, once there are `expected` and progress is full."""
     only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     deadline = time.monotonic() + 120
     with get_client(sync_client=True) as client:
@@ -156,7 +156,7 @@ def test_playing_a_complete_run_again_changes_nothing(played: Played) -> None:
 
 @flow(flow_run_name="after", persist_result=False)
 def after() -> None:
-    """A task whose run the server writes down after all that this process told it before."""
+    """Task whose run the server records after everything this process sent before."""
     task(lambda: None, task_run_name="last", name="last")()
 
 

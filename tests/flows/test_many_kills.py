@@ -2,8 +2,8 @@
 
     MARIN_RL_KILLS=200 MARIN_RL_SEED=3 pytest -m slow -s tests/flows/test_many_kills.py
 
-One long run is killed again and again, gone on with each time. What it had committed must never
-change, and in the end it must be, bit by bit, the run that nobody disturbed.
+One long run is killed again and again, and resumed each time. What it had committed must never
+change, and in the end it must be, bit by bit, the undisturbed run.
 """
 
 import os

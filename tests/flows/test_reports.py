@@ -1,4 +1,4 @@
-"""What the Prefect UI is given: pages that hold what a model wrote, and no trouble for the run."""
+"""Artifacts of the Prefect UI: pages that show model texts safely, and no trouble for the run."""
 
 import json
 import logging

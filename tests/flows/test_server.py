@@ -1,4 +1,4 @@
-"""Which API a flow reports to, and that a temporary server outlives nobody."""
+"""The API that a flow reports to, and the life of a temporary server."""
 
 import os
 import signal

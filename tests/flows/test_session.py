@@ -1,4 +1,4 @@
-"""How a flow finds its configuration, and where it goes on: from committed slots alone."""
+"""Configuration of a flow, and its resume point: from committed slots alone."""
 
 from pathlib import Path
 

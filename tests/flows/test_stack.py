@@ -166,7 +166,7 @@ def parameters_of(root: str) -> dict[str, Any]:
 
 
 def test_a_run_that_a_process_holds_is_not_taken_for_dead(tmp_path: Path) -> None:
-    """What `up` asks before it declares a run crashed that no worker looks after."""
+    """`up` must not declare a run crashed that a process works on without a worker."""
     parameters = parameters_of(str(tmp_path))
     assert not may_live(parameters, shared=False)  # it has not begun
     run = Run.create_or_open(debug(tmp_path))
@@ -271,7 +271,7 @@ def test_pausing_resuming_and_cancelling(stack: Stack, client: SyncPrefectClient
 
 
 def is_free(stack: Stack, run_id: str) -> bool:
-    """Whether no process works on a run."""
+    """True if no process works on a run."""
     try:
         with Run.open(str(stack.runs), run_id).lock():
             return True
@@ -280,9 +280,10 @@ def is_free(stack: Stack, run_id: str) -> bool:
 
 
 def given_up(stack: Stack) -> int:
-    """How often the worker has said all of a dead process: its second word would end a retry too.
+    """Number of times the worker reported a dead process in full: a second report would end a retry
+    too.
 
-    This advice is the last that it says, whether the second word was still news or not.
+    This advice is the last line of each report.
     """
     told = (stack.folder / ".run" / "worker.log").read_text()
     return told.count("prefect.flow_runs.worker - Check whether the flow run exceeded its memory")

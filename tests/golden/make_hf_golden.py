@@ -1,4 +1,4 @@
-"""Write hf-greedy.json: what transformers computes for the checkpoints of tests/hf_checkpoints.py.
+"""Write hf-greedy.json: results of transformers for the checkpoints of tests/hf_checkpoints.py.
 
 PyTorch is no dependency, so this runs in an environment of its own, from the repository's root:
 
@@ -10,7 +10,7 @@ For each checkpoint: greedy tokens after prompts of several lengths with their l
 the margins of their logits, and the log-probabilities of tokens that were given, all in float32. A
 seed is taken only where every margin exceeds MARGIN_MIN, so that rounding decides no token, and
 where transformers' own float32 is within ROUNDING_MAX of its float64, so that two float32 programs
-can be held to 1e-4: some of these sharp models multiply a rounding error past that.
+can agree to 1e-4: some of these sharp models multiply a rounding error past that.
 """
 
 import json

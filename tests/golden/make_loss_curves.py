@@ -1,9 +1,9 @@
-"""Writes loss-curves.json anew, from the code as it is.
+"""Write loss-curves.json again, from the present code.
 
     PYTHONPATH=.:tests .venv/bin/python tests/golden/make_loss_curves.py
 
 A refactor must not need this. A change that means to train other numbers does, and its commit says
-why. tests/training/test_loss_curves.py holds the code to the file.
+why. tests/training/test_loss_curves.py compares the code with the file.
 """
 
 import json

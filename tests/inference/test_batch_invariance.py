@@ -1,4 +1,4 @@
-"""What engines prove of their programs, what is kept of it, and what they do without it."""
+"""Proofs of engines: outcome, record, and the fallbacks without them."""
 
 import json
 import random

@@ -89,7 +89,7 @@ def test_without_a_seed_every_request_differs(engine):
 
 
 def compiled() -> list[int]:
-    """How many programs of each kind exist."""
+    """Number of compiled programs of each kind."""
     return [f._cache_size() for f in (*PROGRAMS, score_tokens, compiled_layers)]
 
 

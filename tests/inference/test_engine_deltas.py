@@ -272,7 +272,7 @@ def test_who_leaves_while_the_engine_is_paused_waits_no_longer(model):
 
 
 def test_an_engine_that_dies_leaves_nobody_waiting(model, monkeypatch):
-    """A request that has left the queue and its slot is nowhere but with whoever asked it."""
+    """A request that has left the queue and its slot is known to its caller alone."""
     monkeypatch.setattr(threading, "excepthook", lambda died: None)
     engine = engine_of(model)
 

@@ -1,4 +1,4 @@
-"""How well a mixed load fills the slots, by counting steps: never by a clock."""
+"""Occupancy of slots under a mixed load, by counting steps: never by a clock."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What a request can ask for beyond the usual, against the full forward and NumPy."""
+"""Optional parameters of a request, against the full forward and NumPy."""
 
 import random
 import threading

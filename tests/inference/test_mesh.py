@@ -84,7 +84,7 @@ def answers(engine: Engine) -> list[tuple[np.ndarray, np.ndarray]]:
 
 @cache
 def expected(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What one device answers."""
+    """Results of one device."""
     engine = engine_of(model_of(seed))
     try:
         return answers(engine)
@@ -180,7 +180,7 @@ def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
 
 
 def gathers(program: jax.stages.Lowered) -> list[str]:
-    """What a program gathers: the results' types."""
+    """Gathers of a program: the results' types."""
     compiled = program.compile().as_text()
     assert compiled is not None
     return [

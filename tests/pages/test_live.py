@@ -102,7 +102,7 @@ def test_it_listens_on_this_machine_only(run: Run, host: str) -> None:
 def test_the_command_tells_where_it_listens_and_ends_with_ctrl_c(
     run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """With --json one line that a program can wait for: the free port that --port 0 found."""
+    """With --json one line that a program can wait for: the free port that --port 0 chose."""
     bound: list[tuple[str, int]] = []
     handlers = {reference() for reference in logging._handlerList}  # still theirs afterwards
 

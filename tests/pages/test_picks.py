@@ -1,4 +1,4 @@
-"""What is shown of a round is picked for a reason, and the same way every time."""
+"""Rollouts of a round are picked for a reason, and the same way every time."""
 
 from marin_rl.pages.picks import Member, even_rounds, pick, pick_members
 

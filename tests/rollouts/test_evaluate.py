@@ -1,4 +1,4 @@
-"""What an evaluation of several samples says: by hand, per environment, with intervals."""
+"""Evaluation of several samples: by hand, per environment, with intervals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a run is evaluated on: named sets, their examples, and metrics of each."""
+"""Evaluation sets of a run: named sets, their examples, and metrics of each."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def server() -> Iterator[FakePolicyServer]:
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, Any]:
-    """A fixed set of three prompts, all of them held out."""
+    """A fixed set of three prompts, all of them for evaluation."""
     path = tmp_path / "words.jsonl"
     rows = [{"prompt": f"repeat {word}", "answer": word} for word in ("dog", "cat", "bird")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Rescoring: a table per version of a function, beside shards that stay as they are."""
+"""Rescoring: a table per version of a function; the shards stay as they are."""
 
 import json
 import sys

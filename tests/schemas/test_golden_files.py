@@ -42,7 +42,7 @@ REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
 
 
 def rollouts_v1() -> list[RolloutGroup]:
-    """What the golden shard was written from."""
+    """Groups that the golden shard was written from."""
     odd = [
         rollout("odd/0", prompt=[1], completion=[2, 3], policy_versions=[6, 6, 7], reward=-0.25),
         rollout("odd/1", index=1, status="error"),
@@ -238,7 +238,7 @@ def test_every_reader_reads_scores() -> None:
 
 
 def pairs_v1() -> list[PreferencePair]:
-    """What the golden pairs were written from: one from rollouts, one that people gave."""
+    """Pairs that the golden file was written from: one from rollouts, one from a user's file."""
     sampled = sampled_pair()
     return [sampled, PreferencePair(id="b", messages=sampled.messages, chosen="x", rejected="y")]
 
@@ -263,7 +263,7 @@ def test_every_reader_reads_pairs() -> None:
 
 
 def rewards_v1() -> pa.Table:
-    """What the golden rewards were written from: one that changed, and one that failed."""
+    """Rewards that the golden file was written from: one that changed, and one that failed."""
     component = {"name": "short", "value": 2.0, "weight": 0.25}
     rows = [
         {

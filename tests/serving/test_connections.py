@@ -318,7 +318,7 @@ def test_a_body_in_chunks_just_too_large_is_told_so(patient: PolicyServer, asked
 
 
 def pour(connection: socket.socket, megabytes: int, shape: bytes) -> int:
-    """Send so many megabytes, or until the server will not have them; how many went."""
+    """Send `megabytes`, or until the server refuses more; returns how many were sent."""
     piece = shape % (b"x" * MEGABYTE)
     for sent in range(megabytes):
         try:

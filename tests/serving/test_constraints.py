@@ -1,4 +1,4 @@
-"""Answers of a form: whatever is sampled under a schema's masks validates against the schema."""
+"""Constrained answers: every sample under a schema's masks validates against the schema."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Where requests are prepared: short ones on the event loop, all that may take long on a thread."""
+"""Preparation of requests: short ones on the event loop, all that may take long on a thread."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Who may speak to the server: tokens, names, pages, and a walk over every route."""
+"""Access to the server: tokens, names, pages, and a walk over every route."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PAGE = "https://app.example.org"
 
 
 def wire(text: str) -> str:
-    """What `http.client` must be given so that UTF-8 goes out."""
+    """Text as `http.client` must get it so that UTF-8 is sent."""
     return text.encode().decode("latin-1")
 
 

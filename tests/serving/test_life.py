@@ -289,7 +289,7 @@ def wait_until(condition, timeout_s: float | int = 120) -> None:
 
 
 class Standing(PolicyServer):
-    """What `serve_forever` asks of a server, noted; no engine behind it."""
+    """Records the calls of `serve_forever`; no engine behind it."""
 
     settings = ServerConfig(access_log=False)
 
@@ -448,7 +448,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def wait_for_requests(url: str, count: int) -> None:
-    """Until so many are being answered, beside the one that asks."""
+    """Wait until `count` requests are being answered, without this one."""
     line = f"\nmarin_rl_requests_running {count + 1}.0\n"
     wait_until(lambda: line in talk(url, "GET", "/metrics")[2])
 
@@ -461,7 +461,7 @@ def terminate(running: subprocess.Popen[str]) -> None:
 
 
 def raw_request(url: str, body: dict) -> socket.socket:
-    """A request whose answer nobody reads."""
+    """A request whose answer is never read."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -23,7 +23,7 @@ from marin_rl.types import Sampling
 
 
 class Clock:
-    """Time that passes when told to."""
+    """Clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0

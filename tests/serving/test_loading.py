@@ -1,4 +1,4 @@
-"""What may take the place of what is served, and what a refusal tells."""
+"""New weights: which are accepted, and the messages of refusals."""
 
 import dataclasses
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Pa
 
 
 class Counted:
-    """A recorder that keeps what it was told."""
+    """Recorder that keeps its arguments."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str, int]] = []

@@ -1,4 +1,4 @@
-"""Options in odd company: whatever is asked together, a stream says what the whole answer says."""
+"""Combined options: for every combination, a stream has the content of the whole answer."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def put_together(events: list[Any], name: str) -> dict[int, Any]:
 
 
 def scores(choice: Any) -> list[Any]:
-    """What a choice or a chunk tells of its tokens' logprobs, in either shape."""
+    """Logprobs of a choice's or a chunk's tokens, in either shape."""
     told = choice["logprobs"] or {"content": []}
     if "content" in told:
         return told["content"]

@@ -119,7 +119,7 @@ def fitted(body: dict[str, Any], *, alone: bool) -> dict[str, Any]:
 def ask(
     described: Any, operation: str, mode: GenerationMode, examples: int, headers: dict[str, str]
 ) -> Counter[int]:
-    """Send so many requests that the description allows, or forbids; the answers' statuses."""
+    """Send requests that the description allows, or forbids; counts the answers' statuses."""
     method, path = operation.split()
     statuses: Counter[int] = Counter()
 

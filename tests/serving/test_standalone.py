@@ -29,7 +29,7 @@ STARTS_S = 120
 
 
 def refusal(*arguments: str) -> MarinRLError:
-    """What `marin-rl serve` says of arguments that it cannot serve."""
+    """Error of `marin-rl serve` for arguments that it cannot serve."""
     shown = CliRunner().invoke(cli.app, ["serve", *arguments])
     assert isinstance(shown.exception, MarinRLError), shown.exception
     return shown.exception

@@ -24,7 +24,7 @@ STOPS = ("é", "ab", "中文", "文", "😀", ". ", "aab", "the")
 
 
 def as_the_engine(reading: Reading, ids: list[int]) -> tuple[list[int], str]:
-    """Where a sample ends: at its stop token, at the token that completes a stop string, or not."""
+    """End of a sample: its stop token, the token that completes a stop string, or none."""
     for length in range(1, len(ids) + 1):
         if ids[length - 1] in reading.stop_token_ids:
             return ids[:length], "stop"

@@ -1,4 +1,4 @@
-"""What a swap does to requests that are running, token by token, against a NumPy forward.
+"""Effect of a swap on running requests, token by token, against a NumPy forward.
 
 The truth is a transformer of the test's own, in float64, whose weights change at a position: below
 it keys and values are the old model's, from it on the new one's. Where they never change it is the
@@ -142,7 +142,7 @@ def test_the_truth_is_levanters_forward_where_nothing_changes(models: Any, plain
 
 
 def drawn_by_old(versions: np.ndarray | None, length: int, final: int) -> int:
-    """How many tokens the old weights drew; checks that it was the first ones."""
+    """Number of tokens that the old weights drew; checks that they were the first ones."""
     if versions is None:
         return length if final == OLD[0] else 0
     assert len(versions) == length
@@ -186,7 +186,7 @@ def engine(models: Any) -> Iterator[Engine]:
 def once_after_chunks(
     engine: Engine, count: int, swap: Callable[[], object]
 ) -> Callable[[Delta], None]:
-    """A listener that swaps in the first delta after so many chunks."""
+    """Listener that swaps in the first delta after `count` chunks."""
     swapped: list[object] = []
 
     def listen(_: Delta) -> None:

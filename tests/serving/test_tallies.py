@@ -11,7 +11,7 @@ from marin_rl.serving.tallies import SECONDS, Counts, Durations
 
 
 class Shown(Collector):
-    """What tallies show at a scrape."""
+    """Values of tallies at a scrape."""
 
     def __init__(self, *tallies: Counts | Durations) -> None:
         self._tallies = tallies

@@ -1,4 +1,4 @@
-"""What the server says of itself: metrics that add up, one log line a request, and no secrets."""
+"""Telemetry of the server: metrics that add up, one log line a request, and no secrets."""
 
 import asyncio
 import gc
@@ -248,7 +248,9 @@ def record(**fields) -> RequestRecord:
 
 
 def run_failing(begin: bool) -> tuple[list[Message], list[RequestRecord]]:  # noqa: FBT001
-    """What a client and the log see of a route that fails, before or after its answer began."""
+    """Messages to the client and log records of a route that fails, before or after its answer
+    began.
+    """
     sent: list[Message] = []
     ended: list[RequestRecord] = []
 

@@ -157,7 +157,7 @@ ESCAPES = [
 
 @pytest.mark.parametrize("template", ESCAPES)
 def test_nothing_leads_out_of_the_sandbox(template):
-    """What is unsafe is undefined: printed it is empty, used it is an error."""
+    """Unsafe attributes are undefined: printed they are empty, used they are an error."""
     with suppress(ApiError):
         assert told(template).strip() == ""
         return

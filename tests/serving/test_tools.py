@@ -1,4 +1,4 @@
-"""Tool calls: the template's format found, calls read back however the text comes, calls forced."""
+"""Tool calls: the template's format, parsing from any pieces of text, forced calls."""
 
 import json
 import random

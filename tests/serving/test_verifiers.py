@@ -50,7 +50,7 @@ def found(server) -> dict[str, Any]:
 
 
 def sampled(server: PolicyServer, prompt: list[int]) -> Sample:
-    """What the engine draws for a prompt with the sampling of `verifiers_talks`."""
+    """Sample of the engine for a prompt with the sampling of `verifiers_talks`."""
     request = GenerationRequest(
         prompt_ids=np.array(prompt, np.int32),
         sampling=Sampling(temperature=0.8, max_tokens=12, seed=5),
@@ -77,7 +77,7 @@ def test_a_single_turn_environment_records_what_was_sampled(server, found):
 
 
 def test_later_turns_go_on_from_the_very_ids_of_the_earlier(server, found):
-    """Unless a turn was cut off by its limit: then the library renders the talk anew."""
+    """Except where a turn was cut off by its limit: then the library renders the talk again."""
     turns, stitched = found["multi"], 0
     assert len(turns) == 3 * 2 * 3
     for before, after in pairwise(turns):

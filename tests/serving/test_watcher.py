@@ -72,7 +72,7 @@ def server_of(run: Run) -> PolicyServer:
 
 @pytest.fixture
 def server(memory: Run) -> Iterator[PolicyServer]:
-    """A server of the run in memory; nobody asks it anything, so it needs no port."""
+    """A server of the run in memory; it gets no requests, so it needs no port."""
     server = server_of(memory)
     yield server
     server.stop()

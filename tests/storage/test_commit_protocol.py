@@ -148,7 +148,7 @@ class CommitProtocol(RuleBasedStateMachine):
 
     @rule(target=late, attempt=attempts, killed=st.booleans())
     def hold_up(self, *, attempt: Attempt, killed: bool) -> Callable[[], None]:
-        """A create that is still on its way when its process gives up on it, or dies."""
+        """Delay a create beyond the time that its process waits for it, or lives."""
         if attempt.operation is None or attempt.operation[0] != "put":
             return lambda: None
         _, key, data = attempt.operation

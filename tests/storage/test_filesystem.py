@@ -1,4 +1,4 @@
-"""What every backend promises, and what each does when the outside world fails it."""
+"""Promises of every backend, and their errors when the outside world fails them."""
 
 import os
 import pickle
@@ -264,7 +264,7 @@ def test_a_read_only_disk_is_no_root(readonly_disk: Path) -> None:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root, to whom nothing is denied, becomes nobody for the while."""
+    """Root, to whom nothing is denied, becomes a user without rights for the while."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(NOBODY)
@@ -384,7 +384,7 @@ Server = FakeGCS | FakeS3
 
 @pytest.fixture(params=["gs", "s3"])
 def faulty(request: pytest.FixtureRequest) -> tuple[Server, ObjectStore, str]:
-    """A server that can be told to fail, a store on it, and the method its uploads use."""
+    """A server with faults on request, a store on it, and the method its uploads use."""
     server = request.getfixturevalue({"gs": "gcs", "s3": "s3"}[request.param])
     folder = request.node.name.replace("[", "-").rstrip("]")
     store = open_store(f"{request.param}://bucket/{folder}", server.options)

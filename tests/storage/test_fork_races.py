@@ -1,7 +1,7 @@
-"""Forks while retention gives up what they begin with: seeded schedules of both, by the real code.
+"""Forks while retention prunes what they begin with: seeded schedules of both, by the real code.
 
 Every process stops before each operation on the store until the schedule says that it goes on, or
-dies. The law: who was told that there is a fork has the arrays that it begins with, for good. Two
+dies. The law: a fork that was reported to its caller keeps the arrays that it begins with. Two
 simpler protocols must be caught: each look, at forks and at tombstones, is needed twice.
 """
 
@@ -77,7 +77,7 @@ class Process:
 
 
 class Stops(Operations):
-    """Of those who have a schedule, nobody does anything without being told."""
+    """Processes with a schedule do nothing without a step of it."""
 
     def next(self, name: str, url: str) -> str | None:
         if (process := getattr(_own, "process", None)) is not None:
@@ -102,7 +102,7 @@ def has_arrays(run: Run, number: int) -> bool:
 
 
 def raced(run: Run, fork: Callable[[], Run], choices: random.Random) -> Any:
-    """A fork beside one gc or two, as `choices` decide; what the fork ended with."""
+    """A fork racing one gc or two, as `choices` decide; returns the fork's result."""
     works = [fork, *[lambda: collect(run, KEEP)] * choices.choice((1, 1, 2))]
     processes = [Process(work) for work in works]
     current = choices.choice(processes)
@@ -145,7 +145,7 @@ def play(seed: int) -> str:
 
 
 def check(count: int) -> None:
-    """Play schedules from a seed that is told, and that MARIN_RL_SEED repeats."""
+    """Play schedules from a printed seed, which MARIN_RL_SEED repeats."""
     first = told_seed()
     ends = Counter(play(seed) for seed in range(first, first + count))
     print(dict(ends))
@@ -163,7 +163,7 @@ def test_gc_never_takes_what_a_fork_begins_with_in_many_schedules() -> None:
 
 
 def gc_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: what was found before the tombstones stood is believed after them."""
+    """Wrong: a look from before the tombstones is used after them."""
     look, seen = forks.borrowed_from, dict[Process, Any]()
 
     def remembered(run: Run, _known: Any = None) -> forks.Borrowed:

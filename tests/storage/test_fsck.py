@@ -1,4 +1,4 @@
-"""fsck: silent on whole runs; every kind of damage is found, and the file is named."""
+"""fsck: silent on complete runs; every kind of damage is reported with its file."""
 
 import json
 import random
@@ -224,7 +224,7 @@ def test_what_attempts_left_is_named_and_does_not_count(folder: Path) -> None:
 
 
 def test_slots_before_the_first_round_are_checked_and_shared(folder: Path) -> None:
-    """Preference pairs and a reward model, as whoever learns one commits them."""
+    """Preference pairs and a reward model, as their training commits them."""
     run = Run.open(str(folder.parent), "run")
     attempt, above = new_attempt(), ()
     for slot in ("pairs", "reward_model/step-00002"):

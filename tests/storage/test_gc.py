@@ -55,7 +55,7 @@ def everything(run: Run) -> list[str]:
 
 
 def has_arrays(run: Run, round: int) -> bool:
-    """Whether every array of a checkpoint is there."""
+    """True if every array of a checkpoint is there."""
     found = read_manifest(run.store, checkpoint_slot(round))
     assert found is not None
     names = [part.name for part in found[0].parts if "/" in part.name]
@@ -212,7 +212,7 @@ def test_a_fork_keeps_what_it_reaches(run: Run) -> None:
 
 
 def started_from(run: Run, slot: str) -> None:
-    """A run beside `run` that was told to start from one of its slots."""
+    """A neighbour of `run` that is configured to start from one of its slots."""
     policy = {"init": "checkpoint", "checkpoint": f"{run.config.root}/run/{slot}"}
     other = run.config.model_copy(
         update={"run_id": "other", "policy": run.config.policy.model_copy(update=policy)}
@@ -300,7 +300,7 @@ def test_retention_reads_a_neighbour_once_a_round(tmp_path: Path) -> None:
 
 
 def test_a_fork_by_the_name_of_a_run_that_is_known_is_seen(tmp_path: Path) -> None:
-    """What this process knows of a name is no ground to delete anything."""
+    """Cached knowledge of a name is no ground to delete anything."""
     run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
     fork_run(run, 0, "fork")
     retire(run)
@@ -343,7 +343,7 @@ def test_where_the_rule_cannot_be_read_all_is_kept(run: Run) -> None:
     ],
 )
 def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run, slot: str) -> None:
-    """What is left of it is worth a search for the manifest, in a backup or a lost+found."""
+    """The rest of the slot stays, since the manifest may be in a backup."""
     run.store.delete(f"{slot}/manifest.json")
     before = everything(run)
     found = collect(run, now=SOON)

@@ -1,4 +1,4 @@
-"""Faults on purpose: that they happen where they are told to, and nowhere else."""
+"""Fault injection: faults happen where they are configured, and nowhere else."""
 
 import itertools
 import os

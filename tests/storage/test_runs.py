@@ -394,7 +394,7 @@ def test_the_latest_warm_start(local: Run) -> None:
 def test_the_cost_of_a_round_does_not_grow_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the loop asks of storage in a round: after 1,000 rounds as many operations as before."""
+    """Storage operations of a round: after 1,000 rounds as many as before."""
     log = tmp_path / "operations"
     monkeypatch.setenv("MARIN_RL_FAULTS", f"log:{log}")
     local = Run.create_or_open(configured(str(tmp_path / "runs")))

@@ -32,7 +32,7 @@ ENDS = ("Killed", "CommitUnknown", "CommitExpired", "StoreUnavailable", "Collect
 
 
 def seeded(count: int) -> int:
-    """A seed that is told, and that MARIN_RL_SEED repeats."""
+    """A printed seed, which MARIN_RL_SEED repeats."""
     print(f"{count} schedules")
     return told_seed()
 

@@ -1,4 +1,4 @@
-"""What tasks share, without a server: which faults pass, what a run is opened as, what is said."""
+"""Options of tasks, without a server: retried errors, opening of a run, states."""
 
 import asyncio
 import threading

@@ -15,7 +15,7 @@ DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 
 @pytest.fixture(scope="session", autouse=True)
 def programs() -> None:
-    """Trainers of one configuration compile once per session, in whatever process they are."""
+    """Trainers of one configuration compile once per session, in every process."""
     enable_compilation_cache()
 
 

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, how that is switched off, and when they are compiled."""
+"""Cache of compiled programs: its place, its switch, and the time of compilation."""
 
 import jax
 import jax.numpy as jnp

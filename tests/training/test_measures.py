@@ -1,4 +1,4 @@
-"""What an objective did to its tokens: against TRL's numbers, and by hand."""
+"""Metrics of an objective by token: against TRL's numbers, and by hand."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a policy is held to: steered coefficients, moving references, KL as part of the reward."""
+"""Reference policy: adaptive coefficients, moving references, KL as part of the reward."""
 
 import dataclasses
 

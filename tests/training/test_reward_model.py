@@ -32,7 +32,7 @@ Settings = Callable[..., Config]
 
 
 def answers(count: int = PAIRS) -> list[PreferencePair]:
-    """Whatever is asked, `ok` is better than `no`."""
+    """For every prompt, `ok` is better than `no`."""
     return [
         PreferencePair(
             id=f"{number}",
