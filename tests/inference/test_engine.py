@@ -201,6 +201,7 @@ def pointers(arrays: object) -> set[int]:
 
 
 @pytest.mark.bits
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
     devices = jax.devices()
     assert len(devices) == 2
