@@ -201,10 +201,10 @@ def pointers(arrays: object) -> set[int]:
 
 
 @pytest.mark.bits
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
     devices = jax.devices()
-    assert len(devices) == 2
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
     request = request_of()
     expected = bits(result_of(engine, request))
     compiled = PROGRAMS.decode_chunk._cache_size()
