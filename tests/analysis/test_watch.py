@@ -165,7 +165,7 @@ def test_lines_of_json_go_on_when_the_store_answers_again(
     looking.watch("shown", as_json=True, root=str(tmp_path))
     told = capsys.readouterr()
     assert [json.loads(line)["trained"] for line in told.out.splitlines()] == [1, 3]
-    assert told.err == "not seen anew: 503: slow down\n"
+    assert told.err == "not updated: 503: slow down\n"
 
 
 def test_watching_ends_when_the_run_is_complete(
