@@ -237,7 +237,7 @@ def test_labels_are_taken(asked: Ask) -> None:
         ({"stop": "x" * 257}, "stop", "at most 256"),
         ({"stop_token_ids": [103]}, "stop_token_ids", "below 103, found 103"),
         ({"stop_token_ids": [5] * 17}, "stop_token_ids", "at most 16"),
-        ({"stop_token_ids": [5] * 16}, "stop_token_ids", "at most 15 in addition to the model's own"),
+        ({"stop_token_ids": [5] * 16}, "stop_token_ids", "at most 15 in addition to"),
         ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"seed": 2**63}, "seed", "less than"),
