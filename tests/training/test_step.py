@@ -156,7 +156,7 @@ OBJECTIVES = {
         "importance_correction": "rejected",
         "rejection": "k2",
         "rejection_level": "sequence_max",
-        "rejection_high": 0.05,
+        "rejection_high": 2.0,  # two thirds of the tokens are rejected
     },
     "dppo_kl": {"surrogate": "dppo_kl", "ratio_level": "token", "aggregation": "token_sum"},
     "dro": {"surrogate": "dro", "dro_beta": 0.5},
