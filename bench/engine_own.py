@@ -143,7 +143,7 @@ def mixed(work: Work, rounds: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     futures = []
     before = (0, 0)
-    for index in range(2 * slots * rounds):
+    for index in range(2 * slots * max(rounds, 4)):  # some must come after the first are seated
         prompt, new = random.integers(8, longest + 1, 2).tolist()
         futures.append(engine.submit(request(work, prompt, index, new_tokens=new)))
         while engine.queued > slots // 2:
@@ -209,7 +209,7 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
     steps = []
     for number in range(options.rounds + 1):
         before = engine.stats.decode_s
-        played(engine, [request(prompt, number, n=batch, new_tokens=new)])
+        played(engine, [request(work, prompt, number, n=batch, new_tokens=new)])
         steps.append((engine.stats.decode_s - before) / new)
     step_s = statistics.median(steps[1:])
     size = block_size(prompt + new)

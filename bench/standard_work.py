@@ -129,15 +129,19 @@ def write_work(folder: Path, work: Work, rounds: int) -> None:
     write_tokenizer(model, work)
 
 
+# Enough that one of them is for evaluation.
+PROMPTS_MIN = 64
+
+
 def prompt_rows(work: Work, rounds: int) -> list[dict[str, str]]:
     """Random words, `prompt_tokens` tokens once rendered; twice as many prompts as are asked for.
 
-    An environment may hold some of them out for evaluation.
+    An environment takes a tenth of them for evaluation, so there are PROMPTS_MIN at least.
     """
     random = np.random.default_rng(work.seed)
     words = random.integers(
         work.vocabulary - len(SPECIAL),
-        size=(2 * rounds * work.prompts, work.prompt_tokens - 2),
+        size=(max(2 * rounds * work.prompts, PROMPTS_MIN), work.prompt_tokens - 2),
     )
     texts = (" ".join(f"w{word}" for word in row) for row in words)
     return [{"id": str(i), "prompt": text, "answer": ""} for i, text in enumerate(texts)]
