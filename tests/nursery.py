@@ -96,9 +96,9 @@ class Nursery:
         faults: Mapping[str, str] | None = None,
         met: Path | None = None,
     ) -> list[int]:
-        """Play the run of `config` in as many processes at once; how each ended.
+        """Run `config` in `copies` processes at once; returns the exit code of each.
 
-        That is the exit code, or minus the signal that ended it. Processes that have had `life_s`
+        The code is minus the signal that ended the process. Processes that have had `life_s`
         seconds of processor time are killed, as are those whose ids are in `beside` when the first
         process has had as many seconds as it says there. `trace` is a folder, a glob in it, and
         seconds by the clock that processes still live once a file matches. After `limit_s`, those

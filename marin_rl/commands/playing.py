@@ -170,9 +170,9 @@ def serving_config(
     *,
     trust: bool = False,
 ) -> Config:
-    """Configuration of a server: the file's settings or the defaults, for a run its own ones.
+    """Return a server's configuration: the file's or the defaults; for a run, the run's.
 
-    Of a file beside a run only the section `inference` counts: the rest is the run's content.
+    With a run, only the file's section `inference` is used: the rest is the run's content.
     Raises ConfigError for a run of somebody else as `settings_of` and `check_named` do.
     """
     given = load_config(file) if file else None

@@ -68,8 +68,8 @@ class Gap:
         """True if they agree within the tolerance; NaN agrees with nothing."""
         return self.nats <= tolerance
 
-    def told(self) -> str:
-        """In words."""
+    def message(self) -> str:
+        """The difference as part of an error message."""
         return (
             f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
             f"canary, found {self.found:.6f}"
@@ -110,7 +110,7 @@ def prove(
             found = _identified(answer, suspects(), sampling.temperature, tolerance)
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
-                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {found}; {gap.told()}, above "
+                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {found}; {gap.message()}, above "
                 f"inference.canary_tolerance ({tolerance:g}). {_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
@@ -154,7 +154,7 @@ def rehearse(
         rounding = "" if kind == jnp.float32 else "; leave room for its rounding, or serve float32"
         raise InferenceError(
             f"the engine does not compute what the trainer computes with these weights: "
-            f"{gap.told()} by the engine in {kind.name}, above inference.canary_tolerance "
+            f"{gap.message()} by the engine in {kind.name}, above inference.canary_tolerance "
             f"({tolerance:g}){rounding}"
         )
     return gap.nats

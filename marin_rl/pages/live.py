@@ -96,9 +96,12 @@ def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
 
 
 def serve_view(
-    page: RunPage, run_id: str, host: str, port: int, told: Callable[[str], None]
+    page: RunPage, run_id: str, host: str, port: int, on_start: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted; `told` gets the address. ConfigError for others than loopback."""
+    """Serve until interrupted; `on_start` is called with the URL.
+
+    Raises ConfigError for a host that is not loopback.
+    """
     if not is_loopback(host):
         raise ConfigError(
             f"view listens on this machine only, found --host {host}: leave it at 127.0.0.1 and "
@@ -107,7 +110,7 @@ def serve_view(
     app = view_app(page, run_id, host)
     listener = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
-    told(f"http://{shown}:{listener.getsockname()[1]}/")
+    on_start(f"http://{shown}:{listener.getsockname()[1]}/")
     # without a log_config, which would remove the log handlers of this process
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, http="h11", lifespan="off"

@@ -290,7 +290,7 @@ class _Meter:
     rewards: list[float] = field(default_factory=list)
 
     def count(self, group: RolloutGroup) -> None:
-        """One more group."""
+        """Add a finished group to the totals, and publish them."""
         self.done += 1
         self.tokens += sum(rollout.n_completion_tokens for rollout in group.rollouts)
         self.rewards += [r.reward for r in group.rollouts if r.reward is not None]

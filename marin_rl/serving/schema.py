@@ -247,9 +247,9 @@ class Generated(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Request and response of a route; `told` describes it, else its endpoint's docstring does."""
+    """Request and response of a route, and its summary (default: the endpoint's docstring)."""
 
-    told: str = ""
+    summary: str = ""
     takes: type[BaseModel] | None = None
     gives: type[BaseModel] | None = None
     streams: bool = False
@@ -261,19 +261,19 @@ SHAPES = {
     MODELS_ROUTE: Shape(gives=Models),
     MODELS_ROUTE + "/{model}": Shape(gives=Model),
     CHAT_ROUTE: Shape(
-        told="Samples of a conversation's next message.",
+        summary="Samples of a conversation's next message.",
         takes=ChatBody,
         gives=ChatCompletion,
         streams=True,
     ),
     CHAT_TOKENS_ROUTE: Shape(
-        told="The same, where the caller knows the prompt's ids: the messages are not rendered.",
+        summary="The same, where the caller knows the prompt's ids: the messages are not rendered.",
         takes=ChatTokensBody,
         gives=ChatCompletion,
         streams=True,
     ),
     COMPLETIONS_ROUTE: Shape(
-        told="Continuations of texts, or of token ids.",
+        summary="Continuations of texts, or of token ids.",
         takes=CompletionBody,
         gives=TextCompletion,
         streams=True,
@@ -281,7 +281,7 @@ SHAPES = {
     TOKENIZE_ROUTE: Shape(takes=TokenizeBody, gives=Tokenized),
     DETOKENIZE_ROUTE: Shape(takes=DetokenizeBody, gives=Detokenized),
     GENERATE_ROUTE: Shape(
-        told="Samples of token ids, as token ids.", takes=GenerateBody, gives=Generated
+        summary="Samples of token ids, as token ids.", takes=GenerateBody, gives=Generated
     ),
     UPDATE_WEIGHTS_ROUTE: Shape(takes=UpdateWeightsBody),
     ADMIN + UPDATE_WEIGHTS_ROUTE: Shape(takes=UpdateWeightsBody),
@@ -329,7 +329,7 @@ def _operation(route: Route, method: str) -> dict[str, Any]:
     shape = SHAPES.get(path, Shape())
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}_{path.strip('/').translate(_NO_NAME)}",
-        "summary": shape.told or (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
+        "summary": shape.summary or (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
         "responses": _responses(path, shape),
         "security": [] if path in OPEN_PATHS else [{"bearer": []}],
     }

@@ -46,7 +46,7 @@ class Durations:
         self._sums: dict[Labels, float] = {}
 
     def add(self, seconds: float, labels: Labels = ()) -> None:
-        """One more."""
+        """Record a duration of `labels`."""
         counts = self._found.get(labels)
         if counts is None:
             counts = self._found[labels] = _no_counts()

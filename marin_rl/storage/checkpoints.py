@@ -78,12 +78,12 @@ def commit_checkpoint(
     extra: Mapping[str, Any],
     beside: Beside | None = None,
 ) -> SlotRef:
-    """Write nested dicts of arrays (NumPy or JAX, any sharding) and commit them as `slot`.
+    """Commit nested dicts of arrays (NumPy or JAX, any sharding) as `slot`.
 
     `content` and `parents` decide the fingerprint; `totals` become the summary of the reference and
-    `extra` is kept, with the facts of this machine as `machine`. `beside` has other parts of the
-    slot, which it is asked for when the arrays are written. Another attempt with the same
-    fingerprint that was first wins. Raises CommitConflict and whatever the store raises.
+    `extra` is kept, with the facts of this machine as `machine`. `beside` returns the other
+    parts of the slot once the arrays are written. An earlier commit of the same fingerprint is
+    adopted. Raises CommitConflict, and StorageError of the store.
     """
     attempt = new_attempt() if beside is None else beside.attempt
     arrays = jax.tree.map(np.asarray, dict(tree))

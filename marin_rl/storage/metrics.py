@@ -1,6 +1,6 @@
-"""A round's metrics: one Parquet row per round, and a line of metrics.jsonl for those who tail.
+"""A round's metrics: one Parquet row per round, and one line of metrics.jsonl for `tail`.
 
-The Parquet object is committed like everything else, so whoever finishes a round first is believed.
+The Parquet object is committed like everything else, so the first process that finishes a round decides.
 metrics.jsonl exists on local roots only and is a convenience: nothing reads it back. What the names
 mean is `marin_rl.metrics`' business; undefined names are refused here.
 """

@@ -65,7 +65,7 @@ class RoundAccount:
         self._steps, self._ends, self._flops = 0, 0, 0.0
 
     def add(self, batch: TrainingBatch, model: LmHeadModel) -> None:
-        """One more batch."""
+        """Count the tokens and FLOPs of one optimizer step's batch."""
         self._steps += 1
         self._ends += int((batch.token_ids[trained_mask(batch)] == self.eos_token_id).sum())
         self._flops += training_flops(model, segment_lengths(batch), segment_starts(batch))

@@ -83,7 +83,7 @@ def listed(entries: Entries, /, **change: object) -> Entries:
     return {**entries, "contents.json": sealed_json(record)}
 
 
-def refused(path: Path, words: str) -> None:
+def assert_refused(path: Path, words: str) -> None:
     """`verify` says what is wrong, and neither reads nor keeps much to find it."""
     tracemalloc.start()
     try:
@@ -120,9 +120,9 @@ def test_an_archive_that_was_made_again_is_whole(entries: Entries, tmp_path: Pat
 )
 def test_names_that_lead_elsewhere_are_refused(entries: Entries, tmp_path: Path, name: str) -> None:
     evil = listed({**entries, name: b"evil"})
-    refused(tar_of(tmp_path / "a.tar", evil), "expected a relative path like a/b")
+    assert_refused(tar_of(tmp_path / "a.tar", evil), "expected a relative path like a/b")
     unlisted = {**entries, name: b"evil"}
-    refused(tar_of(tmp_path / "b.tar", unlisted), "no relative path like RUN/run.json")
+    assert_refused(tar_of(tmp_path / "b.tar", unlisted), "no relative path like RUN/run.json")
 
 
 def test_long_names_are_read_and_checked(entries: Entries, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_long_names_are_read_and_checked(entries: Entries, tmp_path: Path) -> No
     found = verify_archive(tar_of(tmp_path / "a.tar", listed({**entries, long: b"1"})))
     assert found.faults == ()
     beyond = "run/" + "/".join(["a" * 100] * 20)
-    refused(tar_of(tmp_path / "b.tar", {**entries, beyond: b"1"}), "no relative path")
+    assert_refused(tar_of(tmp_path / "b.tar", {**entries, beyond: b"1"}), "no relative path")
 
 
 def test_files_of_other_runs_are_not_whole(entries: Entries, tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_entries_that_are_no_regular_files_are_refused(
     entries: Entries, tmp_path: Path, kind: bytes, link: str
 ) -> None:
     entry = header(info_of("run/evil", type=kind, linkname=link))
-    refused(tar_of(tmp_path / "a.tar", entries, last=entry), "expected regular files alone")
-    refused(tar_of(tmp_path / "b.tar", entries, first=entry), "expected regular files alone")
+    assert_refused(tar_of(tmp_path / "a.tar", entries, last=entry), "expected regular files alone")
+    assert_refused(tar_of(tmp_path / "b.tar", entries, first=entry), "expected regular files alone")
 
 
 def sparse(name: str, size: int) -> bytes:
@@ -196,16 +196,16 @@ def pax(records: dict[str, str], size: int | None = None) -> bytes:
 
 @pytest.mark.parametrize("name", ["contents.json", MANIFEST, SHARD])
 def test_sparse_entries_are_refused(entries: Entries, tmp_path: Path, name: str) -> None:
-    refused(
+    assert_refused(
         tar_of(tmp_path / "a.tar", {}, first=sparse(name, HUGE)), "expected regular files alone"
     )
     others = {key: data for key, data in entries.items() if key != name}
-    refused(
+    assert_refused(
         tar_of(tmp_path / "b.tar", others, last=sparse(name, HUGE)), "regular files|first entry"
     )
     records = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(HUGE)}
     marked = pax(records) + header(info_of(name, size=0))
-    refused(tar_of(tmp_path / "c.tar", {}, first=marked), "expected path and size alone")
+    assert_refused(tar_of(tmp_path / "c.tar", {}, first=marked), "expected path and size alone")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_sparse_entries_are_refused(entries: Entries, tmp_path: Path, name: str)
 def test_headers_that_ask_for_more_are_refused(
     entries: Entries, tmp_path: Path, entry: bytes, words: str
 ) -> None:
-    refused(tar_of(tmp_path / "a.tar", entries, last=entry), words)
+    assert_refused(tar_of(tmp_path / "a.tar", entries, last=entry), words)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,9 @@ def test_headers_that_ask_for_more_are_refused(
     ids=["deep", "empty", "nothing", "null", "no entries", "infinite"],
 )
 def test_contents_that_are_none_are_refused(entries: Entries, tmp_path: Path, data: bytes) -> None:
-    refused(tar_of(tmp_path / "a.tar", {**entries, "contents.json": data}), r"contents\.json")
+    assert_refused(
+        tar_of(tmp_path / "a.tar", {**entries, "contents.json": data}), r"contents\.json"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_contents_that_are_none_are_refused(entries: Entries, tmp_path: Path, da
 def test_contents_of_other_shapes_are_refused(
     entries: Entries, tmp_path: Path, change: dict[str, object]
 ) -> None:
-    refused(tar_of(tmp_path / "a.tar", listed(entries, **change)), r"contents\.json")
+    assert_refused(tar_of(tmp_path / "a.tar", listed(entries, **change)), r"contents\.json")
 
 
 def test_records_of_more_than_64_megabytes_are_refused(entries: Entries, tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_records_of_more_than_64_megabytes_are_refused(entries: Entries, tmp_pat
         tar_of(path, others, first=first, last=last)
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size + 70 * 2**20)
-        refused(path, "67108864 bytes at most")
+        assert_refused(path, "67108864 bytes at most")
 
 
 def test_a_damaged_manifest_is_a_fault(entries: Entries, tmp_path: Path) -> None:

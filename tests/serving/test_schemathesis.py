@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI description: none breaks it, all answers are as told.
+"""Requests made from the server's own OpenAPI description: none breaks it, all answers match it.
 
 Schemathesis sends what the description allows and what it does not, to every route, over loopback,
 with a token. The admin's token opens the admin routes in the thorough run alone.
