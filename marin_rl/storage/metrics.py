@@ -1,8 +1,8 @@
 """A round's metrics: one Parquet row per round, and one line of metrics.jsonl for `tail`.
 
-The Parquet object is committed like everything else, so the first process that finishes a round decides.
-metrics.jsonl exists on local roots only and is a convenience: nothing reads it back. What the names
-mean is `marin_rl.metrics`' business; undefined names are refused here.
+The Parquet object is committed like every other slot: the first process that finishes a round
+decides. metrics.jsonl exists on local roots only and is a convenience that only `fsck` compares.
+The names are defined in `marin_rl.metrics`; undefined ones are refused here.
 """
 
 import json
