@@ -166,7 +166,18 @@ class WorkerProcess:
         """Process id of the supervisor, which is also the process group and session."""
         return self._process.pid
 
-    def send(self, line: bytes, timeout_s: float) -> None:
+    @property
+    def is_running(self) -> bool:
+        """True while the supervisor runs, so the worker may still answer."""
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self._open and os.waitid(os.P_PID, self._process.pid, options) is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the worker, minus the signal that ended it; None before `end`."""
+        return self._process.returncode
+
+    def send(self, line: bytes, timeout_s: float | int) -> None:
         """Send one line, without its newline. Raises TimeoutError, BrokenPipeError."""
         assert b"\n" not in line, "a message is one line"
         left = memoryview(line + b"\n")
@@ -177,7 +188,7 @@ class WorkerProcess:
             with contextlib.suppress(BlockingIOError):
                 left = left[os.write(descriptor, left) :]
 
-    def receive(self, timeout_s: float, bytes_max: int) -> bytes:
+    def receive(self, timeout_s: float | int, bytes_max: int) -> bytes:
         """Return the next line, without its newline.
 
         Raises TimeoutError, EOFError when the worker has ended, LineTooLong.
