@@ -19,9 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from builders import configuration
 from machine import print_head
-from whole_runs import play
+from support.builders import configuration
+from support.whole_runs import play
 
 from marin_rl.storage.commits import (
     commit_manifest,
@@ -31,8 +31,8 @@ from marin_rl.storage.commits import (
     part_of,
     ref_of,
 )
-from marin_rl.storage.fsck import check_run
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.upkeep.fsck import check_run
 
 
 def make(folder: str, megabytes: int, files: int) -> None:

@@ -27,13 +27,13 @@ from standard_work import Work
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
 from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
 from marin_rl.training.flops import peak_of_devices, training_flops
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.program import Program, fitted, take_step
-from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import packing_of
 from marin_rl.training.state import fresh_state
+from marin_rl.training.step_types import StepSettings
 from marin_rl.types import TrainingBatch, segment_lengths, segment_starts
 
 # The sizes of Qwen2.5-0.5B, and of the standard work of round.py.
@@ -78,9 +78,9 @@ def main() -> None:
         packing=packing_of(options.packing),
         compute_dtype=options.dtype,
     )
-    program = Program(config, character_tokenizer(), policy_adamw(config.training), settings)
+    program = CompiledStep(config, character_tokenizer(), policy_adamw(config.training), settings)
     batch = batch_of(options)
-    arrays, used = fitted(batch, options.microbatch, options.rows)
+    arrays, used = to_fixed_shape(batch, options.microbatch, options.rows)
     vocabulary = MODELS[options.model]["vocab_size"]
     parameters = named_parameters(build_model(config.policy, vocabulary, 0))
     state = program.place(fresh_state(parameters, program.optimizer, 0))

@@ -33,7 +33,6 @@ from marin_rl.storage.commits import (
     part_of,
     ref_of,
 )
-from marin_rl.storage.metrics import write_round_metrics
 from marin_rl.storage.runs import (
     Run,
     RunRef,
@@ -42,8 +41,9 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     shard_key,
 )
+from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.types import SlotRef
-from tasks.options import GROUP, STAGE, Attempts, in_thread, opened, told
+from tasks.options import GROUP, STAGE, StageRunner, as_state, in_thread, open_run
 
 SHARDS = 2
 EDGE = 50
@@ -91,32 +91,32 @@ async def serve(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
 @task(task_run_name="generate[round-{round:05d}/shard-{number:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, number: int, policy: SlotRef) -> SlotRef:
     """One small object."""
-    return told(await in_thread(shard, opened(run), round, number))
+    return as_state(await in_thread(shard, open_run(run), round, number))
 
 
 @task(task_run_name="seal[round-{round:05d}]", **STAGE)
 async def seal(run: RunRef, round: int, shards: list[SlotRef]) -> SlotRef:
     """One manifest."""
-    return told(await in_thread(slot, opened(run), rollouts_slot(round), shards, 0))
+    return as_state(await in_thread(slot, open_run(run), rollouts_slot(round), shards, 0))
 
 
 @task(task_run_name="process[round-{round:05d}]", **STAGE)
 async def process(run: RunRef, round: int, rollouts: SlotRef) -> SlotRef:
     """Two parts and a manifest."""
-    return told(await in_thread(slot, opened(run), batches_slot(round), [rollouts], 2))
+    return as_state(await in_thread(slot, open_run(run), batches_slot(round), [rollouts], 2))
 
 
 @task(task_run_name="train[round-{round:05d}]", **STAGE)
 async def train(run: RunRef, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
     """Metrics, three parts and a manifest."""
-    await in_thread(metrics_of, opened(run), round)
-    return told(await in_thread(slot, opened(run), checkpoint_slot(round + 1), [batches], 3))
+    await in_thread(metrics_of, open_run(run), round)
+    return as_state(await in_thread(slot, open_run(run), checkpoint_slot(round + 1), [batches], 3))
 
 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
 async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
     """A round of flows/rl_loop.py with trivial stages."""
-    attempt = Attempts(FlowConfig())
+    attempt = StageRunner(FlowConfig())
     policy = await attempt(serve, run, round, checkpoint)
     parts = await attempt.each(generate, [(run, round, n, policy) for n in range(SHARDS)])
     rollouts = await attempt(seal, run, round, parts)
@@ -126,7 +126,7 @@ async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
 
 async def plain(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
     """The same files without Prefect."""
-    where = opened(run)
+    where = open_run(run)
     parts = [shard(where, round, number) for number in range(SHARDS)]
     rollouts = slot(where, rollouts_slot(round), parts, 0)
     batches = slot(where, batches_slot(round), [rollouts], 2)

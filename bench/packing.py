@@ -62,12 +62,12 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
     """A function that takes one optimizer step on the same rollouts in one layout."""
     from marin_rl.config import Config
     from marin_rl.tokenizers import character_tokenizer
+    from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
     from marin_rl.training.model import build_model, named_parameters
     from marin_rl.training.optimizer import policy_adamw
-    from marin_rl.training.program import Program, fitted, take_step
-    from marin_rl.training.rows import StepSettings
     from marin_rl.training.scoring import packing_of
     from marin_rl.training.state import fresh_state
+    from marin_rl.training.step_types import StepSettings
 
     work = sized(Work(), options.sizes)
     longest = options.prompt + options.completion
@@ -88,11 +88,11 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
         packing=packing_of(layout),
     )
     tokenizer = character_tokenizer()
-    program = Program(config, tokenizer, policy_adamw(config.training), settings)
+    program = CompiledStep(config, tokenizer, policy_adamw(config.training), settings)
     batch = batch_of(options, layout, row, sampled)
     # about as many tokens in a microbatch whatever the layout
     rows = max(1, options.microbatch_tokens // row)
-    arrays, used = fitted(batch, rows, len(batch.token_ids))
+    arrays, used = to_fixed_shape(batch, rows, len(batch.token_ids))
     print(f"{layout}: {len(batch.token_ids)} rows of {row} tokens, {rows} in a microbatch")
     parameters = named_parameters(build_model(config.policy, work.vocabulary, 0))
 

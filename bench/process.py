@@ -118,8 +118,8 @@ def write(arguments: argparse.Namespace) -> dict[str, float]:
     """Commit the shards of round 0 and seal it."""
     import numpy as np
 
-    from marin_rl.storage.rollouts import commit_shard, seal_round
     from marin_rl.storage.runs import Run
+    from marin_rl.storage.tables.rollouts import commit_shard, seal_round
     from marin_rl.types import ServedPolicy, SlotRef
 
     run = Run.create_or_open(_config(arguments))

@@ -85,17 +85,17 @@ def main() -> None:
 def warm_start(root: Path, overrides: Sequence[str] = ()) -> str:
     """Play the warm start that all recipes begin from; returns what `policy.checkpoint` takes."""
     from marin_rl.config import load_config
-    from marin_rl.resident import Resident
+    from marin_rl.runtime import RunRuntime
     from marin_rl.storage.runs import Run
 
     config = load_config(DEMO, [f"root={root}", "run_id=warm", *SMALLER, *overrides])
-    resident = Resident(Run.create_or_open(config))
+    runtime_for = RunRuntime(Run.create_or_open(config))
     try:
         for step in range(0, config.sft.steps, config.sft.steps_per_checkpoint):
-            resident.run_sft_segment(step)
-        return f"{root}/warm/{resident.init_policy().slot}"
+            runtime_for.run_sft_segment(step)
+        return f"{root}/warm/{runtime_for.init_policy().slot}"
     finally:
-        resident.close()
+        runtime_for.close()
 
 
 def learn(
@@ -103,7 +103,7 @@ def learn(
 ) -> Curve:
     """Play a recipe for some rounds from the warm start; raises what the stages raise."""
     from marin_rl.config import load_config
-    from marin_rl.resident import Resident
+    from marin_rl.runtime import RunRuntime
     from marin_rl.storage.runs import Run
 
     names = (
@@ -114,30 +114,30 @@ def learn(
     )
     start = ("policy.init=checkpoint", f"policy.checkpoint={begun}")
     run = Run.create_or_open(load_config(DEMO, [*names, *SMALLER, *start, *overrides]))
-    resident = Resident(run)
+    runtime_for = RunRuntime(run)
     try:
-        checkpoint = resident.init_policy()
-        before = evaluated(run, 0, resident.serve(checkpoint))
+        checkpoint = runtime_for.init_policy()
+        before = evaluated(run, 0, runtime_for.serve(checkpoint))
         rewards = []
         for round in range(rounds):
-            checkpoint, reward = play(resident, run, round, checkpoint)
+            checkpoint, reward = play(runtime_for, run, round, checkpoint)
             rewards.append(reward)
-        after = evaluated(run, rounds, resident.serve(checkpoint))
+        after = evaluated(run, rounds, runtime_for.serve(checkpoint))
     finally:
-        resident.close()
+        runtime_for.close()
     return Curve(recipe=recipe, seed=seed, rewards=tuple(rewards), before=before, after=after)
 
 
-def play(resident: Any, run: Any, round: int, checkpoint: Any) -> tuple[Any, float]:
+def play(runtime_for: Any, run: Any, round: int, checkpoint: Any) -> tuple[Any, float]:
     """One round as the flow plays it: the next checkpoint, and the mean reward of its samples."""
     from marin_rl.batching.build import build_round
     from marin_rl.rollouts.generate import generate_shard
-    from marin_rl.storage.rollouts import seal_round
+    from marin_rl.storage.tables.rollouts import seal_round
 
-    policy = resident.serve(checkpoint)
+    policy = runtime_for.serve(checkpoint)
     part = asyncio.run(generate_shard(run, round, 0, policy))
     batches = build_round(run, round, seal_round(run, round, [part], (checkpoint,)))
-    trained = resident.train_round(round, batches, checkpoint)
+    trained = runtime_for.train_round(round, batches, checkpoint)
     return trained, float(batches.summary["reward"])
 
 

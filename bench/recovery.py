@@ -26,8 +26,6 @@ from typing import Any
 from machine import print_head
 
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.injection import VARIABLE
-from marin_rl.storage.rollouts import decode_shard
 from marin_rl.storage.runs import (
     Run,
     batches_slot,
@@ -38,6 +36,8 @@ from marin_rl.storage.runs import (
     round_of,
     shard_key,
 )
+from marin_rl.storage.stores.fault_injection import VARIABLE
+from marin_rl.storage.tables.rollouts import decode_shard
 
 POLL_S = 0.01
 START_S_MAX = 240.0

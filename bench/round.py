@@ -36,8 +36,8 @@ from round_report import (
 from standard_work import Work, add_size_option, short_work, sized, write_work
 from watch import Watch
 
-from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, metrics_key
+from marin_rl.storage.tables.metrics import read_metrics
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"

@@ -112,9 +112,9 @@ def make_run(folder: Path, run_id: str, rollouts: int) -> float | None:
 def shard_template(run_id: str) -> pa.Table:
     """A shard's rows, of which `commit` replaces what differs from shard to shard."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from builders import group
+    from support.builders import group
 
-    from marin_rl.storage.records import rollout_table
+    from marin_rl.storage.tables.records import rollout_table
 
     digests = dict.fromkeys(("policy_digest", "tokenizer_digest"), "d" * 64)
     constants = {
@@ -138,7 +138,7 @@ def commit(run: Any, round: int, template: pa.Table, rng: np.random.Generator) -
     """One sealed round."""
     from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest, part_of
     from marin_rl.storage.runs import rollouts_slot
-    from marin_rl.storage.tables import TableWriter
+    from marin_rl.storage.tables.parquet import TableWriter
     from schemas.migrations import ROLLOUTS as LADDER
 
     parts = []

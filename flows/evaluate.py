@@ -9,7 +9,7 @@ from prefect import flow
 
 from flows.connection import play_flow
 from flows.server import prefect_api
-from flows.session import HEAVY, Source, named, settled, working_on
+from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.runs import (
@@ -23,11 +23,11 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
-from tasks.options import Attempts, opened
+from tasks.options import StageRunner, open_run
 from tasks.serve import serve
 
 
-@flow(name="evaluate", flow_run_name=named, persist_result=False)
+@flow(name="evaluate", flow_run_name=flow_run_name, persist_result=False)
 async def evaluate_run(
     config: Source,
     run_id: str | None = None,
@@ -38,10 +38,10 @@ async def evaluate_run(
 
     Raises ObjectMissing without either, ConfigError for one that a fork shares.
     """
-    chosen = settled(config, run_id, overrides)
+    chosen = resolve_config(config, run_id, overrides)
     check_own(chosen, round)
-    with working_on(chosen, plays=False) as reference:
-        run = opened(reference)
+    with open_session(chosen, plays=False) as reference:
+        run = open_run(reference)
         found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
         if found is None:
             which = "any" if round is None else f"{round}"
@@ -71,9 +71,9 @@ def check_own(config: Config, round: int | None) -> None:
 async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Serve and evaluate a checkpoint, unless its evaluation is committed."""
     round = round_after(checkpoint)
-    if (found := committed(opened(run), evals_slot(round))) is not None:
+    if (found := committed(open_run(run), evals_slot(round))) is not None:
         return found
-    attempt = Attempts(opened(run).config.flow)
+    attempt = StageRunner(open_run(run).config.flow)
     policy = await attempt(serve, run, round, checkpoint)
     return await attempt(evaluate, run, round, policy)
 

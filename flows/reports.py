@@ -42,8 +42,8 @@ from flows.connection import current_connection
 from marin_rl.analysis.report import learning_curve
 from marin_rl.analysis.status import metric_rows
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.rollouts import iter_shards
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
+from marin_rl.storage.tables.rollouts import iter_shards
 
 PAGES_WAITING_MAX = 16
 SUMMARY_EVERY_S = 10.0

@@ -9,34 +9,34 @@ from prefect import flow
 
 from flows.connection import play_flow
 from flows.server import prefect_api
-from flows.session import HEAVY, Source, named, settled, working_on
+from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from flows.sft import steps_of, warm_start
 from marin_rl.config import Config
 from marin_rl.doctor import BEFORE_A_REWARD_MODEL
 from marin_rl.storage.runs import RunRef, latest_reward_model
 from marin_rl.types import SlotRef
-from tasks.options import Attempts, opened
+from tasks.options import StageRunner, open_run
 from tasks.reward_model import fit, prepare
 
 
-@flow(name="reward-model", flow_run_name=named, persist_result=False)
+@flow(name="reward-model", flow_run_name=flow_run_name, persist_result=False)
 async def reward_model(
     config: Source, run_id: str | None = None, overrides: list[str] | None = None
 ) -> SlotRef:
     """Train the reward model that `config` describes, or go on where its last segment ended."""
-    with working_on(settled(config, run_id, overrides), BEFORE_A_REWARD_MODEL) as run:
+    with open_session(resolve_config(config, run_id, overrides), BEFORE_A_REWARD_MODEL) as run:
         return await learn(run)
 
 
 async def learn(run: RunRef) -> SlotRef:
     """The checkpoint after `reward_model.steps` steps, from the last one that is committed."""
-    config = opened(run).config
+    config = open_run(run).config
     assert config.reward_model is not None, "checked before the run was opened"
     if config.policy.init == "sft":
         await warm_start(run)
-    attempt = Attempts(config.flow)
+    attempt = StageRunner(config.flow)
     pairs = await attempt(prepare, run)
-    reached = latest_reward_model(opened(run))
+    reached = latest_reward_model(open_run(run))
     while reached is None or steps_of(reached) < config.reward_model.steps:
         reached = await attempt(fit, run, steps_of(reached), pairs)
     return reached

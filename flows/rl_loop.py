@@ -13,7 +13,7 @@ from prefect import flow, task
 from flows.connection import play_flow
 from flows.evaluate import measure, round_after
 from flows.server import prefect_api
-from flows.session import HEAVY, Source, named, resume_point, settled, working_on
+from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config, resume_point
 from flows.sft import warm_start
 from marin_rl.config import Config
 from marin_rl.rounds import transfer_metrics
@@ -21,14 +21,14 @@ from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
 from tasks.generate import generate, seal
-from tasks.options import GROUP, Attempts, opened
+from tasks.options import GROUP, StageRunner, open_run
 from tasks.process import process
 from tasks.publish import publish
 from tasks.serve import serve
 from tasks.train import begin, train
 
 
-@flow(name="rl-loop", flow_run_name=named, persist_result=False)
+@flow(name="rl-loop", flow_run_name=flow_run_name, persist_result=False)
 async def rl_loop(
     config: Source,
     run_id: str | None = None,
@@ -39,26 +39,26 @@ async def rl_loop(
 
     `config` is a YAML file or the tree itself; returns the checkpoint after the last round.
     """
-    with working_on(settled(config, run_id, overrides, rounds)) as run:
-        checkpoint = resume_point(opened(run)) or await first_checkpoint(run)
-        for round in range(round_after(checkpoint), opened(run).config.rounds):
-            checkpoint = await play(run, round, checkpoint)
+    with open_session(resolve_config(config, run_id, overrides, rounds)) as run:
+        checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
+        for round in range(round_after(checkpoint), open_run(run).config.rounds):
+            checkpoint = await run_round(run, round, checkpoint)
         await measure(run, checkpoint)
     return checkpoint
 
 
 async def first_checkpoint(run: RunRef) -> SlotRef:
     """Checkpoint 0: from given or random weights, or from a warm start that is played first."""
-    config = opened(run).config
+    config = open_run(run).config
     warm = await warm_start(run) if config.policy.init == "sft" else None
-    return await Attempts(config.flow)(begin, run, warm)
+    return await StageRunner(config.flow)(begin, run, warm)
 
 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
-async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
+async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
     """One round: sample with checkpoint `round`, train, and return checkpoint `round + 1`."""
-    config = opened(run).config
-    attempt = Attempts(config.flow)
+    config = open_run(run).config
+    attempt = StageRunner(config.flow)
     policy = await attempt(serve, run, round, checkpoint)
     if round % config.evaluation.every_rounds == 0:
         await attempt(evaluate, run, round, policy)

@@ -17,7 +17,7 @@ from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
-from marin_rl.resident import release
+from marin_rl.runtime import release
 from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (
     Run,
@@ -36,7 +36,7 @@ Source = str | dict[str, Any]
 HEAVY = ("marin_rl.training.loop", "marin_rl.serving.server")
 
 
-def named() -> str:
+def flow_run_name() -> str:
     """The name of a flow run: that of the run it works on, or of the file that says which."""
     parameters = flow_run.parameters
     config = parameters["config"]
@@ -45,7 +45,7 @@ def named() -> str:
     )
 
 
-def settled(
+def resolve_config(
     config: Source,
     run_id: str | None = None,
     overrides: list[str] | None = None,
@@ -66,7 +66,7 @@ def settled(
 
 
 @contextmanager
-def working_on(
+def open_session(
     config: Config, checks: Sequence[Check] = BEFORE_A_RUN, *, plays: bool = True
 ) -> Iterator[RunRef]:
     """The run of `config`, created or continued, checked, locked and watched while the block runs.

@@ -9,27 +9,27 @@ from prefect import flow
 
 from flows.connection import play_flow
 from flows.server import prefect_api
-from flows.session import HEAVY, Source, named, settled, working_on
+from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from marin_rl.config import Config
 from marin_rl.storage.runs import RunRef, latest_sft
 from marin_rl.types import SlotRef
-from tasks.options import Attempts, opened
+from tasks.options import StageRunner, open_run
 from tasks.train import fine_tune
 
 
-@flow(name="sft", flow_run_name=named, persist_result=False)
+@flow(name="sft", flow_run_name=flow_run_name, persist_result=False)
 async def sft(
     config: Source, run_id: str | None = None, overrides: list[str] | None = None
 ) -> SlotRef:
     """Warm-start the run that `config` describes, or go on where its last segment ended."""
-    with working_on(settled(config, run_id, overrides)) as run:
+    with open_session(resolve_config(config, run_id, overrides)) as run:
         return await warm_start(run)
 
 
 async def warm_start(run: RunRef) -> SlotRef:
     """The checkpoint after `sft.steps` optimizer steps, from the last one that is committed."""
-    config, reached = opened(run).config, latest_sft(opened(run))
-    attempt = Attempts(config.flow)
+    config, reached = open_run(run).config, latest_sft(open_run(run))
+    attempt = StageRunner(config.flow)
     while reached is None or steps_of(reached) < config.sft.steps:
         reached = await attempt(fine_tune, run, steps_of(reached))
     return reached

@@ -31,7 +31,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Crashed
 
 from flows.server import healthy
-from flows.session import settled
+from flows.session import resolve_config
 from marin_rl.errors import MarinRLError, RunLocked
 from marin_rl.storage.runs import LOCK_KEY, Run
 
@@ -168,7 +168,7 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
     """
     named = {key: parameters.get(key) for key in ("run_id", "overrides")}
     try:
-        config = settled(parameters["config"], **named)
+        config = resolve_config(parameters["config"], **named)
         run = Run.open(config.root, config.run_id, config.storage_options)
         with run.lock():
             return run.folder.local_path(LOCK_KEY) is None

@@ -8,17 +8,15 @@ import sys
 
 import typer
 
-from marin_rl.commands import (
-    configuring,
-    explaining,
-    exporting,
-    keeping,
-    looking,
-    measuring,
-    pairing,
-    playing,
-    reading,
-)
+from marin_rl.commands import config as configuring
+from marin_rl.commands import evaluate as measuring
+from marin_rl.commands import export as exporting
+from marin_rl.commands import inspect as looking
+from marin_rl.commands import pairs as pairing
+from marin_rl.commands import provenance as explaining
+from marin_rl.commands import read as reading
+from marin_rl.commands import run as playing
+from marin_rl.commands import storage as keeping
 from marin_rl.commands.options import complain, err
 from marin_rl.errors import ConfigError, MarinRLError
 

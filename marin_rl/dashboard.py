@@ -21,7 +21,7 @@ from marin_rl.analysis.status import Unreadable
 from marin_rl.analysis.watch import Look
 from marin_rl.display import duration, plain, sparkline
 from marin_rl.errors import MarinRLError
-from marin_rl.storage.locks import Holder
+from marin_rl.storage.stores.locks import Holder
 
 CURVES = {
     "reward": ("reward", "{:.3f}"),

@@ -21,7 +21,7 @@ from marin_rl.planning import Plan
 from marin_rl.progress import ProgressEvent, listening
 
 if TYPE_CHECKING:
-    from marin_rl.storage.audit import RoundAudit
+    from marin_rl.storage.upkeep.audit import RoundAudit
 
 COUNTED = ("generated", "consumed", "filtered", "stale", "failed")
 TEXT_MAX = 4000  # characters of a cell or a line that a terminal is given

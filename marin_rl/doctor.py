@@ -44,7 +44,7 @@ class Finding:
 
 def storage(config: Config) -> str:
     """The root can be written and honours create-if-absent."""
-    from marin_rl.storage.filesystem import open_store, probe
+    from marin_rl.storage.stores.filesystem import open_store, probe
 
     store = open_store(config.root, config.storage_options)
     probe(store)
@@ -166,7 +166,7 @@ def endpoints(config: Config) -> str:
 
 def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
     """Ask one endpoint, on a loop of its own: a flow that calls this may be running one."""
-    from marin_rl.inference.client import PolicyClient
+    from marin_rl.inference.client.policy_client import PolicyClient
 
     async def ask() -> list[str]:
         async with PolicyClient(
@@ -197,8 +197,8 @@ def reward_model(config: Config) -> str:
 
 def pairs(config: Config) -> str:
     """The preference pairs are all well-formed, or a run has its own copy of them already."""
-    from marin_rl.storage.pairs import read_pairs
     from marin_rl.storage.runs import Run, committed, pairs_slot
+    from marin_rl.storage.tables.pairs import read_pairs
 
     settings = config.reward_model
     if settings is None:

@@ -11,18 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config import Config, EnvironmentConfig, content, load_config, override, parse_config
+from marin_rl.config import (
+    Config,
+    EnvironmentConfig,
+    fingerprint_fields,
+    load_config,
+    override,
+    parse_config,
+)
 from marin_rl.environments.base import Environment, FixedSet, construct
 from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError, ObjectMissing
-from marin_rl.inference.client import PolicyClient
-from marin_rl.inference.text_client import TextClient
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.text_client import TextClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.evaluate import evaluation_metrics, requests_of
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.rollouts.held_out import HeldOut
 from marin_rl.storage.commits import new_attempt
-from marin_rl.storage.rollouts import encode_shard
 from marin_rl.storage.runs import (
     RUN_KEY,
     Run,
@@ -31,6 +37,7 @@ from marin_rl.storage.runs import (
     latest_checkpoint,
     seed_from,
 )
+from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 
@@ -116,7 +123,10 @@ def settled(config: Config, asked: Asked) -> tuple[Config, Environment]:
     if temperature is None:
         greedy = samples > 1 and evaluation.temperature == 0
         temperature = config.sampling.temperature if greedy else evaluation.temperature
-    tree = content(config) | {"root": config.root, "inference": config.inference.model_dump()}
+    tree = fingerprint_fields(config) | {
+        "root": config.root,
+        "inference": config.inference.model_dump(),
+    }
     tree["environment"] = _environment(config, asked)
     tree["evaluation"] |= {"k": k, "samples": samples, "temperature": temperature, "sets": None}
     if asked.max_tokens is not None:
@@ -157,21 +167,21 @@ def _environment(config: Config, asked: Asked) -> dict[str, Any]:
 
 
 def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
-    from marin_rl.resident import Resident
+    from marin_rl.runtime import RunRuntime
 
     opened, found = _checkpoint(folder, target)
     config = _run_config(opened, target, asked)
     settings, environment = settled(config, asked)
     if found.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
-        from marin_rl.serving.briefly import serving, weights_of_slot
+        from marin_rl.serving.in_process import serving, weights_of_slot
 
         with serving(weights_of_slot(opened, found), settings) as policy:
             return _answered((policy, PolicyClient), settings, environment)
-    resident = Resident(Run(config=config, run_id=opened.run_id, store=opened.store))
+    runtime_for = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
-        return _answered((resident.serve(found), PolicyClient), settings, environment)
+        return _answered((runtime_for.serve(found), PolicyClient), settings, environment)
     finally:
-        resident.close()
+        runtime_for.close()
 
 
 def _run_config(opened: Run, target: Target, asked: Asked) -> Config:
@@ -212,7 +222,7 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
 
 
 def _of_folder(folder: Path, target: Target, asked: Asked) -> Evaluated:
-    from marin_rl.serving.briefly import serving, weights_in_folder
+    from marin_rl.serving.in_process import serving, weights_in_folder
 
     config, environment = settled(_folder_config(folder, target, asked), asked)
     with serving(weights_in_folder(folder), config) as policy:
@@ -304,7 +314,7 @@ def _folder_config(folder: Path, target: Target, asked: Asked) -> Config:
     from marin_rl.training.model import hf_template
 
     base = _base(target, asked)
-    tree: dict[str, Any] = content(base) | {"root": base.root}
+    tree: dict[str, Any] = fingerprint_fields(base) | {"root": base.root}
     tree["policy"] |= {"init": "hf", "hf_path": str(folder), "tokenizer": str(folder)}
     if target.config is None:
         longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
@@ -318,7 +328,7 @@ def _folder_config(folder: Path, target: Target, asked: Asked) -> Config:
 
 def _roomy(config: Config, max_tokens: int) -> Config:
     """Configuration with room for any request: an endpoint's context length is unknown."""
-    tree: dict[str, Any] = content(config) | {"root": config.root}
+    tree: dict[str, Any] = fingerprint_fields(config) | {"root": config.root}
     longest = max(config.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
     tree["sampling"]["max_tokens"] = max_tokens

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from marin_rl.metrics import is_defined
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.metrics import write_round_metrics
 from marin_rl.storage.runs import (
     Run,
     batches_slot,
@@ -20,6 +19,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     round_of,
 )
+from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Protocol, runtime_checkable
 
-from marin_rl.config import Config, content
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.progress import ProgressEvent
 
 ROWS_WAITING_MAX = 10_000
@@ -81,7 +81,7 @@ class WandB:
             id=config.run_id,
             resume="allow",
             mode=trackers.wandb_mode,
-            config=content(config),
+            config=fingerprint_fields(config),
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
 
@@ -108,7 +108,7 @@ class Trackio:
                 project=str(config.trackers.trackio_project),
                 name=config.run_id,
                 resume="allow",
-                config=content(config),
+                config=fingerprint_fields(config),
                 embed=False,
                 auto_log_gpu=False,
             )

@@ -16,7 +16,7 @@ from typing import Any
 from marin_rl.config import (
     Config,
     EnvironmentConfig,
-    content,
+    fingerprint_fields,
     load_config,
     outward_keys,
     override,
@@ -63,7 +63,7 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
     """
     own = remembered(run)
     if own is not None:
-        tree = override(content(run.config), own)
+        tree = override(fingerprint_fields(run.config), own)
     else:
         tree = run.config.model_dump(mode="json")
     if own is None and consent.trust:

@@ -22,7 +22,7 @@ class Record(BaseModel):
 
 
 class AncestorRecord(Record):
-    """A run that a fork begins with, see `marin_rl.storage.shared.Ancestor`."""
+    """A run that a fork begins with, see `marin_rl.storage.stores.forked_store.Ancestor`."""
 
     model_config = ConfigDict(extra="forbid")
 

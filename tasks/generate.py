@@ -2,25 +2,25 @@
 
 from prefect import task
 
-from marin_rl.resident import resident
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.storage.rollouts import seal_round
+from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import RunRef
+from marin_rl.storage.tables.rollouts import seal_round
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.options import STAGE, in_thread, opened, told
+from tasks.options import STAGE, as_state, in_thread, open_run
 
 
 @task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
     """Sample, score and commit one shard."""
-    found = opened(run)
+    found = open_run(run)
     learned = found.config.environment.reward_model is not None
-    scorer = await in_thread(resident(found).reward_scorer) if learned else None
-    return told(await generate_shard(found, round, shard, policy, scorer))
+    scorer = await in_thread(runtime_for(found).reward_scorer) if learned else None
+    return as_state(await generate_shard(found, round, shard, policy, scorer))
 
 
 @task(task_run_name="seal[round-{round:05d}]", **STAGE)
 async def seal(run: RunRef, round: int, shards: list[SlotRef], policy: ServedPolicy) -> SlotRef:
     """Commit the manifest that names every shard of the round, and the policy they came from."""
-    sealed = await in_thread(seal_round, opened(run), round, shards, (policy.checkpoint,))
-    return told(sealed)
+    sealed = await in_thread(seal_round, open_run(run), round, shards, (policy.checkpoint,))
+    return as_state(sealed)

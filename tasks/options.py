@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 Stage = Callable[..., Awaitable[Value]]  # what a task over an async function is to its caller
 
 
-def passes(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
     """Return True for transient errors, the only ones that Prefect retries."""
     error: Any = state.data
     return isinstance(error, MarinRLError) and error.transient
@@ -46,17 +46,17 @@ class GroupOptions(TypedDict):
 
 
 class StageOptions(GroupOptions):
-    """Options of `@task` for every stage; the rest comes from the configuration: see `Attempts`."""
+    """Options of `@task` for every stage; the rest is in the configuration: see `StageRunner`."""
 
     retry_condition_fn: Callable[[Task[Any, Any], TaskRun, State[Any]], bool]
     retry_jitter_factor: float
 
 
 GROUP = GroupOptions(cache_policy=NO_CACHE, persist_result=False)
-STAGE = StageOptions(**GROUP, retry_condition_fn=passes, retry_jitter_factor=JITTER)
+STAGE = StageOptions(**GROUP, retry_condition_fn=is_transient, retry_jitter_factor=JITTER)
 
 
-class Attempts:
+class StageRunner:
     """Calls tasks as configured: retries with doubling delays, and a deadline for each try."""
 
     def __init__(self, config: FlowConfig) -> None:
@@ -115,7 +115,7 @@ def _task(stage: Stage[Any]) -> Task[..., Any]:
     return stage
 
 
-def opened(ref: RunRef) -> Run:
+def open_run(ref: RunRef) -> Run:
     """The run that `ref` names, opened once per process: a remote store takes its time to greet."""
     return _opened(json.dumps(asdict(ref), sort_keys=True))
 
@@ -126,7 +126,7 @@ def _opened(reference: str) -> Run:
     return Run.of(RunRef(**{**fields, "free": tuple(fields["free"])}))
 
 
-def told(ref: SlotRef) -> SlotRef:
+def as_state(ref: SlotRef) -> SlotRef:
     """`ref` as a task's result: a state named "Reused" where the slot was committed already."""
     return Completed(name="Reused", data=ref) if ref.reused else ref  # type: ignore[return-value]
 

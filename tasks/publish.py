@@ -8,10 +8,10 @@ from prefect import task
 
 from marin_rl.errors import StorageError
 from marin_rl.rounds import close_round
-from marin_rl.storage.gc import retire
 from marin_rl.storage.runs import Run, RunRef
+from marin_rl.storage.upkeep.gc import retire
 from marin_rl.types import SlotRef
-from tasks.options import STAGE, in_thread, opened, told
+from tasks.options import STAGE, as_state, in_thread, open_run
 
 _log = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ async def publish(
     run: RunRef, round: int, trained: SlotRef, measured: Mapping[str, float]
 ) -> SlotRef:
     """Close the round that `trained` ended; `measured` are its `timing_s/*` and `weights/*`."""
-    closed = await in_thread(close_round, opened(run), round, measured)
-    await in_thread(give_up_old, opened(run))
-    return told(closed)
+    closed = await in_thread(close_round, open_run(run), round, measured)
+    await in_thread(prune_old, open_run(run))
+    return as_state(closed)
 
 
-def give_up_old(run: Run) -> None:
+def prune_old(run: Run) -> None:
     """Apply retention without ever ending the run: what cannot be pruned now is retried next round.
 
     The cause may be another run's folder, damaged or written by newer software.

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 DATA_SIDE = (
-    "marin_rl.storage.rollouts",
-    "marin_rl.storage.batches",
-    "marin_rl.storage.audit",
+    "marin_rl.storage.tables.rollouts",
+    "marin_rl.storage.tables.batches",
+    "marin_rl.storage.upkeep.audit",
     "marin_rl.rollouts.generate",
     "marin_rl.batching.build",
     "marin_rl.environments.base",
-    "marin_rl.inference.client",
+    "marin_rl.inference.client.policy_client",
 )
 EVERYTHING = (
     "flows.rl_loop",
@@ -22,7 +22,7 @@ EVERYTHING = (
     "flows.evaluate",
     "marin_rl.cli",
     "marin_rl.serving.server",
-    "marin_rl.inference.canary",
+    "marin_rl.serving.weights.canary",
     "marin_rl.training.loop",
     "marin_rl.training.sft",
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, byte_level_tokenizer
 
 from marin_rl.batching.sequences import chat_tokens, chats_tokens, prompt_tokens, prompts_tokens
 from marin_rl.chat_templates import ChatTemplate, Conversation

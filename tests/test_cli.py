@@ -7,15 +7,15 @@ from pathlib import Path
 
 import prefect.main  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
 import pytest
-from builders import commit_round, configuration, group, group_of, rollout
+from support.builders import commit_round, configuration, group, group_of, rollout
+from support.whole_runs import whole_run
 from typer.testing import CliRunner, Result
-from whole_runs import whole_run
 
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rounds import close_round
-from marin_rl.storage.forks import fork_run
 from marin_rl.storage.runs import Run
+from marin_rl.storage.upkeep.forks import fork_run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -243,7 +243,7 @@ def test_another_content_is_refused_before_anything_starts(root: str, name: str)
 
 
 def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Path) -> None:
-    from marin_rl.storage.pairs import read_pairs
+    from marin_rl.storage.tables.pairs import read_pairs
 
     run = Run.create_or_open(configuration(str(tmp_path), groups=1))
     members = [rollout(f"g/{i}", index=i, reward=float(i), completion=[20 + i]) for i in range(3)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from marin_rl.config import (
     Config,
-    content,
     differences,
+    fingerprint_fields,
     free_keys,
     known_keys,
     load_config,
@@ -324,7 +324,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
             if isinstance(value, dict):
                 yield from leaves(value, f"{prefix}{key}.")
 
-    inside = set(leaves(content(Config())))
+    inside = set(leaves(fingerprint_fields(Config())))
     free = set(free_keys())
     assert not inside & free
     whole_sections = {key.rpartition(".")[0] for key in free} | {"mesh", "trackers", "flow"}
@@ -339,8 +339,8 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
 
 @given(st.integers(1, 10_000), st.floats(1e-8, 1e-1))
 def test_differences_name_exactly_what_differs(groups, rate):
-    old = content(Config())
-    new = content(
+    old = fingerprint_fields(Config())
+    new = fingerprint_fields(
         parse_config(
             {"rollouts": {"groups_per_round": groups}, "training": {"learning_rate": rate}}
         )
@@ -358,8 +358,8 @@ def test_numbers_in_scientific_notation_load_from_yaml():
 
 def test_what_came_later_leaves_no_trace_while_it_is_null():
     plain = parse_config({})
-    assert "critic" not in content(plain)["training"]
+    assert "critic" not in fingerprint_fields(plain)["training"]
     assert "critic" not in plain.model_dump(mode="json")["training"]
     config = load_config(SHIPPED / "debug.yaml", ["recipe=recipes/ppo.yaml"])
-    assert content(config)["training"]["critic"]["gae_lambda"] == 0.95
+    assert fingerprint_fields(config)["training"]["critic"]["gae_lambda"] == 0.95
     assert parse_config(config.model_dump(mode="json")) == config

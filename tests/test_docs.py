@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.analysis.reference import configuration_markdown, metrics_markdown
-from marin_rl.serving.telemetry import telemetry_markdown
+from marin_rl.serving.http.prometheus import telemetry_markdown
 
 TOP = Path(__file__).parent.parent
 ROOMS = ("marin_rl", "flows", "tasks", "schemas")

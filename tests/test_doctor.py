@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import FakePolicyServer
+from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
 from marin_rl.doctor import ALL, BEFORE_A_REWARD_MODEL, examine, preflight

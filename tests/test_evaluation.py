@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from fakes import FakePolicyServer
+from support.fakes import FakePolicyServer
 from typer.testing import CliRunner, Result
 
 from marin_rl.cli import app

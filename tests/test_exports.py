@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hf_checkpoints import write_checkpoint
-from plain_llama import logits_TV
-from small_runs import commit, small_run, weights
-from tiny_models import full_logits
+from support.hf_checkpoints import write_checkpoint
+from support.plain_llama import logits_TV
+from support.small_runs import commit, small_run, weights
+from support.tiny_models import full_logits
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
-from marin_rl.serving.loading import read_checkpoint
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.tokenizers import character_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden/hf-greedy.json"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import commit_round, configuration, group_of, rollout
-from byte_tokenizers import byte_level_tokenizer
-from shown_runs import HOSTILE, add_checkpoint
+from support.builders import commit_round, configuration, group_of, rollout
+from support.byte_tokenizers import byte_level_tokenizer
+from support.shown_runs import HOSTILE, add_checkpoint
 from typer.testing import CliRunner
 
 from marin_rl.analysis import scan_rollouts, sql

@@ -7,19 +7,19 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from small_runs import commit, small_run
-from stale_servers import RawLogprobs, check_told, deaf_server
+from support.small_runs import commit, small_run
+from support.stale_servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ObjectMissing, StalePolicy
-from marin_rl.inference.canary import prove
-from marin_rl.resident import Resident
 from marin_rl.rounds import transfer_metrics
-from marin_rl.serving.loading import Source, read_checkpoint
-from marin_rl.serving.places import with_update_root
+from marin_rl.runtime import RunRuntime
+from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.standalone import proven_server
-from marin_rl.serving.updates import Update, Updater
+from marin_rl.serving.weights.canary import prove
+from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint
+from marin_rl.serving.weights.update_roots import with_update_root
+from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, parameters_digest
@@ -41,10 +41,10 @@ def admin_key() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
-    resident = Resident(Run.create_or_open(debug(tmp_path_factory.mktemp("runs"))))
-    yield resident
-    resident.close()
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRuntime]:
+    runtime_for = RunRuntime(Run.create_or_open(debug(tmp_path_factory.mktemp("runs"))))
+    yield runtime_for
+    runtime_for.close()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
     server.stop()
 
 
-def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: Resident) -> None:
+def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: RunRuntime) -> None:
     policy = embedded.serve(embedded.init_policy())
     assert policy.parameters_digest == parameters_digest(embedded.trainer.model)
     assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
@@ -75,7 +75,7 @@ def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: Reside
 
 
 def test_an_endpoint_that_leaves_temperature_out_is_told_apart_from_a_stale_one(
-    embedded: Resident,
+    embedded: RunRuntime,
 ) -> None:
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
     model = embedded.trainer.model
@@ -90,7 +90,7 @@ def test_an_endpoint_that_leaves_temperature_out_is_told_apart_from_a_stale_one(
             prove(policy, model, config, temperature=0.7)
 
 
-def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: Resident) -> None:
+def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     missing = SlotRef(slot=checkpoint_slot(7), sha256="0" * 64)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: R
     assert again["weights/failures"] == 0  # they were of the round before
 
 
-def test_other_weights_under_the_right_id_are_found_out(embedded: Resident) -> None:
+def test_other_weights_under_the_right_id_are_found_out(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
     config = debug(Path("unused"))
@@ -119,7 +119,7 @@ def test_other_weights_under_the_right_id_are_found_out(embedded: Resident) -> N
     assert embedded.serve(checkpoint) == policy
 
 
-def test_a_round_of_the_past_is_not_served_for_the_present(embedded: Resident) -> None:
+def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
     server = embedded._server
@@ -139,8 +139,8 @@ def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
         f"inference.endpoints=[{remote.base_url}]",
         "inference.publish=update_weights_from_disk",
     )
-    resident = Resident(Run.create_or_open(config))
-    policy = resident.serve(resident.init_policy())
+    runtime_for = RunRuntime(Run.create_or_open(config))
+    policy = runtime_for.serve(runtime_for.init_policy())
     assert policy.endpoints == (remote.base_url,)
     assert policy.model == remote.model_id == f"policy@00000-{policy.parameters_digest[:8]}"
     exported = [path.name for path in (tmp_path / "debug/exports").iterdir()]
@@ -151,44 +151,44 @@ def test_a_remote_endpoint_with_other_weights_is_refused(
     tmp_path: Path, remote: PolicyServer
 ) -> None:
     config = debug(tmp_path, f"inference.endpoints=[{remote.base_url}]", "seed=5")
-    resident = Resident(Run.create_or_open(config))
+    runtime_for = RunRuntime(Run.create_or_open(config))
     with pytest.raises(StalePolicy):
-        resident.serve(resident.init_policy())
+        runtime_for.serve(runtime_for.init_policy())
 
 
 def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    resident = Resident(run)
-    first, second = resident.init_policy(), commit(run, 1)
-    resident._server = server = deaf_server(run, 0)
+    runtime_for = RunRuntime(run)
+    first, second = runtime_for.init_policy(), commit(run, 1)
+    runtime_for._server = server = deaf_server(run, 0)
     try:
-        resident.serve(first)
+        runtime_for.serve(first)
         with pytest.raises(StalePolicy, match=r"found those of round 0, .* above") as caught:
-            resident.serve(second)
+            runtime_for.serve(second)
         assert not caught.value.transient  # no task is tried again for it
         assert server.model_id.startswith("policy@00001-")
         check_told(str(caught.value), run, expected=1, found=0)
     finally:
-        resident.close()
+        runtime_for.close()
 
 
 def test_a_server_whose_engine_ended_is_replaced(tmp_path: Path) -> None:
-    resident = Resident(small_run(tmp_path))
+    runtime_for = RunRuntime(small_run(tmp_path))
     try:
-        checkpoint = resident.init_policy()
-        first = resident.serve(checkpoint)
-        ended = resident._server
+        checkpoint = runtime_for.init_policy()
+        first = runtime_for.serve(checkpoint)
+        ended = runtime_for._server
         assert ended is not None
         ended.engine.close()
-        again = resident.serve(checkpoint)
-        assert resident._server is not ended
+        again = runtime_for.serve(checkpoint)
+        assert runtime_for._server is not ended
         assert again.model == first.model
         assert again.endpoints != first.endpoints
     finally:
-        resident.close()
+        runtime_for.close()
 
 
-def remote_run(root: Path, server: PolicyServer) -> tuple[Run, Resident]:
+def remote_run(root: Path, server: PolicyServer) -> tuple[Run, RunRuntime]:
     run = Run.create_or_open(
         debug(
             root,
@@ -196,10 +196,10 @@ def remote_run(root: Path, server: PolicyServer) -> tuple[Run, Resident]:
             "inference.publish=update_weights_from_disk",
         )
     )
-    return run, Resident(run)
+    return run, RunRuntime(run)
 
 
-class Forgetful(Updater):
+class Forgetful(WeightUpdater):
     """Server that reads and proves new weights, then serves the old ones."""
 
     first: LmHeadModel
@@ -234,17 +234,17 @@ def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
 @pytest.mark.parametrize("kind", ["renames", "forgets"])
 def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, kind: str) -> None:
     origin = small_run(tmp_path / "origin", f"inference.server.update_roots=[{tmp_path}]")
-    first = Resident(origin).init_policy()
+    first = RunRuntime(origin).init_policy()
     server = forgetful_server(origin, renames=kind == "renames")
-    run, resident = remote_run(tmp_path / "runs", server)
+    run, runtime_for = remote_run(tmp_path / "runs", server)
     try:
-        assert resident.serve(resident.init_policy()).parameters_digest == (
+        assert runtime_for.serve(runtime_for.init_policy()).parameters_digest == (
             read_checkpoint(origin, 0).parameters_digest
         )
         assert first.slot == "checkpoints/round-00000"
         second = commit(run, 1)
         with pytest.raises(StalePolicy) as caught:
-            resident.serve(second)
+            runtime_for.serve(second)
     finally:
         server.stop()
     message = str(caught.value)

@@ -7,16 +7,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from played_runs import play_round
+from support.played_runs import play_round
 
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
-from marin_rl.resident import Resident
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rounds import close_round, rates, rlhf_metrics, transfer_metrics
-from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.rollouts import iter_shards, seal_round
+from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_shards, seal_round
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -38,26 +38,26 @@ def compilations() -> Iterator[list[str]]:
 
 def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: list[str]) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
-    resident = Resident(run)
+    runtime_for = RunRuntime(run)
     try:
-        checkpoint = resident.init_policy()
+        checkpoint = runtime_for.init_policy()
         counts = []
         for round in range(5):
-            checkpoint = play_round(resident, run, round, checkpoint)
+            checkpoint = play_round(runtime_for, run, round, checkpoint)
             counts.append(len(compilations))
     finally:
-        resident.close()
+        runtime_for.close()
     assert counts[0] > 0, "the listener hears nothing"
     assert counts[1:] == [counts[1]] * 4
 
 
 def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
-    resident = Resident(run)
+    runtime_for = RunRuntime(run)
     try:
-        play_round(resident, run, 0, resident.init_policy())
+        play_round(runtime_for, run, 0, runtime_for.init_policy())
     finally:
-        resident.close()
+        runtime_for.close()
     (row,) = read_metrics(run).to_pylist()
     assert all(is_defined(name) for name in row if name not in ("run_id", "round"))
     assert row["rollouts/generated"] == 16
@@ -108,9 +108,9 @@ def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Pat
     tables = []
     for name, order in (("together", (0, 1)), ("apart", (1, 0))):
         run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path / name}"]))
-        resident = Resident(run)
+        runtime_for = RunRuntime(run)
         try:
-            policy = resident.serve(resident.init_policy())
+            policy = runtime_for.serve(runtime_for.init_policy())
 
             async def both(run=run, policy=policy, apart=name == "apart", order=order):
                 if not apart:
@@ -125,7 +125,7 @@ def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Pat
             assert run.store.local_path(shard_key(0, 1)) is not None
             seal_round(run, 0, parts, (policy.checkpoint,))
         finally:
-            resident.close()
+            runtime_for.close()
         columns = ("rollout_id", "token_ids", "logprobs", "reward")
         tables.append([table.to_pydict() for table in iter_shards(run, 0, columns)])
     for first, second in zip(*tables, strict=True):

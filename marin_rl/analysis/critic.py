@@ -17,10 +17,10 @@ from marin_rl.batching.returns import gae, rewards_of
 from marin_rl.config import CriticConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
-from marin_rl.storage.batches import read_batches
 from marin_rl.storage.commits import ref_of
 from marin_rl.storage.runs import Run
-from marin_rl.storage.scores import StepScores, iter_scores
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from marin_rl.config import content, differences
-from marin_rl.storage.batches import read_batches
+from marin_rl.config import differences, fingerprint_fields
 from marin_rl.storage.commits import read_manifest, ref_of
-from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.rollouts import iter_row_groups
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, progress, rollouts_slot
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_row_groups
 from schemas.manifests import Manifest, canonical_json
 
 # What a policy sampled and what it was paid, without who asked for it and how long it took.
@@ -78,7 +78,9 @@ def compare_runs(first: Run, second: Run) -> RunDifference:
     parting = _parting(first, second, rounds)
     round, stage, detail = parting or (None, None, "")
     return RunDifference(
-        settings=tuple(differences(content(first.config), content(second.config))),
+        settings=tuple(
+            differences(fingerprint_fields(first.config), fingerprint_fields(second.config))
+        ),
         changed=_changed(
             first, second, rounds if round is None else [r for r in rounds if r <= round]
         ),

@@ -7,8 +7,8 @@ long run costs a few listings and what is new, not a read per round.
 from typing import Any
 
 from marin_rl.rounds import evaluations
-from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import RoundProgress, Run, progress
+from marin_rl.storage.tables.metrics import read_metrics
 
 
 class Followed:

@@ -20,9 +20,7 @@ from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, ObjectMissing
-from marin_rl.storage.batches import dispositions_of
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
-from marin_rl.storage.rollouts import iter_shards, rollouts_manifest
 from marin_rl.storage.runs import (
     RUN_KEY,
     Run,
@@ -34,6 +32,8 @@ from marin_rl.storage.runs import (
     round_of,
     shard_key,
 )
+from marin_rl.storage.tables.batches import dispositions_of
+from marin_rl.storage.tables.rollouts import iter_shards, rollouts_manifest
 from schemas.manifests import Manifest, sha256_of
 
 ROLLOUT_COLUMNS = (

@@ -19,10 +19,10 @@ from polars.io.plugins import register_io_source
 
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.filesystem import ObjectStore
-from marin_rl.storage.local import checked_file
 from marin_rl.storage.runs import Run, round_of
-from marin_rl.storage.tables import FETCHES_MAX
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.local import checked_file
+from marin_rl.storage.tables.parquet import FETCHES_MAX
 
 Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
 FrameOf = Callable[["Part", Columns], pl.LazyFrame]

@@ -14,10 +14,10 @@ from marin_rl.analysis.critic import token_whitened
 from marin_rl.analysis.tokens import token_kl, trained
 from marin_rl.batching.advantages import AdvantageChoice, round_advantages
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.batches import dispositions_of, read_batches
 from marin_rl.storage.commits import read_manifest, ref_of
 from marin_rl.storage.runs import Run, checkpoint_slot
-from marin_rl.storage.scores import iter_scores
+from marin_rl.storage.tables.batches import dispositions_of, read_batches
+from marin_rl.storage.tables.scores import iter_scores
 from schemas.manifests import Manifest
 
 

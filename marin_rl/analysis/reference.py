@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from marin_rl.config import Config, Section, is_free, leaves_no_trace, section_of
+from marin_rl.config import Config, Section, is_runtime_only, omitted_if_none, section_of
 from marin_rl.metrics import DEFINITIONS, Definition
 
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most", "pattern": "like"}
@@ -84,7 +84,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
     for name, info in section.model_fields.items():
         inner = section_of(info.annotation)
         # an optional section repeats another, but for those that come with a feature of their own
-        if inner is not None and (info.annotation is inner or leaves_no_trace(info)):
+        if inner is not None and (info.annotation is inner or omitted_if_none(info)):
             yield from _sections(inner, f"{prefix}{name}.")
 
 
@@ -94,7 +94,7 @@ def _row(key: str, info: FieldInfo) -> str:
         _type_name(info.annotation),
         "" if info.is_required() else f"`{_default(info)}`",
         _range(info),
-        "free" if is_free(info) else "",
+        "free" if is_runtime_only(info) else "",
         info.description or "",
     )
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"

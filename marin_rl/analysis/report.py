@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.rollouts.estimates import wilson
-from marin_rl.storage.local import replace_file
 from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.local import replace_file
 
 Rows = Sequence[Mapping[str, Any]]
 

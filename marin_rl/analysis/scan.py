@@ -30,10 +30,10 @@ from marin_rl.analysis.parts import (
     united_frame,
 )
 from marin_rl.errors import InputError
-from marin_rl.storage.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.runs import Run, read_record, runs_under
-from marin_rl.storage.scores import SCORES_PREFIX
-from marin_rl.storage.shared import ForkedStore
+from marin_rl.storage.stores.forked_store import ForkedStore
+from marin_rl.storage.tables.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
+from marin_rl.storage.tables.scores import SCORES_PREFIX
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER

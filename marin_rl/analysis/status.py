@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from marin_rl.analysis.follow import Followed
 from marin_rl.errors import MarinRLError, ObjectMissing
 from marin_rl.rounds import evaluations
-from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.rollouts import iter_shards
 from marin_rl.storage.runs import (
     RoundProgress,
     Run,
@@ -22,6 +20,8 @@ from marin_rl.storage.runs import (
     rounds_planned,
     runs_under,
 )
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_shards
 
 Options = Mapping[str, Any] | None
 Seen = TypeVar("Seen")

@@ -16,10 +16,10 @@ from marin_rl.analysis.penalty import group_numbers
 from marin_rl.analysis.tokens import column_of, corrections, trained
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.batches import read_batches
 from marin_rl.storage.commits import ref_of
 from marin_rl.storage.runs import Run
-from marin_rl.storage.scores import StepScores, iter_scores
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
 

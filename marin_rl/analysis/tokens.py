@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from marin_rl.config import Config, CriticConfig, ObjectiveConfig
-from marin_rl.storage.scores import StepScores
+from marin_rl.storage.tables.scores import StepScores
 from marin_rl.types import TrainingBatch
 
 RATIO_TOLERANCE = 1e-3
@@ -187,8 +187,8 @@ def _loss_of(
 ) -> Callable[..., tuple[Any, Any]]:
     import jax
 
-    from marin_rl.training.reports import step_loss
-    from marin_rl.training.rows import StepSettings
+    from marin_rl.training.step_loss import step_loss
+    from marin_rl.training.step_types import StepSettings
 
     chosen = ObjectiveConfig.model_validate_json(objective)
     settings = StepSettings(

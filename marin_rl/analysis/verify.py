@@ -23,17 +23,14 @@ from marin_rl.analysis.tokens import (
     step_metrics,
     trained,
 )
-from marin_rl.batching.light import LIGHT, light_metrics
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of, over_steps
 from marin_rl.rollouts.evaluate import evaluation_metrics
 from marin_rl.rollouts.held_out import judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
-from marin_rl.storage.batches import dispositions_of, read_batches
 from marin_rl.storage.commits import committed_manifest, count_in, ref_of
-from marin_rl.storage.metrics import read_metrics
-from marin_rl.storage.rollouts import groups_of, iter_row_groups
 from marin_rl.storage.runs import (
     Run,
     batches_slot,
@@ -41,7 +38,10 @@ from marin_rl.storage.runs import (
     evals_slot,
     rollouts_slot,
 )
-from marin_rl.storage.scores import StepScores, iter_scores
+from marin_rl.storage.tables.batches import dispositions_of, read_batches
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups
+from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.trust import Consent, check_named
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
@@ -148,7 +148,7 @@ def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
 def _of_rollouts(
     run: Run, round: int, rollouts: Manifest, batches: Manifest, said: Mapping[str, float]
 ) -> dict[str, float]:
-    light = pa.concat_tables(iter_row_groups(run, rollouts, LIGHT)).combine_chunks()
+    light = pa.concat_tables(iter_row_groups(run, rollouts, SCALAR_COLUMNS)).combine_chunks()
     dispositions = dispositions_of(run, batches)
     if dispositions["rollout_id"].to_pylist() != light["rollout_id"].to_pylist():
         raise CorruptObject(
@@ -156,7 +156,7 @@ def _of_rollouts(
             "rollouts; `marin-rl audit` names which"
         )
     kinds = dispositions["disposition"].to_numpy(zero_copy_only=False)
-    found = light_metrics(light, kinds, round)
+    found = scalar_metrics(light, kinds, round)
     seconds = {name: value for name, value in said.items() if name.startswith("timing_s/")}
     found |= rates(seconds | found, found)
     return {name: value for name, value in found.items() if definition_of(name) is not None}

@@ -15,7 +15,6 @@ from typing import Any
 from marin_rl.analysis.follow import Followed
 from marin_rl.analysis.status import Unreadable, each_run, sample_rollouts
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.locks import Holder, holder_in
 from marin_rl.storage.runs import (
     LOCK_KEY,
     RoundProgress,
@@ -26,6 +25,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     rounds_planned,
 )
+from marin_rl.storage.stores.locks import Holder, holder_in
 
 Rows = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None

@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.batching.filling import fill_steps
-from marin_rl.batching.light import LIGHT, light_metrics
 from marin_rl.batching.packing import Kept, fill_packed
+from marin_rl.batching.padding import fill_steps
 from marin_rl.batching.plan import (
     RoundPlan,
     columns_needed,
@@ -27,18 +26,19 @@ from marin_rl.batching.plan import (
     numbers,
     plan_round,
 )
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
-from marin_rl.config import Config, ObjectiveConfig, content
+from marin_rl.config import Config, ObjectiveConfig, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.storage.batches import (
+from marin_rl.storage.commits import find_commit, fingerprint, new_attempt, parent_of
+from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.tables.batches import (
     BatchWriter,
     StepRows,
     commit_batches,
     write_dispositions,
 )
-from marin_rl.storage.commits import committed_as, fingerprint, new_attempt, parent_of
-from marin_rl.storage.rollouts import iter_row_groups, rollouts_manifest
-from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import SCHEMA_VERSION
 from schemas.manifests import Manifest
@@ -62,7 +62,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     """
     parents = (parent_of(rollouts),)
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
-    found = committed_as(run.store, batches_slot(round), decided)
+    found = find_commit(run.store, batches_slot(round), decided)
     if found is not None:
         return found
     manifest = rollouts_manifest(run, round, rollouts)
@@ -174,8 +174,8 @@ def _decisive(config: Config) -> dict[str, object]:
     discount = config.objective.turn_discount
     return {
         "program": PROGRAM_VERSION,
-        "filters": content(config.filters),
-        "batching": content(config.batching),
+        "filters": fingerprint_fields(config.filters),
+        "batching": fingerprint_fields(config.batching),
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
         **({"regularised": True} if config.objective.regularised else {}),
         **({"turns": True} if config.objective.estimator.by_token else {}),
@@ -187,7 +187,7 @@ def _decisive(config: Config) -> dict[str, object]:
 
 
 def _light(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table:
-    columns = (*LIGHT, *columns_needed(objective))
+    columns = (*SCALAR_COLUMNS, *columns_needed(objective))
     if looks_at_turns(objective):
         row_groups = map(with_turns, iter_row_groups(run, manifest, (*columns, *READ)))
     else:
@@ -211,7 +211,7 @@ def _totals(plan: RoundPlan, light: pa.Table, round: int, steps: int) -> dict[st
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
-        **light_metrics(light, plan.disposition_N, round),
+        **scalar_metrics(light, plan.disposition_N, round),
     }
     if kept.any():
         totals |= {

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from marin_rl.batching import turns
 from marin_rl.errors import ConfigError, CorruptObject
-from marin_rl.storage.batches import StepRows
+from marin_rl.storage.tables.batches import StepRows
 from schemas.batches import ARRAYS, INTEGER_ARRAYS
 
 Integers = Int64[np.ndarray, " K"]

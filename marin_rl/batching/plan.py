@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float64, Int64
 
+from marin_rl.batching import filters
 from marin_rl.batching.advantages import (
     AdvantageChoice,
     greedy_rewards,
@@ -24,7 +25,6 @@ from marin_rl.batching.packing import Packing, pack
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import BatchingConfig, Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts import filters
 from schemas.batches import DISPOSITIONS
 
 SHORTEST_BUCKET = 32

@@ -25,17 +25,17 @@ from marin_rl.config.sampling import (
     SamplingConfig,
 )
 from marin_rl.config.section import (
-    ABSENT,
-    FREE,
+    OMIT_IF_NONE,
     PLAN,
+    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
     SetName,
-    content,
-    is_free,
+    fingerprint_fields,
     is_plan,
-    leaves_no_trace,
+    is_runtime_only,
+    omitted_if_none,
     section_of,
 )
 from marin_rl.config.serving import EngineConfig, InferenceConfig, ServerConfig
@@ -47,10 +47,10 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
-    "ABSENT",
-    "FREE",
+    "OMIT_IF_NONE",
     "PLAN",
     "RECIPE",
+    "RUNTIME_ONLY",
     "RUN_ID_PATTERN",
     "BatchingConfig",
     "Config",
@@ -79,14 +79,14 @@ __all__ = [
     "SetName",
     "TrackersConfig",
     "TrainingConfig",
-    "content",
     "differences",
+    "fingerprint_fields",
     "free_keys",
-    "is_free",
     "is_plan",
+    "is_runtime_only",
     "known_keys",
-    "leaves_no_trace",
     "load_config",
+    "omitted_if_none",
     "outward_keys",
     "override",
     "parse_config",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marin_rl.config.run import Config
-from marin_rl.config.section import Section, is_free, is_plan, section_of
+from marin_rl.config.section import Section, is_plan, is_runtime_only, section_of
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -27,7 +27,7 @@ def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     """Dotted names of the keys that may differ when a run is continued."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
-        if is_free(info):
+        if is_runtime_only(info):
             keys.append(prefix + name)
         elif (inner := section_of(info.annotation)) is not None:
             keys += free_keys(inner, f"{prefix}{name}.")
@@ -38,7 +38,7 @@ def outward_keys(section: type[Section] = Config, prefix: str = "") -> list[str]
     """Dotted names of the free keys that are their user's alone: no run.json decides them."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
-        if is_free(info) and not is_plan(info):
+        if is_runtime_only(info) and not is_plan(info):
             keys.append(prefix + name)
         elif (inner := section_of(info.annotation)) is not None:
             keys += outward_keys(inner, f"{prefix}{name}.")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.config.section import ABSENT, Count, Section
+from marin_rl.config.section import OMIT_IF_NONE, Count, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class ObjectiveConfig(Section):
         le=1,
         description="discount from turn to turn: each turn's own return is held against those of "
         "the group's turns of its place; null: the rollout's reward counts for all of it",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     surrogate: Literal[
         "reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "dro"
@@ -175,7 +175,7 @@ class ObjectiveConfig(Section):
         ge=0,
         le=1,
         description="cispo: weights are at least 1 - this; null: no bound",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     sapo_temperature_positive: float = Field(
         default=1.0, gt=0, le=1000, description="sapo's steepness where the advantage is positive"
@@ -188,7 +188,7 @@ class ObjectiveConfig(Section):
         gt=0,
         le=1000,
         description="dro: weight of the squared log-ratio",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     aggregation: Literal[
         "token_mean",
@@ -249,13 +249,13 @@ class ObjectiveConfig(Section):
         default=None,
         description="weight 0 where this estimate of the sampler's KL to the trainer is above "
         "rejection_high; null: nothing is rejected",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] | None = (
         Field(
             default=None,
             description="rejection: of each token, or of its completion the sum, mean or maximum",
-            json_schema_extra=ABSENT,
+            json_schema_extra=OMIT_IF_NONE,
         )
     )
     rejection_high: float | None = Field(
@@ -263,7 +263,7 @@ class ObjectiveConfig(Section):
         gt=0,
         le=1e6,
         description="rejection: largest estimate in nats that is accepted; of k1 both ways",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     overlong: Literal["keep", "mask", "soft_penalty"] = Field(
         default="keep", description="completions that reach, or come near, max_tokens"

@@ -8,7 +8,15 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import ABSENT, FREE, PLAN, Count, Seconds, Section, SetName
+from marin_rl.config.section import (
+    OMIT_IF_NONE,
+    PLAN,
+    RUNTIME_ONLY,
+    Count,
+    Seconds,
+    Section,
+    SetName,
+)
 
 
 class EvaluationConfig(Section):
@@ -29,7 +37,7 @@ class EvaluationConfig(Section):
         default=None,
         min_length=1,
         description="environments to evaluate on, by a name of yours; null: the run's own",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     temperature: float = Field(default=0.0, ge=0, le=10, description="0 is greedy")
     pass_threshold: float = Field(
@@ -54,17 +62,19 @@ class TrackersConfig(Section):
     """Trackers of metrics; one that fails never stops a run."""
 
     jsonl: bool = Field(
-        default=True, description="metrics.jsonl in the run", json_schema_extra=FREE
+        default=True, description="metrics.jsonl in the run", json_schema_extra=RUNTIME_ONLY
     )
-    tensorboard: str | None = Field(default=None, description="log folder", json_schema_extra=FREE)
+    tensorboard: str | None = Field(
+        default=None, description="log folder", json_schema_extra=RUNTIME_ONLY
+    )
     wandb_project: str | None = Field(
-        default=None, description="W&B project", json_schema_extra=FREE
+        default=None, description="W&B project", json_schema_extra=RUNTIME_ONLY
     )
     wandb_mode: Literal["online", "offline"] = Field(
-        default="offline", description="W&B mode", json_schema_extra=FREE
+        default="offline", description="W&B mode", json_schema_extra=RUNTIME_ONLY
     )
     trackio_project: str | None = Field(
-        default=None, min_length=1, description="trackio project", json_schema_extra=FREE
+        default=None, min_length=1, description="trackio project", json_schema_extra=RUNTIME_ONLY
     )
 
 
@@ -72,20 +82,24 @@ class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = Field(
-        default=4, description="generate tasks at once", json_schema_extra=FREE
+        default=4, description="generate tasks at once", json_schema_extra=RUNTIME_ONLY
     )
     retries: int = Field(
         default=3,
         ge=0,
         le=100,
         description="per task, transient faults only",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     retry_delay_s: float = Field(
-        default=5.0, ge=0, le=3600, description="first back-off, doubles", json_schema_extra=FREE
+        default=5.0,
+        ge=0,
+        le=3600,
+        description="first back-off, doubles",
+        json_schema_extra=RUNTIME_ONLY,
     )
     stage_timeout_s: Seconds = Field(
-        default=6 * 3600.0, description="per stage", json_schema_extra=FREE
+        default=6 * 3600.0, description="per stage", json_schema_extra=RUNTIME_ONLY
     )
 
 

@@ -17,7 +17,7 @@ from marin_rl.config.orchestration import (
 )
 from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
-from marin_rl.config.section import ABSENT, FREE, PLAN, Count, Section
+from marin_rl.config.section import OMIT_IF_NONE, PLAN, RUNTIME_ONLY, Count, Section
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
 
@@ -29,12 +29,14 @@ class Config(Section):
 
     run_id: str = Field(default="debug", pattern=RUN_ID_PATTERN, description="name of the run")
     root: str = Field(
-        default="runs", description="folder or fsspec URL that holds runs", json_schema_extra=FREE
+        default="runs",
+        description="folder or fsspec URL that holds runs",
+        json_schema_extra=RUNTIME_ONLY,
     )
     storage_options: dict[str, Any] = Field(
         default={},
         description="fsspec options (endpoint, project; never secrets)",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     seed: int = Field(
         default=0, ge=0, lt=2**31, description="root of every random number of the run"
@@ -55,7 +57,7 @@ class Config(Section):
     reward_model: RewardModelConfig | None = Field(
         default=None,
         description="what the flow reward-model trains; null: nothing",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = MeshConfig()

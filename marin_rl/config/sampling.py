@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.config.section import ABSENT, FREE, Count, Seconds, Section
+from marin_rl.config.section import OMIT_IF_NONE, RUNTIME_ONLY, Count, Seconds, Section
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
@@ -53,18 +53,18 @@ class EnvironmentConfig(Section):
         ge=256 * 2**20,
         le=2**50,
         description="memory of a process that scores; beyond it a rollout is a fault",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     pass_environment: tuple[VariableName, ...] = Field(
         default=(),
         max_length=64,
         description="names of environment variables that scoring may see, such as a judge's key",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     reward_model: LearnedRewardConfig | None = Field(
         default=None,
         description="a reward model whose word counts too; null: none",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
 
 
@@ -108,7 +108,7 @@ class RolloutsConfig(Section):
         default=None,
         description="true: the last completion of each group is sampled at temperature 0, as the "
         "baseline of objective.advantage remax, and not trained on; null: none is",
-        json_schema_extra=ABSENT,
+        json_schema_extra=OMIT_IF_NONE,
     )
     shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(

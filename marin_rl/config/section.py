@@ -1,11 +1,11 @@
 """Base of every section of the configuration: frozen, typed, ranged, with marks on its fields.
 
-Fields marked `FREE` may differ when a run is continued: they change how, when or how far a run
-goes, never what its slots contain. All others are the run's *content* and are part of fingerprints.
-Of the free ones, those marked `PLAN` are numbers whose effect stays in the run's own folder; a
-run.json says them to all commands, while no other free key is ever taken from one.
-Sections marked `ABSENT` leave no trace while they are null: runs from before them stay what they
-were.
+Fields marked `RUNTIME_ONLY` may differ when a run is continued: they change how, when or how far a
+run goes, never what its slots contain. All others are the run's *content* and are part of
+fingerprints. Of the free ones, those marked `PLAN` are numbers whose effect stays in the run's own
+folder; a run.json says them to all commands, while no other free key is ever taken from one.
+Sections marked `OMIT_IF_NONE` leave no trace while they are null: runs from before them stay what
+they were.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from pydantic.fields import FieldInfo
 
-FREE: dict[str, Any] = {"free": True}
-PLAN: dict[str, Any] = {**FREE, "plan": True}
-ABSENT: dict[str, Any] = {"absent": True}
+RUNTIME_ONLY: dict[str, Any] = {"free": True}
+PLAN: dict[str, Any] = {**RUNTIME_ONLY, "plan": True}
+OMIT_IF_NONE: dict[str, Any] = {"absent": True}
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
@@ -37,25 +37,25 @@ class Section(BaseModel):
         return {
             name: value
             for name, value in dump(self).items()
-            if value is not None or not leaves_no_trace(fields[name])
+            if value is not None or not omitted_if_none(fields[name])
         }
 
 
-def content(node: Section) -> dict[str, Any]:
+def fingerprint_fields(node: Section) -> dict[str, Any]:
     """The part of a section that decides what its slots contain: everything but free fields."""
     result: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
-        if is_free(info):
+        if is_runtime_only(info):
             continue
         value = getattr(node, name)
-        if value is None and leaves_no_trace(info):
+        if value is None and omitted_if_none(info):
             continue
         if isinstance(value, Section):
-            inner = content(value)
+            inner = fingerprint_fields(value)
             if inner:
                 result[name] = inner
         elif isinstance(value, dict) and _holds_sections(value):
-            result[name] = {key: content(each) for key, each in value.items()}
+            result[name] = {key: fingerprint_fields(each) for key, each in value.items()}
         else:
             result[name] = json.loads(json.dumps(value))
     return result
@@ -65,7 +65,7 @@ def _holds_sections(value: dict[str, Any]) -> bool:
     return any(isinstance(each, Section) for each in value.values())
 
 
-def is_free(info: FieldInfo) -> bool:
+def is_runtime_only(info: FieldInfo) -> bool:
     """True if a key may differ when a run is continued."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("free"))
@@ -77,7 +77,7 @@ def is_plan(info: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("plan"))
 
 
-def leaves_no_trace(info: FieldInfo) -> bool:
+def omitted_if_none(info: FieldInfo) -> bool:
     """True if a key is left out of everything that is written while it is null."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("absent"))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from marin_rl.config.section import FREE, Count, Seconds, Section
+from marin_rl.config.section import RUNTIME_ONLY, Count, Seconds, Section
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
 KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
@@ -42,7 +42,7 @@ class EngineConfig(Section):
         le=1024,
         description="parts of the slots that are computed side by side; "
         "0: one per thread of XLA's pool on a CPU, for small models; else one",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
 
 
@@ -53,123 +53,123 @@ class ServerConfig(Section):
         default="MARIN_RL_ADMIN_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token of the admin "
         "routes",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     hosts_allowed: tuple[str, ...] = Field(
         default=(),
         max_length=256,
         description="Further host names that are answered; '*.example.org' for all below it",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     origins_allowed: tuple[str, ...] = Field(
         default=(),
         max_length=256,
         description="web origins that browsers may call from (CORS), like https://app.example.org",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     update_roots: tuple[str, ...] = Field(
         default=(),
         max_length=256,
         description="folders and URLs below which admins may load weights, beside the root of the "
         "run, or the folder above the model, that is served",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     body_bytes_max: Count = Field(
         default=16 * 2**20,
         le=2**30,
         description="bytes of a request's body; beyond: 413",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     bodies_bytes_max: Count = Field(
         default=256 * 2**20,
         le=2**36,
         description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
         "counted; at least body_bytes_max; beyond: 503",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     header_bytes_max: int = Field(
         default=65536,
         ge=1024,
         le=2**20,
         description="bytes of a request's line and headers; beyond: 431",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     prompt_tokens_max: int | None = Field(
         default=None,
         ge=1,
         description="tokens of a prompt; null: what the context holds",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     new_tokens_max: int | None = Field(
         default=None,
         ge=1,
         description="new tokens per completion; null: what the context leaves",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     samples_max: Count = Field(
-        default=4096, le=2**20, description="n of a request", json_schema_extra=FREE
+        default=4096, le=2**20, description="n of a request", json_schema_extra=RUNTIME_ONLY
     )
     prompts_max: Count = Field(
-        default=1024, le=2**20, description="prompts of a request", json_schema_extra=FREE
+        default=1024, le=2**20, description="prompts of a request", json_schema_extra=RUNTIME_ONLY
     )
     samples_queued_max: Count = Field(
         default=65536,
         le=2**24,
         description="samples that wait for a slot; beyond: 503",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     connections_max: Count = Field(
         default=2048,
         le=65536,
         description="open connections; beyond: the one idle for longest is closed, else 503",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     requests_per_second: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
         description="requests a bearer token may make in the long run; beyond: 429; null: any",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     requests_burst: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000,
         description="requests at once after a pause; null: those of one second, at least 1",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     header_timeout_s: Seconds = Field(
         default=10.0,
         description="seconds until a connection's next request head is there; beyond: closed",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     body_timeout_s: Seconds = Field(
-        default=60.0, description="seconds for a body; beyond: 408", json_schema_extra=FREE
+        default=60.0, description="seconds for a body; beyond: 408", json_schema_extra=RUNTIME_ONLY
     )
     queue_timeout_s: Seconds = Field(
         default=600.0,
         description="seconds until a request's first slot; beyond: 503",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     request_timeout_s: Seconds = Field(
         default=3600.0,
         description="seconds for a whole answer; beyond: 504",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     drain_timeout_s: Seconds = Field(
         default=30.0,
         description="seconds that running requests get to end after SIGTERM",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     access_log: bool = Field(
         default=True,
         description="one JSON line a request on stderr, if `marin-rl serve` runs it",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     log_prompts: bool = Field(
         default=False,
         description="write request bodies to the access log, for debugging",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
 
     @model_validator(mode="after")
@@ -197,32 +197,40 @@ class InferenceConfig(Section):
     endpoints: tuple[str, ...] = Field(
         default=(),
         description="base URLs ending in /v1; empty: serve from this process",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     model: str = Field(default="policy", description="name the policy is served under")
     api_key_variable: KeyVariable = Field(
         default="MARIN_RL_API_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     publish: Literal["none", "update_weights_from_disk"] = Field(
         default="none",
         description="how remote endpoints take new weights: by SGLang's route, or not at all",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     publish_root: str | None = Field(
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     requests_in_flight_max: Count = Field(
-        default=64, le=65536, description="concurrent requests of one shard", json_schema_extra=FREE
+        default=64,
+        le=65536,
+        description="concurrent requests of one shard",
+        json_schema_extra=RUNTIME_ONLY,
     )
     request_timeout_s: Seconds = Field(
-        default=600.0, description="seconds for one completion request", json_schema_extra=FREE
+        default=600.0,
+        description="seconds for one completion request",
+        json_schema_extra=RUNTIME_ONLY,
     )
     request_attempts_max: Count = Field(
-        default=5, le=100, description="tries per request, with back-off", json_schema_extra=FREE
+        default=5,
+        le=100,
+        description="tries per request, with back-off",
+        json_schema_extra=RUNTIME_ONLY,
     )
     canary_tolerance: float | None = Field(
         default=None,
@@ -230,7 +238,7 @@ class InferenceConfig(Section):
         le=10,
         description="largest |engine - trainer| of a canary logprob, in nats; null: 0.001 where "
         "policy.compute_dtype is float32, 0.25 where it is bfloat16",
-        json_schema_extra=FREE,
+        json_schema_extra=RUNTIME_ONLY,
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import ABSENT, PLAN, Count, Section
+from marin_rl.config.section import OMIT_IF_NONE, PLAN, Count, Section
 
 
 class CriticConfig(Section):
@@ -68,7 +68,7 @@ class TrainingConfig(Section):
         default=3, description="refused updates in a row that end the run", json_schema_extra=PLAN
     )
     critic: CriticConfig | None = Field(
-        default=None, description="a value function; null: none", json_schema_extra=ABSENT
+        default=None, description="a value function; null: none", json_schema_extra=OMIT_IF_NONE
     )
 
     @model_validator(mode="after")

@@ -26,13 +26,13 @@ import numpy as np
 
 from marin_rl.compilation import programs_folder
 from marin_rl.inference import decoder
+from marin_rl.inference.batch import RunningBatch, SlotInputs
+from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.decoder import Cache
-from marin_rl.inference.extras import ExtraRows
-from marin_rl.inference.lanes import Lanes
+from marin_rl.inference.logits_state import ExtraRows
+from marin_rl.inference.logprobs import Asked
 from marin_rl.inference.programs import PROGRAMS, ChunkInputs, Limits
-from marin_rl.inference.reports import Asked
 from marin_rl.inference.slots import TOP_LOGPROBS_MAX
-from marin_rl.inference.table import SlotInputs, SlotTable
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 from marin_rl.machine import machine_facts
 
@@ -193,7 +193,7 @@ class Prover:
         rows = ExtraRows(Lanes(1, S), self._length, V, put)
         asked = Asked(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
         self._extras = rows.on_device(0)._replace(asked=put(asked))
-        self._inputs = SlotTable(S, V, None, rows).inputs
+        self._inputs = RunningBatch(S, V, None, rows).inputs
         self._steps = min(STEPS, shapes.chunk_steps)
         shape = lambda leaf: (1, *leaf.shape[1:])
         self._columns = jax.tree.map(lambda leaf: self._rng.normal(size=shape(leaf)), shapes.cache)

@@ -2,7 +2,7 @@
 
 Owns what the model computes: the empty cache, `prefill` of prompts into slots, and `decode_step` of
 one token in every slot. Leaves out where the arrays come from (`weights`), what is done with logits
-(`sampling`) and who sits in which slot (`seating`, `table`).
+(`sampling`) and who sits in which slot (`scheduler`, `batch`).
 
 Axes: S slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a cache
 block, K key/value heads, G query heads per key/value head, H head size, D width, V vocabulary.

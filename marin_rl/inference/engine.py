@@ -3,7 +3,7 @@
 Owns the order of things: requests join free slots between chunks, a chunk of decode steps runs on
 the device without returning to Python, finished ones leave, and new weights take the old ones'
 place between two chunks by a change of reference. Leaves out what may come in and who waits
-(`admission`), what a sequence is (`table`), what is computed (`runner` and what it calls), and
+(`job_queue`), what a sequence is (`batch`), what is computed (`runner` and what it calls), and
 HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
@@ -31,16 +31,16 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError
-from marin_rl.inference.admission import Bounds, JobQueue
 from marin_rl.inference.attention import SHARE
+from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
 from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.extras import ExtraRows
+from marin_rl.inference.job_queue import JobQueue, RequestBounds
+from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
-from marin_rl.inference.seating import Seating, seat
+from marin_rl.inference.scheduler import Schedule, schedule
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.stops import Decode
-from marin_rl.inference.table import Chunk, Job, Running, SlotTable
 
 # An idle engine waits for a round's other requests until none came for QUIET_S, GATHER_S at most.
 QUIET_S = 0.005
@@ -115,7 +115,7 @@ class Engine:
         self.stats = EngineStats()
         self._config = config
         self.stop_token_ids = tuple(stop_token_ids)
-        self._bounds = Bounds(
+        self._bounds = RequestBounds(
             vocabulary=self.spec.vocabulary,
             context_length=context_length,
             stop_tokens=len(self.stop_token_ids),
@@ -124,17 +124,17 @@ class Engine:
         self._policy = self._runner.policy(model, weight_version, parameters_digest)
         runner = self._runner
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
-        self._table = SlotTable(config.slots, self.spec.vocabulary, decode, extras)
+        self._table = RunningBatch(config.slots, self.spec.vocabulary, decode, extras)
         self._queue = JobQueue()
         # every request whose future is not resolved, wherever it is on its way
-        self._unended: dict[int, Job] = {}
+        self._in_flight: dict[int, Job] = {}
         self._chunk_tokens = config.slots * config.chunk_steps
         self._some_cancelled = False
         self._changed = threading.Condition()
         self._closing = False
         self._paused = False
         self._in_round = False
-        self._sleepy = False
+        self._sleep_requested = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -183,15 +183,16 @@ class Engine:
         self,
         request: GenerationRequest,
         on_delta: Callable[[Delta], None] | None = None,
-        on_seat: Callable[[Policy], None] | None = None,
+        on_scheduled: Callable[[Policy], None] | None = None,
     ) -> "Future[GenerationResult]":
         """Queue a request; safe from any thread. Cancelling the future frees its slots.
 
         `on_delta` is called on the engine's thread with what each chunk added to each sample, in
         order, all of it before the future resolves; it must be quick. An exception in it fails this
-        request alone. Tokens once delivered are never taken back. `on_seat` is called there too,
-        each time that samples of the request get slots, or its prompt is to be scored, with what
-        will draw their first tokens; what it raises gives the request up before they are drawn.
+        request alone. Tokens once delivered are never taken back. `on_scheduled` is called there
+        too, each time that samples of the request get slots, or its prompt is to be scored, with
+        what will draw their first tokens; what it raises gives the request up before they are
+        drawn.
 
         Raises InputError for a request that could never be served, InferenceError once closed.
         """
@@ -201,7 +202,7 @@ class Engine:
             request=request,
             future=Future(),
             on_delta=on_delta,
-            on_seat=on_seat,
+            on_scheduled=on_scheduled,
             seed=secrets.randbits(48) if seed is None else seed,
             stop_tokens=self.stop_token_ids + request.stop_token_ids,
         )
@@ -209,8 +210,8 @@ class Engine:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             self._queue.append(job)
-            self._unended[id(job)] = job
-            self._sleepy = False
+            self._in_flight[id(job)] = job
+            self._sleep_requested = False
             self.stats.requests += 1
             self.stats.prompt_tokens += len(request.prompt_ids)
             self._changed.notify_all()
@@ -243,7 +244,7 @@ class Engine:
         ours, theirs = policy.parameters_digest, old.parameters_digest
         if policy.weight_version != old.weight_version or ours == theirs:
             return
-        if any(job.started_at for job in self._unended.values()):
+        if any(job.started_at for job in self._in_flight.values()):
             raise VersionInUse(
                 f"requests are running on other weights of version {old.weight_version} (expected "
                 f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
@@ -275,7 +276,7 @@ class Engine:
         For a trainer in the same process, between two rounds of requests; returns at once.
         """
         with self._changed:
-            self._sleepy = True
+            self._sleep_requested = True
             self._changed.notify_all()
 
     def warm_up(self) -> None:
@@ -309,7 +310,7 @@ class Engine:
                 self._closing = True
                 self._in_round = False
                 self._changed.notify_all()
-                self._fail(list(self._unended.values()), "the engine was closed")
+                self._fail(list(self._in_flight.values()), "the engine was closed")
 
     def _gather(self) -> bool:
         """Wait for work, and for the end of a pause; False when the engine is to end."""
@@ -320,7 +321,7 @@ class Engine:
                     self._idle()
                     continue
                 if self._table.active == 0:
-                    self._let_others_join()
+                    self._wait_to_batch()
                 if not self._paused:
                     self._in_round = not self._closing
                     return not self._closing
@@ -333,15 +334,15 @@ class Engine:
         a copy of weights that were swapped out is nothing to wait for.
         """
         runner = self._runner
-        if not (self._paused or self._sleepy) and runner.holds_copy_of(self._policy):
+        if not (self._paused or self._sleep_requested) and runner.holds_copy_of(self._policy):
             if not self._changed.wait(COPY_KEPT_S):
                 runner.rest()
             return
-        runner.rest(caches=self._sleepy and self._table.active == 0)
-        self._sleepy &= self._table.active > 0
+        runner.rest(caches=self._sleep_requested and self._table.active == 0)
+        self._sleep_requested &= self._table.active > 0
         self._changed.wait()
 
-    def _let_others_join(self) -> None:
+    def _wait_to_batch(self) -> None:
         deadline = time.monotonic() + GATHER_S
         seen, slots = 0, self._config.slots
         while not self._closing and seen < slots and time.monotonic() < deadline:
@@ -363,7 +364,7 @@ class Engine:
             busy, tokens = self._table.active > 0, PREFILL_CHUNKS * self._chunk_tokens
             budget = tokens if busy else math.inf
             lanes, bucket = self._runner.lanes, self._runner.bucket
-            seating = seat(self._queue, self._table, lanes, policy.key, bucket, budget)
+            seating = schedule(self._queue, self._table, lanes, policy.key, bucket, budget)
         self._tell_seated(seating, policy)
         try:
             self._score(policy, [job for job in seating.to_score if not job.ended])
@@ -374,24 +375,24 @@ class Engine:
                 return
             chunk = self._decode(policy)
             self._refuse_nonfinite(chunk)
-            self._hand_out(self._table.advance(chunk), policy)
+            self._emit(self._table.advance(chunk), policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
-                begun = [job for job in self._unended.values() if job.started_at]
+                begun = [job for job in self._in_flight.values() if job.started_at]
             self._fail(begun, "the device failed", error)
             self._runner.start_over()
 
-    def _tell_seated(self, seating: Seating, policy: Policy) -> None:
+    def _tell_seated(self, seating: Schedule, policy: Policy) -> None:
         for job in {id(job): job for job in (*seating.to_score, *seating.jobs)}.values():
-            if job.on_seat is None or job.future.cancelled():
+            if job.on_scheduled is None or job.future.cancelled():
                 continue
             try:
-                job.on_seat(policy)
+                job.on_scheduled(policy)
             except Exception as error:  # noqa: BLE001 - a callback of the caller
                 self._fail([job], "it was refused when it got a slot", error)
 
-    def _hand_out(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
+    def _emit(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
         """Call the listeners with the new tokens, and resolve finished requests."""
         for job, delta in added:
             self.stats.tokens += len(delta.token_ids)
@@ -424,7 +425,7 @@ class Engine:
             if job.request.sampling.max_tokens == 0:
                 job.prefilled_at = time.monotonic()
                 job.finished = {
-                    index: Running(job=job, index=index, finish_reason="length")
+                    index: RunningSequence(job=job, index=index, finish_reason="length")
                     for index in range(job.request.n)
                 }
                 self._finish(job, policy)
@@ -435,7 +436,7 @@ class Engine:
         job.scored_by = policy.key
         self.stats.scored_prompts += 1
 
-    def _prefill(self, policy: Policy, seating: Seating) -> None:
+    def _prefill(self, policy: Policy, seating: Schedule) -> None:
         """Run each prompt once in a lane, and copy its cache to all slots that start from it."""
         started = time.monotonic()
         if seating.prompts:
@@ -515,7 +516,7 @@ class Engine:
         if job.ended:
             return False
         job.ended = True
-        self._unended.pop(id(job), None)
+        self._in_flight.pop(id(job), None)
         if job.future.set_running_or_notify_cancel():
             return True
         self.stats.cancelled += 1

@@ -15,12 +15,12 @@ from jax.stages import Lowered
 from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
+from marin_rl.inference.batch import SlotInputs
 from marin_rl.inference.decoder import Cache
-from marin_rl.inference.extras import Extras
-from marin_rl.inference.processors import Past, adjust
-from marin_rl.inference.reports import Report, empty_report, report
+from marin_rl.inference.logits_processors import TokenHistory, adjust
+from marin_rl.inference.logits_state import Extras
+from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import sample, uniforms
-from marin_rl.inference.table import SlotInputs
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,
@@ -130,7 +130,7 @@ def decode_chunk(
             jnp.where(active_S, state.position_S, -1),
             jnp.asarray(limits.shared) if sharing else None,
         )
-        past = Past(inputs.position_S, sampled.tokens_CS, index)
+        past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
         drawn = sample(adjust(logits, extras.wishes, past), inputs.sampling, uniform_CS[index])
         told = report(logits, drawn, extras.asked)
         stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)

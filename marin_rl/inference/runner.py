@@ -2,7 +2,7 @@
 
 Owns where arrays lie, the lanes' caches, the rotary table, the fused weights while there is work,
 and the calls: prefill, copies between slots, a chunk of decoding, the scoring of a prompt. Leaves
-out what the programs compute (`programs`, `scoring`), whose tokens these are (`table`) and when
+out what the programs compute (`programs`, `scoring`), whose tokens these are (`batch`) and when
 anything runs (`engine`). Used by the engine's thread alone.
 
 Axes: S slots, R prompts of one prefill, P positions of a prompt bucket.
@@ -24,6 +24,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
+from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.batch_invariance import (
     UNPROVEN,
     Invariance,
@@ -32,9 +33,9 @@ from marin_rl.inference.batch_invariance import (
     invariance_of,
     random_weights,
 )
+from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.decoder import Cache
-from marin_rl.inference.extras import ExtraRows, Extras
-from marin_rl.inference.lanes import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
+from marin_rl.inference.logits_state import ExtraRows, Extras
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
     PROGRAMS,
@@ -43,10 +44,9 @@ from marin_rl.inference.programs import (
     Sampled,
     fused_weights,
 )
+from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.scoring import prompt_scores, score_tokens
-from marin_rl.inference.seating import Prompt, Prompts
 from marin_rl.inference.slots import PromptScores
-from marin_rl.inference.table import Chunk, SlotInputs
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.memory import give_back_freed_memory
 

@@ -2,7 +2,7 @@
 
 Owns temperature, min-p, top-k, top-p, greedy choice, the random numbers, and the logprob of what
 was drawn under the very distribution it was drawn from. Leaves out what changes logits before
-(`processors`), other reported logprobs (`reports`), stopping (`table`) and logits
+(`logits_processors`), other reported logprobs (`logprobs`), stopping (`batch`) and logits
 (`decoder`).
 
 A slot's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
@@ -65,7 +65,7 @@ def sample(
     asked_S = (sampling.min_p_S > 0) | (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
     scores_SV = jax.lax.cond(
         jnp.any(asked_S & ~greedy_S),
-        lambda scores: jnp.where(greedy_S[:, None], scores, narrowed(scores, sampling)),
+        lambda scores: jnp.where(greedy_S[:, None], scores, top_p_top_k_mask(scores, sampling)),
         lambda scores: scores,
         scaled_SV,
     )
@@ -144,7 +144,9 @@ def _first_above(
     return jnp.where(jnp.any(above, axis=1), jnp.argmax(above, axis=1).astype(jnp.int32), last)
 
 
-def narrowed(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float32[Array, "S V"]:
+def top_p_top_k_mask(
+    scores_SV: Float32[Array, "S V"], sampling: SlotSampling
+) -> Float32[Array, "S V"]:
     """Scores with -inf outside min-p, then top-k, then top-p, each where its slot asks for it."""
     share_S = sampling.min_p_S
     least_S = jnp.max(scores_SV, axis=-1) + jnp.log(jnp.where(share_S > 0, share_S, 1))
@@ -154,13 +156,15 @@ def narrowed(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float3
     # sorting the vocabulary is expensive: done only if a request needs a rank
     return jax.lax.cond(
         jnp.any(sorts_S & (sampling.temperature_S > 0)),
-        lambda scores: jnp.where(sorts_S[:, None], filtered(scores, sampling), scores),
+        lambda scores: jnp.where(sorts_S[:, None], filter_logits(scores, sampling), scores),
         lambda scores: scores,
         scores_SV,
     )
 
 
-def filtered(scores_SV: Float32[Array, "S V"], sampling: SlotSampling) -> Float32[Array, "S V"]:
+def filter_logits(
+    scores_SV: Float32[Array, "S V"], sampling: SlotSampling
+) -> Float32[Array, "S V"]:
     """Scores with -inf outside top-k, and then outside the nucleus of what top-k left.
 
     Tokens that tie with the last one kept are kept too, so that the choice does not depend on the

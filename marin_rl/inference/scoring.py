@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from marin_rl.inference import decoder
-from marin_rl.inference.reports import likeliest, log_softmax, top_count
+from marin_rl.inference.logprobs import likeliest, log_softmax, top_count
 from marin_rl.inference.slots import PromptScores
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 

@@ -1,7 +1,7 @@
 """Requests to the engine and its results.
 
 Owns the nouns that cross the engine's border: a request, a constraint on its text, one chunk's
-delta, a finished sample, a result. Leaves out the assignment of slots (`table`) and all arithmetic.
+delta, a finished sample, a result. Leaves out the assignment of slots (`batch`) and all arithmetic.
 
 Axes: P positions of a prompt, T tokens of a completion, K likeliest tokens, W words of a mask.
 """

@@ -1,7 +1,7 @@
 """Stop strings: after which token does a growing text first contain one?
 
 Owns the search, which decodes only the end of the text that can still matter. Leaves out what
-happens then (`table`). The answer is that of decoding every prefix of the tokens from the start,
+happens then (`batch`). The answer is that of decoding every prefix of the tokens from the start,
 token by token, and so knows nothing of how the tokens came in chunks.
 """
 

@@ -25,8 +25,8 @@ from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.pages.assets import policy, scripts
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import live_html, page_json
-from marin_rl.serving.addresses import listen
-from marin_rl.serving.origins import Origins, is_loopback
+from marin_rl.serving.http.addresses import listen
+from marin_rl.serving.http.origins import Origins, is_loopback
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import yaml
 
 from marin_rl.pages.records import Facts, Slot
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.filesystem import open_store
 from marin_rl.storage.runs import (
     RUN_KEY,
     Run,
@@ -21,6 +20,7 @@ from marin_rl.storage.runs import (
     evals_slot,
     rollouts_slot,
 )
+from marin_rl.storage.stores.filesystem import open_store
 from schemas.manifests import Manifest
 
 ARRAYS_SHOWN_MAX = 16  # files of a checkpoint, which may have thousands; shards are all shown

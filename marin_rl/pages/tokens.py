@@ -20,17 +20,17 @@ class TokenTexts:
     """Texts of a run's tokens; `digest` is that of the tokenizer, empty without one."""
 
     def __init__(self, policy: PolicyConfig) -> None:
-        from marin_rl.serving.texts import Texts
+        from marin_rl.serving.text.detokenizer import Detokenizer
         from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
 
         self.digest, self.problem = "", ""
-        self._texts: Texts | None = None
+        self._texts: Detokenizer | None = None
         try:
             tokenizer = tokenizer_for(policy)
         except InputError as error:
             self.problem = str(error)
             return
-        self._texts, self.digest = Texts(tokenizer), tokenizer_digest(tokenizer)
+        self._texts, self.digest = Detokenizer(tokenizer), tokenizer_digest(tokenizer)
 
     def of(self, ids: Sequence[int]) -> list[str]:
         """The text of each token in turn; special tokens by their names."""

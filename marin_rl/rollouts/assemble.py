@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int32
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.scoring import Score
 from marin_rl.errors import BadResponse, MarinRLError, RewardFault
-from marin_rl.inference.protocol import ChatAnswer, Completion
+from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.types import (
     Example,
     InferenceMetadata,

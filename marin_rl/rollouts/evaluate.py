@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from marin_rl.config import Config, EvaluationConfig, content
+from marin_rl.config import Config, EvaluationConfig, fingerprint_fields
 from marin_rl.environments.base import Environment, answer_in
 from marin_rl.environments.scoring import Judge
 from marin_rl.rollouts.assemble import GroupRequest
@@ -20,7 +20,7 @@ from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.rollouts.held_out import HeldOut, held_out_sets
 from marin_rl.storage.commits import (
     commit_manifest,
-    committed_as,
+    find_commit,
     fingerprint,
     new_attempt,
     new_manifest,
@@ -28,8 +28,8 @@ from marin_rl.storage.commits import (
     part_of,
     ref_of,
 )
-from marin_rl.storage.rollouts import encode_shard
 from marin_rl.storage.runs import Run, evals_slot, round_name
+from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
@@ -41,7 +41,7 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     """
     sets = held_out_sets(run.config)
     decided = evaluation_fingerprint(run, round, policy, sets)
-    found = await asyncio.to_thread(committed_as, run.store, evals_slot(round), decided)
+    found = await asyncio.to_thread(find_commit, run.store, evals_slot(round), decided)
     if found is not None:
         return found
     groups: list[RolloutGroup] = []
@@ -75,10 +75,10 @@ def evaluation_fingerprint(
     decides = {
         "round": round,
         "seed": config.seed,
-        "environment": content(config.environment),
+        "environment": fingerprint_fields(config.environment),
         **own,
-        "sampling": content(config.sampling),
-        "evaluation": content(config.evaluation),
+        "sampling": fingerprint_fields(config.sampling),
+        "evaluation": fingerprint_fields(config.evaluation),
         "parameters": policy.parameters_digest,
         "tokenizer": policy.tokenizer_digest,
         "chat_template": policy.chat_template_digest,

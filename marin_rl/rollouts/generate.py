@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from marin_rl.config import Config, content
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, environment_of
 from marin_rl.environments.scoring import Scorer, scorer_for
 from marin_rl.errors import (
@@ -27,15 +27,15 @@ from marin_rl.errors import (
     RewardFault,
     StalePolicy,
 )
-from marin_rl.inference.client import PolicyClient
-from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.rollouts.assemble import GroupRequest, RolloutMaker
-from marin_rl.rollouts.rewards import STAMP, RewardScorer, with_learned_reward
+from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.summary import rollout_metrics
 from marin_rl.storage.commits import fingerprint, parent_of
-from marin_rl.storage.rollouts import commit_shard, shard_ref
 from marin_rl.storage.runs import Run, round_name
+from marin_rl.storage.tables.rollouts import commit_shard, shard_ref
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
@@ -76,7 +76,7 @@ async def generate_shard(
     )
     stamp: dict[str, str] = {}
     if scorer is not None and (settings := run.config.environment.reward_model) is not None:
-        groups = await asyncio.to_thread(with_learned_reward, groups, settings, scorer)
+        groups = await asyncio.to_thread(add_model_reward, groups, settings, scorer)
         stamp = {STAMP: scorer.identity.parameters_digest}
     return await asyncio.to_thread(commit_shard, run, round, shard, groups, decided, policy, stamp)
 
@@ -97,10 +97,10 @@ def shard_fingerprint(
         "round": round,
         "shard": shard,
         "seed": config.seed,
-        "environment": content(config.environment),
+        "environment": fingerprint_fields(config.environment),
         "environment_version": environment.version,
-        "sampling": content(config.sampling),
-        "rollouts": content(config.rollouts),
+        "sampling": fingerprint_fields(config.sampling),
+        "rollouts": fingerprint_fields(config.rollouts),
         "parameters": policy.parameters_digest,
         "tokenizer": policy.tokenizer_digest,
         "chat_template": policy.chat_template_digest,

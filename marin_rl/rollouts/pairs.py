@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from marin_rl.errors import InputError
-from marin_rl.storage.rollouts import groups_of, iter_shards
 from marin_rl.storage.runs import Run, progress
+from marin_rl.storage.tables.rollouts import groups_of, iter_shards
 from marin_rl.types import PreferencePair, Rollout, RolloutGroup
 
 

@@ -18,14 +18,14 @@ from marin_rl.environments.base import construct, reward_of
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.rewards import (
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rewards import (
     RewardSource,
     RewardTable,
     commit_rewards,
     committed_rewards,
 )
-from marin_rl.storage.rollouts import groups_of, iter_row_groups, rollouts_manifest
-from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
 from marin_rl.types import Rollout, RolloutGroup
 from schemas.manifests import Manifest
 from schemas.rewards import REWARDS

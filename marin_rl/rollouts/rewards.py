@@ -95,7 +95,7 @@ def reward_model_slot_of(
     return RewardModelSlot(run=run, ref=ref, identity=identity)
 
 
-def with_learned_reward(
+def add_model_reward(
     groups: Sequence[RolloutGroup], settings: LearnedRewardConfig, scorer: RewardScorer
 ) -> list[RolloutGroup]:
     """The groups with the model's component in every rollout that has a reward and tokens.

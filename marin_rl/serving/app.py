@@ -1,7 +1,7 @@
 """The application: every route behind the gate, and the schema that describes them.
 
-Owns the assembly, and which route a request goes to. Who may call is the `gate`'s, what each route
-does its own module's.
+Owns the assembly, and which route a request goes to. Who may call is the `middleware`'s,
+what each route does its own module's.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from marin_rl.serving.access import record_of
-from marin_rl.serving.admin import admin_routes
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.catalog import catalog_routes
-from marin_rl.serving.chat import chat_routes
-from marin_rl.serving.completions import completions_routes
-from marin_rl.serving.gate import Gate
-from marin_rl.serving.guard import as_response
-from marin_rl.serving.schema import SCHEMA_ROUTE, describe
-from marin_rl.serving.service import Service, json_response
-from marin_rl.serving.tokens import tokens_routes
+from marin_rl.serving.api.admin import admin_routes
+from marin_rl.serving.api.catalog import catalog_routes
+from marin_rl.serving.api.chat import chat_routes
+from marin_rl.serving.api.completions import completions_routes
+from marin_rl.serving.api.openapi import SCHEMA_ROUTE, describe
+from marin_rl.serving.api.service import Service, json_response
+from marin_rl.serving.api.token_routes import tokens_routes
+from marin_rl.serving.http.access_log import record_of
+from marin_rl.serving.http.auth import as_response
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.middleware import Middleware
 
 ROUTES = (catalog_routes, chat_routes, completions_routes, tokens_routes, admin_routes)
 
@@ -31,7 +31,7 @@ ROUTES = (catalog_routes, chat_routes, completions_routes, tokens_routes, admin_
 class Application:
     """Routes behind a gate, in ASGI's terms: only the health routes are open without a token."""
 
-    def __init__(self, routes: Sequence[Route], gate: Gate) -> None:
+    def __init__(self, routes: Sequence[Route], gate: Middleware) -> None:
         self.routes = tuple(routes)
         self._exact = {route.path: route for route in routes if not route.param_convertors}
         self._router = Router(list(routes))
@@ -69,7 +69,7 @@ def _told(error: ApiError | HTTPException, scope: Scope) -> ApiError:
     return ApiError(error.status_code, told, headers=dict(error.headers or {}))
 
 
-def create_app(service: Service, gate: Gate) -> Application:
+def create_app(service: Service, gate: Middleware) -> Application:
     """All routes, and their description."""
     service.limits = gate.config
 

@@ -2,7 +2,7 @@
 
 Owns starting and stopping, the port, new weights for a running server, and the end of a standalone
 one (SIGTERM: no new work, running requests finish, exit). Leaves out the routes (`app`), who may
-call them (`gate`) and the address (`addresses`).
+call them (`middleware`) and the address (`addresses`).
 """
 
 import json
@@ -24,20 +24,20 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import spare_long_lived_objects
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.protocol import CHAT_ROUTE
 from marin_rl.inference.slots import STOP_TOKENS_MAX
-from marin_rl.serving.access import AccessLog, Stream
-from marin_rl.serving.addresses import check_reach, listen
 from marin_rl.serving.app import Service, create_app
-from marin_rl.serving.connections import Connections, raise_files_limit
-from marin_rl.serving.gate import Gate
-from marin_rl.serving.keys import Keys
-from marin_rl.serving.origins import Origins
-from marin_rl.serving.telemetry import Snapshot, Telemetry
-from marin_rl.serving.templates import check_template
-from marin_rl.serving.texts import Texts
-from marin_rl.serving.updates import Updater
+from marin_rl.serving.http.access_log import AccessLog, Stream
+from marin_rl.serving.http.addresses import check_reach, listen
+from marin_rl.serving.http.api_keys import Keys
+from marin_rl.serving.http.connections import Connections, raise_files_limit
+from marin_rl.serving.http.middleware import Middleware
+from marin_rl.serving.http.origins import Origins
+from marin_rl.serving.http.prometheus import Snapshot, Telemetry
+from marin_rl.serving.text.detokenizer import Detokenizer
+from marin_rl.serving.text.templates import check_template
+from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import LmHeadModel
 
@@ -72,7 +72,7 @@ class PolicyServer:
         self._config = config.server
         self._keys = Keys.from_environment(config)
         self._tokenizer = tokenizer
-        texts = Texts(tokenizer)
+        texts = Detokenizer(tokenizer)
         self.engine = Engine(
             model,
             config.engine,
@@ -84,9 +84,9 @@ class PolicyServer:
             dtype=dtype,
         )
         self.telemetry = Telemetry(self._snapshot)
-        self.updater = Updater(self.engine, model, tokenizer, config, dtype, self.telemetry)
+        self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, self.telemetry)
         self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
-        self._gate = Gate(
+        self._gate = Middleware(
             config=self._config,
             keys=self._keys,
             origins=self._origins("127.0.0.1"),

@@ -36,10 +36,10 @@ from marin_rl.storage.commits import (
     parent_of,
     ref_of,
 )
-from marin_rl.storage.local import explained, make_folder, need_room, sync_folders
-from marin_rl.storage.pruning import array_parts, pruned_parts
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables import digest_of, load
+from marin_rl.storage.stores.local import explained, make_folder, need_room, sync_folders
+from marin_rl.storage.tables.parquet import digest_of, load
+from marin_rl.storage.tables.tombstones import array_parts, pruned_parts
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
 

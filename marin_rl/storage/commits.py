@@ -24,8 +24,8 @@ from marin_rl.errors import (
     ObjectMissing,
     StoreUnavailable,
 )
-from marin_rl.storage.filesystem import ObjectStore, PutOutcome
 from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
 from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
@@ -210,7 +210,7 @@ def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31
     return int(value)
 
 
-def committed_as(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:
+def find_commit(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:
     """The slot if it is committed. Raises CommitConflict if it holds another fingerprint."""
     found = read_manifest(store, slot)
     if found is None:

@@ -17,8 +17,8 @@ from typing import Any
 from marin_rl.config import (
     RUN_ID_PATTERN,
     Config,
-    content,
     differences,
+    fingerprint_fields,
     free_keys,
     outward_keys,
     override,
@@ -33,11 +33,7 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.filesystem import ObjectStore, open_store, probe
-from marin_rl.storage.locks import held
-from marin_rl.storage.provenance import code_version, library_versions
-from marin_rl.storage.shared import Ancestor, ForkedStore
-from marin_rl.storage.slots import (
+from marin_rl.storage.layout import (
     STEP,
     batches_slot,
     checkpoint_slot,
@@ -51,6 +47,10 @@ from marin_rl.storage.slots import (
     sft_slot,
     shard_key,
 )
+from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store, probe
+from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
+from marin_rl.storage.stores.locks import run_lock
 from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
 from schemas.fields import is_name
@@ -157,7 +157,11 @@ class Run:
                 f"found there: {told}{f' and {more} more' if more > 0 else ''}"
             )
         stored = stored_config(record, store.url_of(RUN_KEY))
-        tree = stored.model_dump(mode="json") if free is None else override(content(stored), free)
+        tree = (
+            stored.model_dump(mode="json")
+            if free is None
+            else override(fingerprint_fields(stored), free)
+        )
         tree |= {"root": root, "storage_options": dict(storage_options)}
         ancestors = ancestors_in(record)
         return cls(
@@ -230,7 +234,7 @@ class Run:
         if path is None:
             yield
             return
-        with held(path):
+        with run_lock(path):
             yield
 
 
@@ -465,7 +469,7 @@ def create_record(
         "version": VERSION if ancestors else 1,
         "run_id": config.run_id,
         "config": config.model_dump(mode="json"),
-        "content_digest": fingerprint("run", content(config)),
+        "content_digest": fingerprint("run", fingerprint_fields(config)),
         "seeds": {"run": config.seed},
         "code": code_version(),
         "libraries": library_versions(),
@@ -504,7 +508,9 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
 
 
 def _check_content(record: Mapping[str, Any], config: Config, source: str) -> None:
-    lines = differences(content(stored_config(record, source)), content(config))
+    lines = differences(
+        fingerprint_fields(stored_config(record, source)), fingerprint_fields(config)
+    )
     if lines:
         raise ConfigError(
             f"run {config.run_id!r} exists with another content ({source}); these keys differ:\n  "

@@ -3,7 +3,7 @@
 It is a scalar head on the policy's own trunk (`shared`), or a model of its own that begins as the
 policy (`own`). The value of a token is that of its past, before it is chosen, so a shared trunk
 gives it with the log-probability, from the same state. Advantages are made here from values and
-rewards; passes over the rows are foresight.py's, the update is step.py's.
+rewards; passes over the rows are precompute.py's, the update is step.py's.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
@@ -40,13 +40,13 @@ from marin_rl.training.optimizer import (
     make_optimizer,
     policy_adamw,
 )
-from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.training.scoring import (
     TokenScores,
     token_logprobs,
     token_logprobs_and_values,
     token_values,
 )
+from marin_rl.training.step_types import StepArrays, StepSettings
 
 FloatBT = Float[Array, "B T"]
 Parameters = dict[str, jax.Array]

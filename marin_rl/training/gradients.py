@@ -19,9 +19,9 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.training.critic import Critic, Parameters
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.model import with_parameters
-from marin_rl.training.reports import critic_losses, row_weights, step_losses
-from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.training.scoring import TokenScores, token_logprobs
+from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
+from marin_rl.training.step_types import StepArrays, StepSettings
 
 Scorer = Callable[[Parameters, Parameters | None, StepArrays], tuple[TokenScores, Array | None]]
 
@@ -33,14 +33,14 @@ class Reference(NamedTuple):
     coefficient: Float[Any, ""]
 
 
-class Trained(NamedTuple):
+class TrainableParams(NamedTuple):
     """Trainable parameters, or their gradients; None for parameters that stay as they are."""
 
     policy: Parameters | None
     critic: Parameters | None
 
 
-class Found(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Forward outputs of a step's rows before the update; None without a reference, or a critic."""
 
     scores: TokenScores
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     values: Array | None
 
 
-class Share(NamedTuple):
+class MicrobatchRange(NamedTuple):
     """The microbatches of one loop: of `used` ones every `apart`-th, from `first` on."""
 
     first: Int[Any, ""]
@@ -65,9 +65,9 @@ class Share(NamedTuple):
         return self.first + turn * self.apart
 
 
-def whole(used: Array) -> Share:
+def whole_range(used: Array) -> MicrobatchRange:
     """All microbatches that hold anything, in one loop."""
-    return Share(np.int32(0), 1, used)
+    return MicrobatchRange(np.int32(0), 1, used)
 
 
 def scorer_of(
@@ -102,10 +102,10 @@ def accumulate(
     valuing: Parameters | None,
     reference: Reference | None,
     arrays: StepArrays,
-    share: Share,
+    share: MicrobatchRange,
     *,
     warming: bool = False,
-) -> tuple[Trained, Found]:
+) -> tuple[TrainableParams, ForwardOutputs]:
     """Gradients summed over a range of the microbatches, and the forward outputs of their rows.
 
     `valuing` are a critic's parameters, or None. The weight of each token is decided over the whole
@@ -114,7 +114,7 @@ def accumulate(
     """
     weights_MRT = row_weights(arrays, settings).reshape(arrays.mask.shape)
     cast = computing(parameters, settings.compute_dtype)
-    trained = Trained(
+    trained = TrainableParams(
         policy=None if warming else cast,
         critic=None if valuing is None else computing(valuing, settings.compute_dtype),
     )
@@ -122,7 +122,9 @@ def accumulate(
     coefficient = None if reference is None else reference.coefficient
     tokens = jnp.sum(arrays.mask) if trained.critic is not None else None
 
-    def loss(trained: Trained, rows: StepArrays, weights: Array) -> tuple[Array, Found]:
+    def loss(
+        trained: TrainableParams, rows: StepArrays, weights: Array
+    ) -> tuple[Array, ForwardOutputs]:
         scores, values = score(trained.policy or cast, trained.critic, rows)
         referred = None
         if frozen is not None:
@@ -131,7 +133,7 @@ def accumulate(
         total = weighted_sum(weights, losses + regularisers)
         if values is not None and tokens is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
-        return total, Found(scores, referred, values)
+        return total, ForwardOutputs(scores, referred, values)
 
     def turn(number: Array, carry: Any) -> Any:
         total, kept = carry
@@ -142,7 +144,7 @@ def accumulate(
         return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, found)
 
     blank = jnp.zeros(arrays.mask.shape, jnp.float32)
-    kept = Found(
+    kept = ForwardOutputs(
         scores=TokenScores(blank, blank),
         referred=None if frozen is None else blank,
         values=None if trained.critic is None else blank,
@@ -151,7 +153,9 @@ def accumulate(
     return jax.lax.fori_loop(0, share.turns, turn, (total, kept))
 
 
-def added(shares: Sequence[tuple[Trained, Found]]) -> tuple[Trained, Found]:
+def sum_ranges(
+    shares: Sequence[tuple[TrainableParams, ForwardOutputs]],
+) -> tuple[TrainableParams, ForwardOutputs]:
     """Sums of the gradients of several ranges of a step, and the forward outputs of all rows."""
     first, *others = shares
     for other in others:

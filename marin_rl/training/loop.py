@@ -15,35 +15,35 @@ from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.config import Config, content
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.memory import give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
-from marin_rl.storage.batches import read_batches
 from marin_rl.storage.checkpoints import (
     Beside,
     checkpoint_fingerprint,
     commit_checkpoint,
 )
-from marin_rl.storage.commits import committed_as, new_attempt
+from marin_rl.storage.commits import find_commit, new_attempt
 from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed
-from marin_rl.storage.scores import ScoredStep, ScoresWriter
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.accounts import RoundAccount, scored_step
-from marin_rl.training.foresight import Change, Foresight
-from marin_rl.training.model import with_parameters
-from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.program import (
+from marin_rl.training.compiled_step import (
     check_finite,
-    fewer_rows,
-    fitted,
-    program_of,
+    compiled_step_of,
+    rows_compiled_for,
     score_norm_rows,
     score_rows,
     take_step,
+    to_fixed_shape,
     value_rows,
 )
+from marin_rl.training.model import with_parameters
+from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import groups_of, kl_coefficient, reference_round
+from marin_rl.training.round_stats import RoundAccount, scored_step
 from marin_rl.training.scoring import packing_of
 from marin_rl.training.state import (
     Identity,
@@ -72,7 +72,7 @@ class Trainer:
         config = run.config
         self._run, self._tokenizer = run, tokenizer
         self._names = TokenizerIdentity.of(tokenizer)
-        self._program = program_of(
+        self._program = compiled_step_of(
             config,
             tokenizer,
             policy_adamw(config.training),
@@ -226,12 +226,12 @@ class Trainer:
         return state, over_steps(rows) | account.totals(epochs, self._program.layout.devices)
 
     def _steps(
-        self, batches: SlotRef, changes: Sequence[Change]
-    ) -> Iterator[tuple[TrainingBatch, Change]]:
+        self, batches: SlotRef, changes: Sequence[RowExtras]
+    ) -> Iterator[tuple[TrainingBatch, RowExtras]]:
         """The batch of each optimizer step, epoch after epoch, and what else is known of it."""
         for _ in range(self._run.config.training.epochs):
             for step, batch in enumerate(read_batches(self._run, batches)):
-                yield batch, changes[step] if changes else Change()
+                yield batch, changes[step] if changes else RowExtras()
 
     def _before_updates(
         self,
@@ -240,7 +240,7 @@ class Trainer:
         state: TrainState,
         reference: Reference | None,
         total: int,
-    ) -> tuple[list[Change], Mapping[str, float]]:
+    ) -> tuple[list[RowExtras], Mapping[str, float]]:
         """Extra arrays of a round's rows before the first of `total` updates, and their metrics."""
         objective = self._run.config.objective
         by_token = objective.estimator.by_token
@@ -249,22 +249,22 @@ class Trainer:
         penalising = reference is not None and objective.kl_placement == "reward"
         if not total or not (correcting or penalising or by_token):
             return [], {}
-        foresight = Foresight(objective, partial(score_rows, self._program))
+        precompute = RowPrecompute(objective, partial(score_rows, self._program))
         read = list(batches())
         cut = [self._arrays(batch) for batch in read]
         if correcting:
-            foresight.correct(state.parameters, cut)
+            precompute.correct(state.parameters, cut)
         if reference is not None and penalising:
             groups = {} if self._program.critic else groups_of(self._run, round)
-            foresight.penalise(reference, groups, read, cut)
+            precompute.penalise(reference, groups, read, cut)
         if self._program.critic is not None:
             values = partial(value_rows, self._program, state)
-            foresight.estimate(self._program.critic.config, values, read, cut)
+            precompute.estimate(self._program.critic.config, values, read, cut)
         if weighing:
             norms = partial(score_norm_rows, self._program)
             groups = groups_of(self._run, round)
-            foresight.weigh(state.parameters, norms, groups, read, cut)
-        return foresight.changes, foresight.metrics
+            precompute.weigh(state.parameters, norms, groups, read, cut)
+        return precompute.changes, precompute.metrics
 
     def _publish(self, round: int, done: int, total: int, metrics: Mapping[str, float]) -> None:
         publish(
@@ -284,8 +284,8 @@ class Trainer:
         rows_max = min(config.batching.sequences_per_step or rollouts, rollouts)
         microbatch = config.training.microbatch_sequences
         if config.batching.packing != "none":
-            rows_max = fewer_rows(max(len(batch.token_ids), microbatch), rows_max)
-        return fitted(batch, microbatch, rows_max, self._program.layout)
+            rows_max = rows_compiled_for(max(len(batch.token_ids), microbatch), rows_max)
+        return to_fixed_shape(batch, microbatch, rows_max, self._program.layout)
 
     def _reference(self, round: int, checkpoint: SlotRef) -> Reference | None:
         """Reference policy of a round, read once; None where no KL is configured."""
@@ -311,7 +311,7 @@ class Trainer:
         critic = config.training.critic
         return {
             "program": PROGRAM_VERSION,
-            "policy": content(config.policy),
+            "policy": fingerprint_fields(config.policy),
             "seed": config.seed,
             **({} if critic is None else {"critic": critic.trunk}),
         }
@@ -367,9 +367,9 @@ def decisive_content(config: Config) -> dict[str, Any]:
     """The configuration that decides what a round's batches train, besides those batches."""
     return {
         "program": PROGRAM_VERSION,
-        "policy": content(config.policy),
-        "objective": content(config.objective),
-        "training": content(config.training),
+        "policy": fingerprint_fields(config.policy),
+        "objective": fingerprint_fields(config.objective),
+        "training": fingerprint_fields(config.training),
         "temperature": config.sampling.temperature,
         "max_tokens": config.sampling.max_tokens,
     }
@@ -379,4 +379,4 @@ def already_committed(
     run: Run, slot: str, decisive: Mapping[str, Any], parents: Sequence[SlotRef]
 ) -> SlotRef | None:
     """The slot if it is committed. Raises CommitConflict if it holds something else."""
-    return committed_as(run.store, slot, checkpoint_fingerprint(decisive, parents))
+    return find_commit(run.store, slot, checkpoint_fingerprint(decisive, parents))

@@ -15,11 +15,11 @@ from jaxtyping import Float, Float64, Int64
 
 from marin_rl.batching.advantages import AdvantageChoice, round_advantages
 from marin_rl.config import ObjectiveConfig
-from marin_rl.storage.batches import read_dispositions
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.losses import kl_estimate
-from marin_rl.training.rows import StepArrays
+from marin_rl.training.step_types import StepArrays
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
 
@@ -51,7 +51,7 @@ def kl_coefficient(run: Run, checkpoint: SlotRef) -> float:
         last = manifest.totals.get("objective/kl_coefficient")
         kl = manifest.totals.get("objective/kl")
         if last is not None and kl is not None:
-            return adapted(last, kl, objective.kl_target, objective.kl_rate)
+            return adapt_kl_coefficient(last, kl, objective.kl_target, objective.kl_rate)
         at = _before(manifest)
     return objective.kl_coefficient
 
@@ -65,7 +65,7 @@ def _before(manifest: Manifest) -> SlotRef | None:
     return SlotRef(slot=found.slot, sha256=found.sha256)
 
 
-def adapted(coefficient: float, kl: float, target: float, rate: float) -> float:
+def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rate: float) -> float:
     """The next coefficient, after a round whose KL was `kl` nats per completion."""
     error = float(np.clip(kl / target - 1.0, -ERROR_MAX, ERROR_MAX))
     return coefficient * (1.0 + rate * error)

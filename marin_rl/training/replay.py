@@ -18,8 +18,8 @@ from marin_rl.machine import changed_facts, request_threads
 from marin_rl.storage.checkpoints import Tree, restore_checkpoint
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.provenance import code_version, library_versions
-from marin_rl.storage.pruning import pruned_parts
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.storage.tables.tombstones import pruned_parts
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import digest_of

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marin_rl.batching.build import Preview, preview_round
-from marin_rl.config import Config, content, differences, override, parse_config
+from marin_rl.config import Config, differences, fingerprint_fields, override, parse_config
 from marin_rl.errors import ConfigError, ObjectMissing
-from marin_rl.storage.rewards import read_rewards
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from marin_rl.storage.tables.rewards import read_rewards
 from schemas.batches import DISPOSITION_KINDS
 
 # What may change without sampling anything again.
@@ -93,7 +93,7 @@ def reprocess_round(
     after = preview_round(player, round, config, other)
     return Reprocessed(
         round=round,
-        settings=tuple(differences(content(player.config), content(config))),
+        settings=tuple(differences(fingerprint_fields(player.config), fingerprint_fields(config))),
         rewards=rewards,
         before=_batched(before, player.config),
         after=_batched(after, config),
@@ -106,7 +106,7 @@ def reprocess_round(
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
     tree = config.model_dump(mode="json")
     changed = parse_config(override(tree, overrides), "reprocess")
-    lines = differences(content(config), content(changed))
+    lines = differences(fingerprint_fields(config), fingerprint_fields(changed))
     refused = [
         line
         for line in lines

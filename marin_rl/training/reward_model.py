@@ -24,14 +24,14 @@ from marin_rl.batching.pairs import (
     pairs_of_step,
 )
 from marin_rl.batching.sequences import ChatTokenizer
-from marin_rl.config import RewardModelConfig, content
+from marin_rl.config import RewardModelConfig, fingerprint_fields
 from marin_rl.errors import ConfigError
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.checkpoints import commit_checkpoint
-from marin_rl.storage.commits import committed_as, fingerprint
-from marin_rl.storage.pairs import commit_pairs, committed_pairs, read_pairs
+from marin_rl.storage.commits import find_commit, fingerprint
 from marin_rl.storage.runs import Run, committed, pairs_slot, reward_model_slot
+from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.heads import ScalarModel
 from marin_rl.training.loop import already_committed, check_finite
@@ -115,7 +115,7 @@ class RewardModelTraining:
             **asdict(self._names),
         }
         decided = fingerprint("pairs", decides, (), SCHEMA_VERSION)
-        if (found := committed_as(run.store, pairs_slot(), decided)) is not None:
+        if (found := find_commit(run.store, pairs_slot(), decided)) is not None:
             return found
         tokenizer = PairTokenizer(
             tokenizer=cast(ChatTokenizer, self._tokenizer),
@@ -206,8 +206,8 @@ class RewardModelTraining:
         config = self._run.config
         return {
             "program": PROGRAM_VERSION,
-            "policy": content(config.policy),
-            "reward_model": content(self._settings),
+            "policy": fingerprint_fields(config.policy),
+            "reward_model": fingerprint_fields(self._settings),
             "moments": [config.training.beta1, config.training.beta2, config.training.epsilon],
             "seed": config.seed,
         }

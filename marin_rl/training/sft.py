@@ -13,22 +13,22 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.sequences import ChatTokenizer, chats_tokens
-from marin_rl.config import Config, content
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, make_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.checkpoints import commit_checkpoint
 from marin_rl.storage.runs import Run, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.compiled_step import compiled_step_of
 from marin_rl.training.loop import (
     PROGRAM_VERSION,
     already_committed,
     check_finite,
-    fitted,
     take_step,
+    to_fixed_shape,
 )
 from marin_rl.training.optimizer import sft_adamw
-from marin_rl.training.program import program_of
 from marin_rl.training.state import (
     Identity,
     first_parameters,
@@ -57,7 +57,7 @@ class WarmStart:
         self._names = TokenizerIdentity.of(tokenizer)
         self._environment = make_environment(config.sft.environment or config.environment)
         self._environment.load_examples()
-        self._program = program_of(
+        self._program = compiled_step_of(
             config,
             tokenizer,
             sft_adamw(config.sft, config.training),
@@ -85,7 +85,7 @@ class WarmStart:
         self._state = self._at = None  # the optimizer state is donated from here on
         for step, batch in made_ahead(self._batch, step_from, step_to):
             layout = self._program.layout
-            rows = fitted(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
+            rows = to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
             state, metrics, _ = take_step(self._program, state, None, *rows)
             check_finite(state, metrics, run.config.training.nonfinite_updates_max)
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
@@ -125,9 +125,9 @@ class WarmStart:
         config = self._run.config
         return {
             "program": PROGRAM_VERSION,
-            "policy": content(config.policy),
-            "sft": content(config.sft),
-            "environment": content(config.sft.environment or config.environment),
+            "policy": fingerprint_fields(config.policy),
+            "sft": fingerprint_fields(config.sft),
+            "environment": fingerprint_fields(config.sft.environment or config.environment),
             "moments": [config.training.beta1, config.training.beta2, config.training.epsilon],
             "seed": config.seed,
         }

@@ -19,26 +19,26 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import compiled_apart
+from marin_rl.training.cpu_streams import side_by_side
 from marin_rl.training.critic import Critic, CriticState, Parameters
 from marin_rl.training.gradients import (
-    Found,
+    ForwardOutputs,
+    MicrobatchRange,
     Reference,
-    Share,
-    Trained,
+    TrainableParams,
     accumulate,
-    added,
     computing,
     scorer_of,
-    whole,
+    sum_ranges,
+    whole_range,
 )
-from marin_rl.training.lanes import side_by_side
-from marin_rl.training.measures import TokenMeasures
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
-from marin_rl.training.reports import Metrics, measures_of, report, row_weights
-from marin_rl.training.rows import StepArrays, StepSettings
+from marin_rl.training.step_loss import Metrics, measures_of, report, row_weights
+from marin_rl.training.step_types import StepArrays, StepSettings
 from marin_rl.training.token_baseline import squared_score_norms
+from marin_rl.training.token_metrics import TokenMeasures
 from marin_rl.types import TrainingBatch
 
 
@@ -59,12 +59,15 @@ class TrainState(NamedTuple):
     critic: CriticState | None = None
 
 
-Taken = tuple[TrainState, Metrics, TokenMeasures | None]
-Step = Callable[[TrainState, Reference | None, StepArrays, Int32[Any, ""]], Taken]
-Gather = Callable[
-    [Parameters, Parameters | None, Reference | None, StepArrays, Share], tuple[Trained, Found]
+StepOutput = tuple[TrainState, Metrics, TokenMeasures | None]
+Step = Callable[[TrainState, Reference | None, StepArrays, Int32[Any, ""]], StepOutput]
+GradientFn = Callable[
+    [Parameters, Parameters | None, Reference | None, StepArrays, MicrobatchRange],
+    tuple[TrainableParams, ForwardOutputs],
 ]
-Update = Callable[[TrainState, Array | None, StepArrays, tuple[Trained, Found]], Taken]
+Update = Callable[
+    [TrainState, Array | None, StepArrays, tuple[TrainableParams, ForwardOutputs]], StepOutput
+]
 Score = Callable[[Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]]
 Values = Callable[[Parameters, Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]]
 Gradient = Callable[[TrainState, Reference | None, StepArrays, Int32[Any, ""]], Parameters]
@@ -127,8 +130,8 @@ def make_step(
         valuing: Parameters | None,
         reference: Reference | None,
         arrays: StepArrays,
-        share: Share,
-    ) -> tuple[Trained, Found]:
+        share: MicrobatchRange,
+    ) -> tuple[TrainableParams, ForwardOutputs]:
         return accumulate(
             score, settings, parameters, valuing, reference, arrays, share, warming=warming
         )
@@ -137,8 +140,8 @@ def make_step(
         state: TrainState,
         coefficient: Array | None,
         arrays: StepArrays,
-        gathered: tuple[Trained, Found],
-    ) -> Taken:
+        gathered: tuple[TrainableParams, ForwardOutputs],
+    ) -> StepOutput:
         gradients, found = gathered
         weights_BT = row_weights(arrays, settings)
         loss, metrics = report(
@@ -234,7 +237,7 @@ def make_gradient(
         state: TrainState, reference: Reference | None, arrays: StepArrays, used: Array
     ) -> Parameters:
         found, _ = accumulate(
-            score, settings, state.parameters, _valuing(state), reference, arrays, whole(used)
+            score, settings, state.parameters, _valuing(state), reference, arrays, whole_range(used)
         )
         assert found.policy is not None
         return found.policy
@@ -246,7 +249,7 @@ def _valuing(state: TrainState) -> Parameters | None:
     return None if state.critic is None else state.critic.parameters
 
 
-def _in_one(gather: Gather, update: Update) -> Step:
+def _in_one(gather: GradientFn, update: Update) -> Step:
     """One program; the states of optimizer and critic, and nothing else of the state, donated."""
 
     def split(
@@ -259,19 +262,21 @@ def _in_one(gather: Gather, update: Update) -> Step:
         used: Any,
     ) -> Any:
         state = TrainState(parameters, optimizer, *rest)._replace(critic=critic)
-        gathered = gather(parameters, _valuing(state), reference, arrays, whole(used))
+        gathered = gather(parameters, _valuing(state), reference, arrays, whole_range(used))
         return update(state, reference and reference.coefficient, arrays, gathered)
 
     jitted = compiled_apart(jax.jit(split, donate_argnums=(1, 2)))
 
-    def run(state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any) -> Taken:
+    def run(
+        state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any
+    ) -> StepOutput:
         parameters, optimizer, *rest, critic = state
         return jitted(parameters, optimizer, critic, tuple(rest), reference, arrays, used)
 
     return run
 
 
-def _in_lanes(gather: Gather, update: Update, lanes: int, otherwise: Step) -> Step:
+def _in_lanes(gather: GradientFn, update: Update, lanes: int, otherwise: Step) -> Step:
     """A program for each lane's share, side by side, and one for the update, which donates too.
 
     `otherwise` takes the steps that have fewer microbatches than there are lanes.
@@ -280,7 +285,7 @@ def _in_lanes(gather: Gather, update: Update, lanes: int, otherwise: Step) -> St
     def share(
         parameters: Any, valuing: Any, reference: Any, arrays: Any, lane: Any, used: Any
     ) -> Any:
-        return gather(parameters, valuing, reference, arrays, Share(lane, lanes, used))
+        return gather(parameters, valuing, reference, arrays, MicrobatchRange(lane, lanes, used))
 
     def total(
         parameters: Any,
@@ -292,12 +297,14 @@ def _in_lanes(gather: Gather, update: Update, lanes: int, otherwise: Step) -> St
         arrays: Any,
     ) -> Any:
         state = TrainState(parameters, optimizer, *rest)._replace(critic=critic)
-        return update(state, coefficient, arrays, added(gathered))
+        return update(state, coefficient, arrays, sum_ranges(gathered))
 
     sharing = compiled_apart(jax.jit(share))
     totalling = compiled_apart(jax.jit(total, donate_argnums=(1, 2)))
 
-    def run(state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any) -> Taken:
+    def run(
+        state: TrainState, reference: Reference | None, arrays: StepArrays, used: Any
+    ) -> StepOutput:
         if len(arrays.mask) < lanes:
             return otherwise(state, reference, arrays, used)
         parameters, optimizer, *rest, critic = state

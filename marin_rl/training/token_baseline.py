@@ -3,7 +3,7 @@
 The baseline of least variance weighs a return by the squared norm of the gradient it multiplies.
 For the tokens of a completion so far that is taken to be the sum of the squared norms of their
 scores, the gradients of log-probabilities by the logits, which a forward pass gives. Passes over
-the rows are precomputed in foresight.py; `marin-rl metrics verify` has this again, apart from here.
+the rows are in precompute.py; `marin-rl metrics verify` computes this again, apart from here.
 
 Axes: N trained tokens of a round, S completions, M microbatches, R rows of one, T positions.
 """
@@ -19,8 +19,8 @@ from marin_rl.config import ObjectiveConfig
 from marin_rl.training.heads import SquaredProbabilities
 from marin_rl.training.losses import correction_weights
 from marin_rl.training.reference_policy import group_numbers
-from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.training.scoring import token_logprobs_and_values
+from marin_rl.training.step_types import StepArrays, StepSettings
 from marin_rl.types import TrainingBatch
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from builders import commit_round, configuration, group_of, rollout
+from support.builders import commit_round, configuration, group_of, rollout
+from support.whole_runs import play, whole_run
 from typer.testing import CliRunner
-from whole_runs import play, whole_run
 
 from marin_rl.analysis.diff import compare_runs
 from marin_rl.analysis.graph import mermaid, write_graph
@@ -17,8 +17,8 @@ from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.forks import fork_run
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
+from marin_rl.storage.upkeep.forks import fork_run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import duckdb
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from builders import (
+from polars.testing import assert_frame_equal
+from support.builders import (
     CHECKPOINT,
     FINGERPRINT,
     commit_round,
@@ -19,9 +20,8 @@ from builders import (
     group,
     policy,
 )
-from fake_gcs import fake_gcs
-from polars.testing import assert_frame_equal
-from whole_runs import play, whole_run
+from support.fake_gcs import fake_gcs
+from support.whole_runs import play, whole_run
 
 from marin_rl.analysis.scan import (
     scan_batches,
@@ -35,11 +35,11 @@ from marin_rl.analysis.scan import (
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest, part_of
-from marin_rl.storage.filesystem import MemoryStore
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.metrics import write_round_metrics
-from marin_rl.storage.rollouts import commit_shard, encode_shard, seal_round
 from marin_rl.storage.runs import Run, evals_slot, latest_checkpoint
+from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.tables.rollouts import commit_shard, encode_shard, seal_round
+from marin_rl.storage.upkeep.forks import fork_run
 
 SCANS = {
     "rollouts": scan_rollouts,

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from whole_runs import sample, whole_run
+from support.whole_runs import sample, whole_run
 
 from marin_rl.analysis.status import Unreadable, each_run, run_status
 from marin_rl.errors import StorageError, StoreUnavailable
-from marin_rl.storage.injection import Operations, Plan, suffering
 from marin_rl.storage.runs import latest_checkpoint
+from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 
 
 def test_the_open_round_is_the_last_that_was_sampled_and_not_trained(tmp_path: Path) -> None:
@@ -39,10 +39,10 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_run(tmp_path: Path) -> No
     def seen() -> list[str | Unreadable]:
         return each_run(str(tmp_path), lambda name: run_status(str(tmp_path), name).run_id)
 
-    with suffering(Barred(StorageError("cannot read it"))):
+    with inject_faults(Barred(StorageError("cannot read it"))):
         assert seen() == [
             Unreadable(run_id="barred", error="StorageError: cannot read it"),
             "run",
         ]
-    with suffering(Barred(StoreUnavailable("later"))), pytest.raises(StoreUnavailable):
+    with inject_faults(Barred(StoreUnavailable("later"))), pytest.raises(StoreUnavailable):
         seen()

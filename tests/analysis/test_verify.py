@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow as pa
 import pytest
-from played_runs import play_two_rounds
+from support.played_runs import play_two_rounds
 from typer.testing import CliRunner
 
 from marin_rl.analysis.lineage import trace_forward
@@ -19,12 +19,12 @@ from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_ru
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.audit import audit_run
 from marin_rl.storage.commits import committed_manifest
-from marin_rl.storage.metrics import _encode, read_metrics
 from marin_rl.storage.runs import Run, checkpoint_slot, metrics_key
-from marin_rl.storage.scores import scores_writer
-from marin_rl.storage.tables import open_part
+from marin_rl.storage.tables.metrics import _encode, read_metrics
+from marin_rl.storage.tables.parquet import open_part
+from marin_rl.storage.tables.scores import scores_writer
+from marin_rl.storage.upkeep.audit import audit_run
 from schemas.manifests import sealed_json
 from schemas.migrations import SCORES as SCORES_LADDER
 from schemas.scores import SCORES

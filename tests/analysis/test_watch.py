@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import FINGERPRINT, commit_round, configuration, group, policy
 from rich.console import Console
-from shown_runs import PLANNED, add_checkpoint, shown_run
+from support.builders import FINGERPRINT, commit_round, configuration, group, policy
+from support.shown_runs import PLANNED, add_checkpoint, shown_run
 
 from marin_rl import dashboard
 from marin_rl.analysis.watch import Look, Watched, look_at, look_at_all, warnings_of
 from marin_rl.batching.build import build_round
-from marin_rl.commands import looking
+from marin_rl.commands import inspect as looking
 from marin_rl.errors import CorruptObject, StoreUnavailable
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
-from marin_rl.storage.rollouts import commit_shard
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import commit_shard
 
 
 def text_of(seen: Any, width: int = 120) -> str:

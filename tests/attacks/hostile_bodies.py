@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from marin_rl.memory import give_back_freed_memory
-from marin_rl.serving.bodies import ApiError, parse
-from marin_rl.serving.generation import (
+from marin_rl.serving.api.requests import (
     ChatBody,
     ChatTokensBody,
     CompletionBody,
@@ -23,6 +22,7 @@ from marin_rl.serving.generation import (
     GenerateBody,
     TokenizeBody,
 )
+from marin_rl.serving.http.errors import ApiError, parse
 
 BYTES_MAX = 16 * 2**20
 # Parts that come close to the bounds of values, of names, and of objects and lists.

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.whole_runs import whole_run
 from typer.testing import CliRunner
-from whole_runs import whole_run
 
 from marin_rl.cli import app
 from marin_rl.errors import InputError, MarinRLError
-from marin_rl.storage.archive import Entry, root_hash_of, verify_archive, write_archive
+from marin_rl.storage.upkeep.archive import Entry, root_hash_of, verify_archive, write_archive
 from schemas.manifests import sealed_json
 
 MEMORY_BYTES_MAX = 300 * 2**20

@@ -16,15 +16,15 @@ import pytest
 from attacks.hostile_bodies import SHAPES, body_of
 from hypothesis import given
 from hypothesis import strategies as st
-from seeds import told_seed
-from servers import CHAT, CONTEXT, asks_well, raw, serving, talk
+from support.seeds import printed_seed
+from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
 
 from marin_rl.config import ServerConfig
-from marin_rl.serving import body_budget, json_bounds
-from marin_rl.serving.bodies import ApiError, parse
-from marin_rl.serving.body_budget import FREE_BYTES, TRIM_BYTES, BodyBudget
-from marin_rl.serving.generation import ChatBody, CompletionBody, DetokenizeBody
-from marin_rl.serving.json_bounds import (
+from marin_rl.serving.api.requests import ChatBody, CompletionBody, DetokenizeBody
+from marin_rl.serving.http import body_budget, json_bounds
+from marin_rl.serving.http.body_budget import FREE_BYTES, TRIM_BYTES, BodyBudget
+from marin_rl.serving.http.errors import ApiError, parse
+from marin_rl.serving.http.json_bounds import (
     CONTAINERS_MAX,
     DEPTH_MAX,
     NAMES_MAX,
@@ -73,7 +73,7 @@ def costs(seed: int, count: int) -> list[dict[str, Any]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
 @pytest.mark.parametrize("count", [90, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_body_is_expensive_to_refuse(count: int) -> None:
-    bodies = costs(told_seed(), count)
+    bodies = costs(printed_seed(), count)
     assert len(bodies) == count
     for body in bodies:
         assert body["cpu_s"] < CPU_S_MAX, body
@@ -292,7 +292,7 @@ import json, os, socket, sys, time
 from pathlib import Path
 from marin_rl.compilation import keep_freed_memory
 keep_freed_memory()
-from servers import asks_well, serving
+from support.servers import asks_well, serving
 from attacks.test_bodies import unfinished
 def mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) >> 8

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from servers import asks_well, raw, read_all, serving, status_of
+from support.servers import asks_well, raw, read_all, serving, status_of
 
 from marin_rl.serving.server import PolicyServer
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from chat_templates import byte_level_tokenizer
-from servers import CHAT, chat_body, serving, talk
-from slow import others_slow
+from support.chat_templates import byte_level_tokenizer
+from support.servers import CHAT, chat_body, serving, talk
+from support.slow_cases import others_slow
 
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.constraints import LIMITS, Constraints
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.text.constraints import LIMITS, Constraints
 
 ENDS_S = 120
 PRIMES = (99_991, 99_989, 99_971, 99_961, 99_929, 99_923, 99_907, 99_901)

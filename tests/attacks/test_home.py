@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders import configuration
-from debug_run import DEBUG
+from support.builders import configuration
+from support.debug_run import DEBUG
 
 from marin_rl.storage.own_runs import remembered, try_to_remember
 from marin_rl.storage.runs import Run

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import asks_well, talk
-from small_runs import small_run, weights
+from support.servers import asks_well, talk
+from support.small_runs import small_run, weights
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError
@@ -19,10 +19,10 @@ from marin_rl.model_folders import (
     VOCABULARY_BYTES_MAX,
     check_model_folder,
 )
-from marin_rl.serving.loading import Loaded
-from marin_rl.serving.places import Places, with_update_root
+from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.standalone import proven_server
+from marin_rl.serving.weights.checkpoint_loader import Loaded
+from marin_rl.serving.weights.update_roots import Places, with_update_root
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.training.model import hf_template, load_hf, parameters_digest, save_hf
 

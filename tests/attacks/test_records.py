@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forgeries import (
+from support.forgeries import (
     COMMANDS,
     DEEP,
     FORGERIES,
@@ -27,19 +27,19 @@ from forgeries import (
     outcomes,
     sealed,
 )
-from seeds import told_seed
-from whole_runs import whole_run
+from support.seeds import printed_seed
+from support.whole_runs import whole_run
 
 from marin_rl.analysis.status import RunStatus, Unreadable, each_run, run_status
 from marin_rl.errors import ConfigError, CorruptObject
-from marin_rl.storage.filesystem import open_store
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
-from marin_rl.storage.rollouts import decode_shard
 from marin_rl.storage.runs import Run, check_run_id
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.tables.rollouts import decode_shard
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
 from schemas import Malformed
 from schemas.manifests import Manifest, open_sealed_json
-from tasks.publish import give_up_old
+from tasks.publish import prune_old
 
 GREW_MB_MAX = 1500  # of a process that has all libraries of reading; a bomb takes 4,000 and more
 QUICK = 12
@@ -75,7 +75,7 @@ OPAQUE = ("rounds planned a text", "retention a number")
 
 
 def test_forged_runs_are_answered_or_refused(origin: Path, tmp_path: Path) -> None:
-    names = random.Random(told_seed()).sample(sorted(FORGERIES), QUICK)
+    names = random.Random(printed_seed()).sample(sorted(FORGERIES), QUICK)
     check_outcomes(origin, tmp_path, names, QUICK_COMMANDS)
 
 
@@ -100,7 +100,7 @@ def test_a_bad_folder_hides_and_ends_no_neighbour(
     assert [(item.reason, item.key) for item in found.garbage] == [("unreferenced", late)]
     assert "bad/run.json" in found.unread
     tight = good.config.model_copy(update={"retention": rule_of(good, 2, None)})
-    give_up_old(replace(good, config=tight))  # as a run does after every round
+    prune_old(replace(good, config=tight))  # as a run does after every round
     assert "bad/run.json" in caplog.text
     assert check_run(str(tmp_path), "good").whole
 
@@ -142,7 +142,7 @@ def test_records_keep_fields_that_they_do_not_know(origin: Path, tmp_path: Path)
 OUTSIDE = """
 import sys
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.filesystem import open_store
+from marin_rl.storage.stores.filesystem import open_store
 
 store = open_store(sys.argv[1])
 for key in ("../secret", "a/../../secret", "/etc/hostname", "a\\0b"):
@@ -192,7 +192,7 @@ def test_text_that_is_worth_its_size_is_read(origin: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from marin_rl.storage.decoded import check_decoded
+    from marin_rl.storage.tables.decoded_size import check_decoded
 
     texts = [["a" * 200_000, "b"], []] * 100 + [[str(n)] for n in range(1000)]
     table = pa.table({"texts": texts, "other": ["c" * 1000] * len(texts)})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import lives, wait_until_gone
+from support.processes import lives, wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import make_environment, reward_of

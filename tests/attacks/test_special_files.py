@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from whole_runs import whole_run
+from support.whole_runs import whole_run
 
 from marin_rl.analysis.report import write_learning_curve
 from marin_rl.analysis.status import metric_rows
 from marin_rl.errors import CorruptObject, StorageError
-from marin_rl.storage.filesystem import open_store
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
-from marin_rl.storage.locks import held, holder_in, is_free
-from marin_rl.storage.metrics import write_round_metrics
 from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.stores.locks import holder_in, is_free, run_lock
+from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
 
 PRECIOUS = b"precious"
 SHARD = "shard-0000.parquet"
@@ -87,7 +87,7 @@ def test_a_lock_of_another_kind_is_neither_emptied_nor_waited_for(root: Path, ki
     run = Run.open(str(root), "run")
 
     def hold() -> None:
-        with held(path):
+        with run_lock(path):
             pytest.fail("it was held")
 
     for act in (hold, lambda: is_free(path), lambda: holder_in(path), lambda: collect(run)):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import configuration
 from click.testing import Result
+from support.builders import configuration
+from support.whole_runs import whole_run
 from typer.testing import CliRunner
-from whole_runs import whole_run
 
 from marin_rl.analysis.verify import verify_run
 from marin_rl.cli import app
@@ -243,7 +243,7 @@ def test_what_comes_with_the_package_needs_no_trust(tmp_path: Path) -> None:
         root = str(tmp_path / environment["name"])
         run = Run.create_or_open(configuration(root, environment=environment))
         check_named(run, run.config, Consent())
-    inside = {"extract": "marin_rl.storage.gc:collect", "path": "x"}
+    inside = {"extract": "marin_rl.storage.upkeep.gc:collect", "path": "x"}
     run = Run.create_or_open(
         configuration(str(tmp_path / "in"), environment={"name": "chat", "options": inside})
     )

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import commit_round, configuration, group, group_of, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from support.builders import commit_round, configuration, group, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.plan import bucket
 from marin_rl.config import BatchingConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
-from marin_rl.storage.audit import audit_round
-from marin_rl.storage.batches import read_batches, read_dispositions
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.batches import read_batches, read_dispositions
+from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.types import RolloutGroup, SlotRef, TrainingBatch
 
 
@@ -453,9 +453,9 @@ def test_how_a_round_is_cut_into_shards_changes_nothing(
 
 
 def test_order_of_commits_changes_nothing(tmp_path: Path) -> None:
-    from builders import CHECKPOINT, FINGERPRINT, policy
+    from support.builders import CHECKPOINT, FINGERPRINT, policy
 
-    from marin_rl.storage.rollouts import commit_shard, seal_round
+    from marin_rl.storage.tables.rollouts import commit_shard, seal_round
 
     groups = [[group("a", [0.0, 1.0])], [group("b", [1.0, 0.0])]]
     names = []

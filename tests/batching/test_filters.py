@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 
-from marin_rl.rollouts import filters
+from marin_rl.batching import filters
 
 
 def test_failed_has_nothing_to_train_on() -> None:

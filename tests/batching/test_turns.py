@@ -8,18 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import commit_round, configuration, group_of, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from support.builders import commit_round, configuration, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.returns import discounted_returns, gae, rewards_of
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError
-from marin_rl.storage.batches import read_batches
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.batches import read_batches
 from marin_rl.types import Rollout, TrainingBatch, Turn
 
 VALUES = np.array([0.5, -0.25, 1.0, 0.75])  # of the trained tokens of `talk`, in order

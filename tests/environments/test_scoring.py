@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_until_gone
+from support.processes import wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import construct, make_environment, reward_of

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crash_states import CrashStates, Recording, Undisturbed
-from debug_run import Played, debug, latest_flow_run
-from run_outcomes import outcome
+from support.crash_states import CrashStates, Recording, Undisturbed
+from support.debug_run import Played, debug, latest_flow_run
+from support.run_outcomes import outcome
 
 from flows.rl_loop import start
 from flows.server import prefect_api
 from flows.session import HEAVY
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.injection import suffering
+from marin_rl.storage.stores.fault_injection import inject_faults
 
 # jaxtyping compiles what is imported from syntax trees, and CPython 3.11 cannot do that in two
 # threads at once: everything is imported before flows have threads.
@@ -21,8 +21,8 @@ ROOMS = (
     "marin_rl.batching.sequences",
     "marin_rl.compilation",
     "marin_rl.environments.echo",
-    "marin_rl.inference.canary",
-    "marin_rl.inference.fleet",
+    "marin_rl.serving.weights.canary",
+    "marin_rl.inference.endpoints",
     "marin_rl.planning",
     "marin_rl.training.sft",
 )
@@ -44,7 +44,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturb
     config = debug(tmp_path_factory.mktemp("undisturbed"))
     states = CrashStates(Path(config.root, config.run_id), tmp_path_factory.mktemp("states"))
     operations = Recording(states)
-    with suffering(operations):
+    with inject_faults(operations):
         start(config)
     return Undisturbed(outcome(config), states, operations.names.seen)
 

@@ -17,7 +17,7 @@ from prefect.context import FlowRunContext
 from marin_rl.config import FlowConfig
 from marin_rl.errors import ConfigError, EndpointUnavailable, NonFiniteUpdate, StoreUnavailable
 from marin_rl.types import SlotRef
-from tasks.options import GROUP, STAGE, Attempts, in_thread, told
+from tasks.options import GROUP, STAGE, StageRunner, as_state, in_thread
 
 FAST = FlowConfig(retries=2, retry_delay_s=0.01, shards_in_flight_max=2)
 
@@ -63,7 +63,7 @@ def test_a_fault_that_can_pass_is_tried_again(api: str, error: Exception) -> Non
             raise error
         return ref("done")
 
-    result, _ = run(lambda: Attempts(FAST)(flaky))
+    result, _ = run(lambda: StageRunner(FAST)(flaky))
     assert result == ref("done")
     assert next(tries) == 4
 
@@ -80,7 +80,7 @@ def test_a_fault_that_stays_is_not_tried_again(api: str, error: Exception) -> No
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        run(lambda: Attempts(FAST)(broken))
+        run(lambda: StageRunner(FAST)(broken))
     assert next(tries) == 2
 
 
@@ -93,7 +93,7 @@ def test_tries_are_bounded(api: str) -> None:
         raise EndpointUnavailable("still down")
 
     with pytest.raises(EndpointUnavailable, match="still down"):
-        run(lambda: Attempts(FAST)(down))
+        run(lambda: StageRunner(FAST)(down))
     assert next(tries) == 2 + FAST.retries
 
 
@@ -104,7 +104,7 @@ def test_delays_double_up_to_a_limit() -> None:
 
     seen: list[Any] = []
 
-    class Seen(Attempts):
+    class Seen(StageRunner):
         async def __call__(self, stage: Any, *arguments: Any) -> Any:
             seen.append(self._delays_s)
 
@@ -121,7 +121,7 @@ def test_a_deadline_ends_blocking_work(api: str) -> None:
         return ref("never")
 
     with pytest.raises(TimeoutError):  # the work itself never ends
-        run(lambda: Attempts(FlowConfig(stage_timeout_s=0.5))(stuck))
+        run(lambda: StageRunner(FlowConfig(stage_timeout_s=0.5))(stuck))
     released.set()
 
 
@@ -149,7 +149,7 @@ def test_results_stay_in_order_and_few_run_at_once(api: str) -> None:
         running[0] -= 1
         return ref(str(number))
 
-    results, _ = run(lambda: Attempts(FAST).each(stage, [(n,) for n in range(5)]))
+    results, _ = run(lambda: StageRunner(FAST).each(stage, [(n,) for n in range(5)]))
     assert [item.slot for item in results] == ["0", "1", "2", "3", "4"]
     assert running[1] == FAST.shards_in_flight_max
 
@@ -166,14 +166,14 @@ def test_when_one_of_many_fails_the_others_finish(api: str) -> None:
         return ref(str(number))
 
     with pytest.raises(ConfigError, match="number 0"):
-        run(lambda: Attempts(FAST).each(stage, [(n,) for n in range(4)]))
+        run(lambda: StageRunner(FAST).each(stage, [(n,) for n in range(4)]))
     assert sorted(finished) == [1, 2, 3]
 
 
 def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
     @task(task_run_name="make[{name}]", **STAGE)
     async def make(name: str, age: str) -> SlotRef:
-        return told(ref(name, reused=age == "old"))
+        return as_state(ref(name, reused=age == "old"))
 
     @task(task_run_name="use", **STAGE)
     async def use(parts: list[SlotRef]) -> SlotRef:
@@ -181,7 +181,7 @@ def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
 
     @task(task_run_name="group", **GROUP)
     async def group() -> SlotRef:
-        attempt = Attempts(FAST)
+        attempt = StageRunner(FAST)
         parts = await attempt.each(make, [("a", "old"), ("b", "new")])
         assert parts == [ref("a"), ref("b")]
         return await attempt(use, parts)

@@ -8,8 +8,8 @@ from flows.rl_loop import start
 from flows.server import prefect_api
 from marin_rl.analysis.status import metric_rows
 from marin_rl.config import load_config
-from marin_rl.storage.audit import audit_run
 from marin_rl.storage.runs import Run
+from marin_rl.storage.upkeep.audit import audit_run
 
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
 

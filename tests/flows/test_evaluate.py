@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from debug_run import REPOSITORY, debug
-from whole_runs import whole_run
+from support.debug_run import REPOSITORY, debug
+from support.whole_runs import whole_run
 
 from flows.evaluate import evaluate_run
 from marin_rl.errors import ConfigError, ObjectMissing
-from marin_rl.storage.forks import fork_run
 from marin_rl.storage.runs import Run, runs_under
+from marin_rl.storage.upkeep.forks import fork_run
 
 
 def test_a_name_mistyped_is_told_and_begins_no_run(tmp_path: Path) -> None:

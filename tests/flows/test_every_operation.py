@@ -32,20 +32,20 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from crash_states import Undisturbed
-from debug_run import debug
-from fake_gcs import Fault, Faults, fake_gcs
-from fake_s3 import fake_s3
-from fault_groups import Case, groups, play_groups
-from fault_names import NamedOperations
-from nursery import Nursery
-from run_outcomes import Outcome, outcome
-from seeds import told_seed
+from support.crash_states import Undisturbed
+from support.debug_run import debug
+from support.fake_gcs import Fault, Faults, fake_gcs
+from support.fake_s3 import fake_s3
+from support.fault_groups import Case, groups, play_groups
+from support.fault_names import NamedOperations
+from support.fork_server import ForkServer
+from support.run_outcomes import Outcome, outcome
+from support.seeds import printed_seed
 
 from flows.rl_loop import start
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError
-from marin_rl.storage.injection import Operations, parse, suffering
+from marin_rl.storage.stores.fault_injection import Operations, inject_faults, parse
 
 KILLS = ("kill-amid", "kill-before", "kill-after")
 READS = re.compile(r"(read|children|list|size) |path .*\.parquet #")  # such a file is mapped
@@ -69,7 +69,7 @@ def in_groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[li
     if not (played := int(os.environ.get("MARIN_RL_FAULT_GROUPS") or 0)):
         return found
     print(f"{min(played, len(found))} groups of them are played")
-    return random.Random(told_seed()).sample(found, min(played, len(found)))
+    return random.Random(printed_seed()).sample(found, min(played, len(found)))
 
 
 def play(cases: Sequence[str], disturbed: Callable[[str], Config], expected: Outcome) -> list[str]:
@@ -91,7 +91,9 @@ def play(cases: Sequence[str], disturbed: Callable[[str], Config], expected: Out
 def chosen(every: Sequence[str], count: int) -> list[str]:
     """A seeded sample of the cases, in order; all of them where that is asked for."""
     count = int(os.environ.get("MARIN_RL_FAULTS_PLAYED") or count)
-    numbers = sorted(random.Random(told_seed()).sample(range(len(every)), min(count, len(every))))
+    numbers = sorted(
+        random.Random(printed_seed()).sample(range(len(every)), min(count, len(every)))
+    )
     print(f"{len(numbers)} of {len(every)} cases")
     return [every[number] for number in numbers]
 
@@ -127,15 +129,19 @@ def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks runs that report to the API of this folder's tests."""
-    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=api) as nursery:
-        yield nursery
+    with ForkServer(
+        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=api
+    ) as fork_server:
+        yield fork_server
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(ALL_S_MAX)
-def test_kills_at_operations(undisturbed: Undisturbed, nursery: Nursery, tmp_path: Path) -> None:
+def test_kills_at_operations(
+    undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
+) -> None:
     """One run that is killed amid everything it creates or writes, one start after the other."""
 
     def killed(group: Sequence[Case]) -> tuple[Config, list[str]]:
@@ -144,9 +150,9 @@ def test_kills_at_operations(undisturbed: Undisturbed, nursery: Nursery, tmp_pat
         left, code = {name: kind for kind, name in group}, -9
         while code == -9:
             met.write_text("")
-            (code,) = nursery.run(config, faults=left, met=met)
+            (code,) = fork_server.run(config, faults=left, met=met)
             came = met.read_text().splitlines()
-            assert (code, bool(came)) in ((-9, True), (0, False)), nursery.said()
+            assert (code, bool(came)) in ((-9, True), (0, False)), fork_server.said()
             for name in came:
                 del left[name]
         return config, list(left)
@@ -172,14 +178,14 @@ class Bucket:
         self.faults.clear()
         config = self.new()
         operations = NamedOperations(config.root)
-        with suffering(operations):
+        with inject_faults(operations):
             start(config)
         return operations.names.seen, [*self.faults.names.seen]  # which others go on with
 
     def disturbed(self, fault: str) -> Config:
         """A run that suffers a fault by its number and, where that ends it, is started again."""
         config = self.new()
-        with suffering(Operations(parse(fault))):
+        with inject_faults(Operations(parse(fault))):
             self.play(config, 2)
         return config
 
@@ -187,7 +193,7 @@ class Bucket:
         """A run whose operations suffer; the names of those that did not come."""
         config = self.new()
         operations = NamedOperations(config.root, {name: kind for kind, name in group})
-        with suffering(operations):
+        with inject_faults(operations):
             self.play(config, 1 + len(group))
         return config, list(operations.names.waiting)
 
@@ -260,9 +266,9 @@ def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -
 
 @pytest.mark.slow
 def test_two_processes_at_once_on_an_object_store(
-    bucket: Bucket, nursery: Nursery, undisturbed: Undisturbed
+    bucket: Bucket, fork_server: ForkServer, undisturbed: Undisturbed
 ) -> None:
     """Nothing locks a bucket: each adopts what the other was first to commit."""
     config = bucket.new()
-    assert nursery.run(config, copies=2) == [0, 0], nursery.said()
+    assert fork_server.run(config, copies=2) == [0, 0], fork_server.said()
     assert undisturbed.expected.same_as(outcome(config)) == []

@@ -13,9 +13,9 @@ from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
-from crash_states import Undisturbed
-from debug_run import debug
-from run_outcomes import Outcome, committed_digests, outcome
+from support.crash_states import Undisturbed
+from support.debug_run import debug
+from support.run_outcomes import Outcome, committed_digests, outcome
 
 from flows.rl_loop import start
 from marin_rl.errors import RootUnfit, StorageError

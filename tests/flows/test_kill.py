@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from debug_run import ROUNDS, SHARDS, Played, debug
-from nursery import Nursery
-from seeds import told_seed
+from support.debug_run import ROUNDS, SHARDS, Played, debug
+from support.fork_server import ForkServer
+from support.seeds import printed_seed
 
 from marin_rl.config import Config
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.rollouts import iter_shards
 from marin_rl.storage.runs import (
     Run,
     batches_slot,
@@ -27,6 +26,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     sft_slot,
 )
+from marin_rl.storage.tables.rollouts import iter_shards
 
 # What the parent waits for before it kills: the first trace of a stage's work.
 TRACES: Mapping[str, str] = {
@@ -42,10 +42,12 @@ TRACES: Mapping[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks runs that report to the API of this folder's tests."""
-    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=api) as nursery:
-        yield nursery
+    with ForkServer(
+        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=api
+    ) as fork_server:
+        yield fork_server
 
 
 def summaries(config: Config) -> dict[str, object]:
@@ -71,17 +73,19 @@ def parameters(config: Config) -> list[str]:
     return [manifest_of(run.store, ref).extra["parameters_digest"] for ref in refs if ref]
 
 
-def check_killed_at(stages: Sequence[str], played: Played, nursery: Nursery, root: Path) -> None:
+def check_killed_at(
+    stages: Sequence[str], played: Played, fork_server: ForkServer, root: Path
+) -> None:
     """Kill one run at the stages in order, finish it, and compare it with the unharmed one."""
-    delays = random.Random(told_seed())
+    delays = random.Random(printed_seed())
     config = debug(root)
     folder = root / config.run_id
     for stage in stages:
         delay_s = delays.choice([0.0, delays.uniform(0, 0.1)])
-        ended = nursery.run(config, trace=(folder, TRACES[stage], delay_s))
+        ended = fork_server.run(config, trace=(folder, TRACES[stage], delay_s))
         # What is left to do after the last trace may be done before its delay is over.
-        assert ended == [-signal.SIGKILL] or (stage, ended) == ("publish", [0]), nursery.said()
-    assert nursery.run(config) == [0], nursery.said()
+        assert ended == [-signal.SIGKILL] or (stage, ended) == ("publish", [0]), fork_server.said()
+    assert fork_server.run(config) == [0], fork_server.said()
     assert summaries(config) == summaries(played.config)
     assert samples(config) == samples(played.config)
     assert parameters(config) == parameters(played.config)
@@ -93,7 +97,7 @@ def check_killed_at(stages: Sequence[str], played: Played, nursery: Nursery, roo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_in_all_stages_one_after_the_other(
-    nursery: Nursery, played: Played, tmp_path: Path
+    fork_server: ForkServer, played: Played, tmp_path: Path
 ) -> None:
     """Kills of a real process, which the crash states of test_every_operation.py leave out."""
-    check_killed_at([*TRACES], played, nursery, tmp_path)
+    check_killed_at([*TRACES], played, fork_server, tmp_path)

@@ -6,7 +6,6 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from debug_run import ROUNDS, SHARDS, Played, debug, latest_flow_run
 from prefect import flow, get_client, task
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -14,14 +13,15 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
 )
 from prefect.client.schemas.objects import Artifact, TaskRun
+from support.debug_run import ROUNDS, SHARDS, Played, debug, latest_flow_run
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, progress
+from marin_rl.storage.tables.metrics import read_metrics
 
 
 def files(config: Config) -> dict[str, int]:

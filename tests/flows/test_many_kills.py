@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from debug_run import REPOSITORY, debug
-from nursery import Nursery
-from run_outcomes import Digests, committed_digests, outcome
-from seeds import told_seed
+from support.debug_run import REPOSITORY, debug
+from support.fork_server import ForkServer
+from support.run_outcomes import Digests, committed_digests, outcome
+from support.seeds import printed_seed
 
 from flows.server import free_port, healthy
 from marin_rl.config import Config
@@ -88,17 +88,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def nursery(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def fork_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks runs that report to that server."""
-    with Nursery(tmp_path_factory.mktemp("nursery") / "said", PREFECT_API_URL=server.url) as made:
+    with ForkServer(
+        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=server.url
+    ) as made:
         yield made
 
 
-def first_round_s(nursery: Nursery, config: Config) -> float:
+def first_round_s(fork_server: ForkServer, config: Config) -> float:
     """Play the first round, undisturbed; the seconds of processor time that this took."""
     once = config.model_copy(update={"rounds": 1})
-    assert nursery.run(once, limit_s=RUN_S_MAX) == [0], nursery.said()
-    return nursery.cpu_s[0]
+    assert fork_server.run(once, limit_s=RUN_S_MAX) == [0], fork_server.said()
+    return fork_server.cpu_s[0]
 
 
 def reached(config: Config) -> int:
@@ -111,26 +113,26 @@ def reached(config: Config) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_a_run_survives_many_kills(server: Server, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_survives_many_kills(server: Server, fork_server: ForkServer, tmp_path: Path) -> None:
     count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     print(f"{count} kills")
-    choices = random.Random(told_seed())
+    choices = random.Random(printed_seed())
     config = debug(tmp_path / "killed", f"rounds={ROUNDS_MAX}", *LARGER)
-    life_s_max = min(LIVES_MAX * first_round_s(nursery, config), LIFE_S_MAX)
+    life_s_max = min(LIVES_MAX * first_round_s(fork_server, config), LIFE_S_MAX)
     known, digests = committed_digests(config), Digests()
     killed, refused = {"flow": 0, "server": 0}, 0
     for _ in range(count):
         victim, life_s = choices.choice(VICTIMS), choices.uniform(LIFE_S_MIN, life_s_max)
         killed[victim] += 1
         if victim == "flow":
-            ended = nursery.run(config, life_s=life_s, limit_s=RUN_S_MAX)
+            ended = fork_server.run(config, life_s=life_s, limit_s=RUN_S_MAX)
         else:
             longer_s, beside = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
-            ended = nursery.run(config, life_s=longer_s, beside=beside, limit_s=RUN_S_MAX)
+            ended = fork_server.run(config, life_s=longer_s, beside=beside, limit_s=RUN_S_MAX)
             server.kill()
             server.start()
             refused += ended == [1]  # nobody answered when it was about to begin
-        assert ended == [-signal.SIGKILL] or (victim, ended) == ("server", [1]), nursery.said()
+        assert ended == [-signal.SIGKILL] or (victim, ended) == ("server", [1]), fork_server.said()
         now = committed_digests(config, digests)
         assert known.items() <= now.items(), "something committed was lost or changed"
         known = now
@@ -141,38 +143,38 @@ def test_a_run_survives_many_kills(server: Server, nursery: Nursery, tmp_path: P
     print(f"{rounds - 1} rounds, {len(known)} commits before the last start")
     last = config.model_copy(update={"rounds": rounds})
     alone = debug(tmp_path / "alone", f"rounds={rounds}", *LARGER)
-    first_round_s(nursery, alone)  # which evaluates what it ends with, as above
+    first_round_s(fork_server, alone)  # which evaluates what it ends with, as above
     for played in (last, alone):
-        assert nursery.run(played, limit_s=RUN_S_MAX) == [0], nursery.said()
+        assert fork_server.run(played, limit_s=RUN_S_MAX) == [0], fork_server.said()
     assert outcome(last).same_as(outcome(alone)) == []
 
 
 @pytest.mark.slow
 def test_a_server_that_goes_away_costs_no_work(
-    server: Server, nursery: Nursery, tmp_path: Path
+    server: Server, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     config = debug(tmp_path / "left", f"rounds={ROUNDS_MAX}")
-    first_s = first_round_s(nursery, config)
-    ended = nursery.run(config, life_s=first_s + 4.0, beside={server.pid: first_s})
-    assert ended == [-signal.SIGKILL], f"it ended by itself: {nursery.said()}"
+    first_s = first_round_s(fork_server, config)
+    ended = fork_server.run(config, life_s=first_s + 4.0, beside={server.pid: first_s})
+    assert ended == [-signal.SIGKILL], f"it ended by itself: {fork_server.said()}"
     server.kill()
     server.start()
-    (gone,) = nursery.others_killed
+    (gone,) = fork_server.others_killed
     closed = [path.stat().st_mtime for path in Path(config.root).glob("*/metrics/*.parquet")]
     alone = sum(moment > gone for moment in closed)
     print(f"{alone} of {len(closed)} rounds were closed without the server")
     assert alone > 2
     last = config.model_copy(update={"rounds": reached(config) + 1})
-    assert nursery.run(last) == [0], nursery.said()
+    assert fork_server.run(last) == [0], fork_server.said()
     outcome(last)
 
 
 @pytest.mark.slow
 def test_two_processes_on_one_machine_share_a_run_one_after_the_other(
-    nursery: Nursery, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     config = debug(tmp_path / "shared")
-    assert sorted(nursery.run(config, copies=2)) == [0, 1]
-    assert "RunLocked" in nursery.said()
-    assert nursery.run(config) == [0]
+    assert sorted(fork_server.run(config, copies=2)) == [0, 1]
+    assert "RunLocked" in fork_server.said()
+    assert fork_server.run(config) == [0]
     outcome(config)

@@ -7,10 +7,10 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from debug_run import Played
 from prefect.client.schemas.objects import Artifact, State, TaskRun
 from prefect.settings import temporary_settings
 from prefect.states import Running
+from support.debug_run import Played
 
 from flows.reports import Reporter, _linked, _quoted, round_page, rounds_table
 from flows.server import free_port

@@ -4,20 +4,20 @@ import random
 from pathlib import Path
 
 import pytest
-from debug_run import debug
-from killing import finish, kill_when, spawn_program
-from seeds import told_seed
-from word_forms import write_prompts
+from support.debug_run import debug
+from support.kills import finish, kill_when, spawn_program
+from support.seeds import printed_seed
+from support.word_forms import write_prompts
 
 import flows.reward_model
 import flows.rl_loop
 from marin_rl.analysis.status import metric_rows
 from marin_rl.config import Config, parse_config
 from marin_rl.rollouts.pairs import pairs_of_run
-from marin_rl.storage.audit import audit_run
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.pairs import write_pairs
 from marin_rl.storage.runs import Run, committed, reward_model_slot
+from marin_rl.storage.tables.pairs import write_pairs
+from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.types import Message, PreferencePair
 
 PROGRAM = """
@@ -62,7 +62,7 @@ def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_pat
     folder = tmp_path / "killed" / killed.run_id
     process = spawn_program(PROGRAM, killed, api)
     first = folder / reward_model_slot(10) / "manifest.json"
-    kill_when(process, first.exists, random.Random(told_seed()).uniform(0, 0.2))
+    kill_when(process, first.exists, random.Random(printed_seed()).uniform(0, 0.2))
     finish(spawn_program(PROGRAM, killed, api))
     assert judged(killed) == judged(whole)
 

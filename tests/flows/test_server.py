@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from debug_run import REPOSITORY
 from prefect.settings import get_current_settings, temporary_settings
+from support.debug_run import REPOSITORY
 
 from flows.server import free_port, healthy, prefect_api
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from debug_run import DEBUG, REPOSITORY, Played, debug
-from run_outcomes import outcome
-from slow import others_slow
+from support.debug_run import DEBUG, REPOSITORY, Played, debug
+from support.run_outcomes import outcome
+from support.slow_cases import others_slow
 
 from flows.connection import healthy
 from flows.server import free_port

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from flows.evaluate import round_after
-from flows.session import resume_point, settled
+from flows.session import resolve_config, resume_point
 from flows.sft import steps_of
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
-from marin_rl.storage.metrics import write_round_metrics
 from marin_rl.storage.runs import Run, checkpoint_slot, sft_slot
+from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.types import SlotRef
 
 
@@ -66,26 +66,26 @@ def test_an_unclosed_round_whose_checkpoint_is_gone_is_left(run: Run) -> None:
 def test_parameters_of_a_flow_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     file.write_text("run_id: written\nrounds: 3\nseed: 7\n")
-    config = settled(str(file), "given", ["seed=9", "training.learning_rate=1e-4"], 5)
+    config = resolve_config(str(file), "given", ["seed=9", "training.learning_rate=1e-4"], 5)
     assert (config.run_id, config.rounds, config.seed) == ("given", 5, 9)
     assert config.training.learning_rate == 1e-4
-    assert settled(str(file)) == load_config(file)
+    assert resolve_config(str(file)) == load_config(file)
 
 
 def test_a_tree_is_as_good_as_a_file() -> None:
     config = parse_config({"run_id": "a", "rounds": 3})
-    assert settled(config.model_dump(mode="json")) == config
-    assert settled(config.model_dump(mode="json"), rounds=4).rounds == 4
+    assert resolve_config(config.model_dump(mode="json")) == config
+    assert resolve_config(config.model_dump(mode="json"), rounds=4).rounds == 4
 
 
 def test_a_run_id_that_looks_like_a_number_stays_text() -> None:
-    assert settled({}, "0123").run_id == "0123"
-    assert settled({}, "1e5").run_id == "1e5"
+    assert resolve_config({}, "0123").run_id == "0123"
+    assert resolve_config({}, "1e5").run_id == "1e5"
 
 
 def test_wrong_keys_are_named() -> None:
     with pytest.raises(ConfigError, match="did you mean rounds"):
-        settled({"round": 3})
+        resolve_config({"round": 3})
 
 
 def test_steps_and_rounds_are_read_off_slots() -> None:
@@ -99,4 +99,4 @@ def test_steps_and_rounds_are_read_off_slots() -> None:
 
 def test_the_default_configuration_survives_the_trip_through_flow_parameters() -> None:
     config = parse_config({})
-    assert settled(config.model_dump(mode="json")) == config
+    assert resolve_config(config.model_dump(mode="json")) == config

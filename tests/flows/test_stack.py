@@ -17,21 +17,21 @@ from uuid import UUID
 
 import pytest
 import yaml
-from debug_run import REPOSITORY, ROUNDS, debug
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.schemas.automations import EventTrigger
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Suspended
+from support.debug_run import REPOSITORY, ROUNDS, debug
 
 from flows.server import free_port, healthy
-from flows.session import settled
+from flows.session import resolve_config
 from flows.stack import POOL, automations, declare_crashed, may_live
 from marin_rl.errors import RunLocked
-from marin_rl.storage.audit import audit_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.locks import holder_in
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
+from marin_rl.storage.stores.locks import holder_in
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.fsck import check_run
 
 CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
 TIMEOUT_S = 400.0
@@ -179,7 +179,7 @@ def test_a_run_that_a_process_holds_is_not_taken_for_dead(tmp_path: Path) -> Non
 
 def test_what_cannot_be_known_here_is_left_to_the_heartbeats(tmp_path: Path) -> None:
     unlocked = parameters_of("memory://stack")
-    Run.create_or_open(settled(**unlocked))
+    Run.create_or_open(resolve_config(**unlocked))
     assert may_live(unlocked, shared=False)
     elsewhere = parameters_of(str(tmp_path))
     for parameters in (elsewhere, {"config": "nowhere.yaml"}, {"n": 3}):

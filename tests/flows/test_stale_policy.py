@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from debug_run import Played
-from stale_servers import check_told, deaf_server
+from support.debug_run import Played
+from support.stale_servers import check_told, deaf_server
 
 from flows.rl_loop import start
 from marin_rl.errors import StalePolicy
-from marin_rl.resident import resident
+from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, latest_checkpoint, progress, round_of
 
 
@@ -21,7 +21,7 @@ def test_the_last_rounds_weights_stop_the_flow_with_both_digests(
     newest = latest_round(Run.create_or_open(config))  # another test may have gone on with it
     config = config.model_copy(update={"rounds": newest + 1})
     run = Run.create_or_open(config)
-    resident(run)._server = server = deaf_server(run, newest - 1)
+    runtime_for(run)._server = server = deaf_server(run, newest - 1)
     with pytest.raises(StalePolicy, match=f"found those of round {newest - 1}, ") as caught:
         start(config)
     assert server.model_id.startswith(f"policy@{newest:05d}-")  # it said that it changed them

@@ -1,4 +1,4 @@
-"""Write hf-greedy.json: results of transformers for the checkpoints of tests/hf_checkpoints.py.
+"""Write hf-greedy.json: results of transformers for the models of support/hf_checkpoints.py.
 
 PyTorch is no dependency, so this runs in an environment of its own, from the repository's root:
 
@@ -24,7 +24,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hf_checkpoints import (
+from support.hf_checkpoints import (
     CONTEXT,
     PARTICULARS,
     VOCABULARY,

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from engines import engine_of
 from levanter.models.lm_model import LmHeadModel
-from tiny_models import tiny_model
+from support.engines import engine_of
+from support.tiny_models import tiny_model
 
 from marin_rl.inference.engine import Engine
 

@@ -7,9 +7,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from engines import bits, engine_of, random_requests, request_of, result_of, results_under_load
-from seeds import told_seed
-from tiny_models import tiny_model
+from support.engines import (
+    bits,
+    engine_of,
+    random_requests,
+    request_of,
+    result_of,
+    results_under_load,
+)
+from support.seeds import printed_seed
+from support.tiny_models import tiny_model
 
 from marin_rl.compilation import CACHE_VARIABLE
 from marin_rl.inference import batch_invariance
@@ -169,7 +176,7 @@ def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lac
         assert not (engine.sharing and lacking in ("shared", "slots"))
         assert runner.lanes.count == (8 if lacking == "slots" else 1)
         assert runner._config.prefill_rows == (1 if lacking == "prompts" else 4)
-        rng = random.Random(told_seed())
+        rng = random.Random(printed_seed())
         requests = [request_of(70, n=SHARE), *random_requests(rng, 4)]
         expected = [bits(result_of(engine, request)) for request in requests]
         for index, result in results_under_load(engine, requests, rng):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
+from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
 
 from marin_rl.errors import (
     BadResponse,
@@ -21,8 +21,8 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
-from marin_rl.inference.client import PolicyClient
-from marin_rl.inference.protocol import (
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import (
     ChatRequest,
     decode_answer,
     parse_served_model_id,

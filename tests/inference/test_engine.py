@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import (
+from support.engines import (
     amid,
     bits,
     engine_of,
@@ -17,9 +17,9 @@ from engines import (
     result_of,
     results_under_load,
 )
-from seeds import told_seed
-from slow import others_slow
-from tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
+from support.seeds import printed_seed
+from support.slow_cases import others_slow
+from support.tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.programs import PROGRAMS, compiled_layers
@@ -55,7 +55,7 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(engine, model, length)
 
 @pytest.mark.bits
 def test_bitwise_the_same_alone_and_under_any_load(engine, model):
-    rng = random.Random(told_seed())
+    rng = random.Random(printed_seed())
     requests = random_requests(rng, 16)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):

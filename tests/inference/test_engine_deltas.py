@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
-from engines import (
+from support.engines import (
     amid,
     bits,
     engine_of,
@@ -16,7 +16,7 @@ from engines import (
     together,
     wait_until,
 )
-from tiny_models import tiny_model
+from support.tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse

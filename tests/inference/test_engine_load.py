@@ -6,8 +6,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from engines import bits, engine_of, prompt_of, request_of, result_of
-from tiny_models import VOCABULARY, tiny_model
+from support.engines import bits, engine_of, prompt_of, request_of, result_of
+from support.tiny_models import VOCABULARY, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine, EngineStats

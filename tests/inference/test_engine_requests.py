@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import bits, engine_of, request_of, result_of, results_under_load
-from seeds import told_seed
-from slow import others_slow
-from tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
+from support.engines import bits, engine_of, request_of, result_of, results_under_load
+from support.seeds import printed_seed
+from support.slow_cases import others_slow
+from support.tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.scoring import tile_length
@@ -378,7 +378,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
 
 @pytest.mark.bits
 def test_bitwise_the_same_alone_and_beside_any_wishes(engine):
-    rng = random.Random(told_seed())
+    rng = random.Random(printed_seed())
     requests = random_requests(rng, 24)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from marin_rl.inference import sampling
-from marin_rl.inference.sampling import Drawn, SlotSampling, filtered, seed_words, uniforms
+from marin_rl.inference.sampling import Drawn, SlotSampling, filter_logits, seed_words, uniforms
 
 sample = jax.jit(sampling.sample)
 draw = jax.jit(sampling.draw)
@@ -68,9 +68,9 @@ def drawn_at(logits: jax.Array, asked: SlotSampling, positions: jax.Array) -> Dr
 
 def test_top_k_and_top_p_by_hand():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
-    kept = lambda **options: np.isfinite(np.asarray(filtered(logits, slot_sampling(1, **options))))[
-        0
-    ].tolist()
+    kept = lambda **options: np.isfinite(
+        np.asarray(filter_logits(logits, slot_sampling(1, **options)))
+    )[0].tolist()
     assert kept(top_k=2) == [False, True, False, True]
     assert kept(top_p=0.4) == [False, True, False, False]
     assert kept(top_p=0.41) == [False, True, False, True]

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engines import bits, engine_of, request_of, result_of
-from seeds import told_seed
-from tiny_models import tiny_model
+from support.engines import bits, engine_of, request_of, result_of
+from support.seeds import printed_seed
+from support.tiny_models import tiny_model
 
 from marin_rl.inference.attention import SHARE
+from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.decoder import BLOCK_MIN
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.lanes import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.slots import Delta, GenerationRequest
 
 pytestmark = pytest.mark.bits
@@ -81,7 +81,7 @@ def test_different_prompts_side_by_side_are_not_shared(engines):
 
 def test_the_same_bits_under_any_load(engines):
     sharing, apart = engines
-    rng = random.Random(told_seed())
+    rng = random.Random(printed_seed())
     requests = [
         request_of(
             rng.randint(BLOCK_MIN - 2, 75),

@@ -13,11 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_checkpoints import CONTEXT, PARTICULARS, config_of, digest_of, tensors_of, write_checkpoint
 from levanter.models.gemma import Gemma2Config, Gemma2LMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from slow import others_slow
-from tiny_models import FAMILIES, full_logits, tiny_model
+from support.hf_checkpoints import (
+    CONTEXT,
+    PARTICULARS,
+    config_of,
+    digest_of,
+    tensors_of,
+    write_checkpoint,
+)
+from support.slow_cases import others_slow
+from support.tiny_models import FAMILIES, full_logits, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError

@@ -7,7 +7,8 @@ from concurrent.futures import wait
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import (
+from levanter.models.lm_model import LmHeadModel
+from support.engines import (
     bits,
     engine_of,
     random_requests,
@@ -17,18 +18,17 @@ from engines import (
     together,
     wait_until,
 )
-from levanter.models.lm_model import LmHeadModel
-from seeds import told_seed
-from tiny_models import tiny_model
+from support.seeds import printed_seed
+from support.tiny_models import tiny_model
 
 from marin_rl.errors import InputError
-from marin_rl.inference.engine import Engine
-from marin_rl.inference.lanes import (
+from marin_rl.inference.cpu_streams import (
     LANE_SLOTS_MIN,
     LANE_WEIGHTS_BYTES_MAX,
     Lanes,
     lanes_for,
 )
+from marin_rl.inference.engine import Engine
 from marin_rl.inference.programs import PROGRAMS, compiled_layers, fused_weights
 from marin_rl.inference.slots import Delta
 from marin_rl.inference.weights import read_model
@@ -71,7 +71,7 @@ def test_lanes_that_cannot_be_are_refused(model):
 
 @pytest.mark.bits
 def test_bitwise_the_same_in_whichever_lane_and_under_any_load(laned):
-    rng = random.Random(told_seed())
+    rng = random.Random(printed_seed())
     requests = random_requests(rng, 16)
     expected = [bits(result_of(laned, request)) for request in requests]
     for _ in range(2):

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
-from shown_runs import add_round, shown_run
+from support.shown_runs import add_round, shown_run
 
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html
 from marin_rl.pages.live import view_app
-from marin_rl.serving.addresses import listen
-from marin_rl.storage.forks import fork_run
+from marin_rl.serving.http.addresses import listen
 from marin_rl.storage.runs import Run
+from marin_rl.storage.upkeep.forks import fork_run
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import FINGERPRINT, commit_round, configuration, group, policy
-from shown_runs import HOSTILE, ROUNDS, add_round, shown_run
-from whole_runs import whole_run
+from support.builders import FINGERPRINT, commit_round, configuration, group, policy
+from support.shown_runs import HOSTILE, ROUNDS, add_round, shown_run
+from support.whole_runs import whole_run
 
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
@@ -20,9 +20,9 @@ from marin_rl.pages.html import page_json, report_html
 from marin_rl.pages.records import Page
 from marin_rl.pages.slots import without_secrets
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.rollouts import commit_shard
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.rollouts import commit_shard
+from marin_rl.storage.upkeep.forks import fork_run
 from schemas.manifests import Part
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builders import group_of, rollout
+from support.builders import group_of, rollout
 
 from marin_rl.config import EnvironmentConfig, EvaluationConfig
 from marin_rl.environments.base import answer_in, construct

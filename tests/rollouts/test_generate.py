@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
+from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
 
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.environments.base import environment_of
@@ -20,12 +20,12 @@ from marin_rl.errors import (
     RewardFault,
     StalePolicy,
 )
-from marin_rl.inference.protocol import served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import examples_of, generate_shard, shard_metrics
-from marin_rl.storage.rollouts import decode_shard, groups_of
 from marin_rl.storage.runs import Run, evals_slot, shard_key
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 
 DIGEST = "ab" * 32

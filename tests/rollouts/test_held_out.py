@@ -8,12 +8,12 @@ from typing import Any
 
 import polars as pl
 import pytest
-from fakes import FakePolicyServer
+from support.fakes import FakePolicyServer
 
 from marin_rl.analysis.verify import evaluation_of
-from marin_rl.config import Config, content, load_config
+from marin_rl.config import Config, fingerprint_fields, load_config
 from marin_rl.errors import ConfigError
-from marin_rl.inference.protocol import served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.held_out import held_out_sets
 from marin_rl.storage.commits import manifest_of
@@ -92,8 +92,8 @@ def test_a_runs_own_fixed_set_has_an_end_too(tmp_path: Path) -> None:
 
 
 def test_sets_are_part_of_what_an_evaluation_is(tmp_path: Path, words: dict[str, Any]) -> None:
-    assert "sets" not in content(configured(tmp_path).evaluation)
-    found = content(configured(tmp_path, sets={"words": words}).evaluation)["sets"]
+    assert "sets" not in fingerprint_fields(configured(tmp_path).evaluation)
+    found = fingerprint_fields(configured(tmp_path, sets={"words": words}).evaluation)["sets"]
     assert found["words"]["options"] == words["options"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CHECKPOINT, FINGERPRINT, configuration, group, policy
+from support.builders import CHECKPOINT, FINGERPRINT, configuration, group, policy
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import build_round, preview_round
@@ -14,11 +14,11 @@ from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rollouts.rescore import rescore_round
-from marin_rl.storage import rewards
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.rewards import read_rewards
-from marin_rl.storage.rollouts import commit_shard, seal_round
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables import rewards
+from marin_rl.storage.tables.rewards import read_rewards
+from marin_rl.storage.tables.rollouts import commit_shard, seal_round
+from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.training.reprocess import reprocess_round
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"

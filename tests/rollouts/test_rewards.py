@@ -8,25 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import group, rollout
-from fakes import FakePolicyServer
+from support.builders import group, rollout
+from support.fakes import FakePolicyServer
 
 from marin_rl.config import (
     Config,
     LearnedRewardConfig,
-    content,
+    fingerprint_fields,
     load_config,
     override,
     parse_config,
 )
 from marin_rl.errors import CommitConflict, ConfigError, RewardFault
-from marin_rl.inference.protocol import served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rollouts.rewards import RewardIdentity, component_values, with_learned_reward
+from marin_rl.rollouts.rewards import RewardIdentity, add_model_reward, component_values
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.rollouts import decode_shard, groups_of, seal_round
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables import TableReader
+from marin_rl.storage.tables.parquet import TableReader
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
 from marin_rl.types import RewardComponent, ServedPolicy, SlotRef
 from schemas.migrations import ROLLOUTS
 
@@ -59,7 +59,7 @@ def test_only_rollouts_with_a_reward_and_tokens_are_judged_and_all_at_once():
     failed = rollout("a/1", index=1, status="error")
     first = group("a", [1.0])
     groups = [replace(first, rollouts=(*first.rollouts, failed)), group("b", [0.0, None])]
-    found = with_learned_reward(groups, SETTINGS, scorer)
+    found = add_model_reward(groups, SETTINGS, scorer)
     assert scorer.asked == [2]
     (judged, left), (other, without) = (g.rollouts for g in found)
     assert left is failed
@@ -67,13 +67,13 @@ def test_only_rollouts_with_a_reward_and_tokens_are_judged_and_all_at_once():
     assert [c.name for c in judged.reward_components] == ["correct", "reward_model"]
     assert (judged.reward, judged.turns[-1].reward) == (6.0, 6.0)
     assert other.reward == 5.0
-    assert with_learned_reward([group("c", [None])], SETTINGS, scorer)[0].rollouts[0].reward is None
+    assert add_model_reward([group("c", [None])], SETTINGS, scorer)[0].rollouts[0].reward is None
     assert scorer.asked == [2]
 
 
 def test_with_no_weight_left_the_environment_is_recorded_but_does_not_count():
     alone = SETTINGS.model_copy(update={"environment_weight": 0.0, "weight": 3.0})
-    (found,) = with_learned_reward([group("a", [1.0, 0.0])], alone, Lengths())
+    (found,) = add_model_reward([group("a", [1.0, 0.0])], alone, Lengths())
     assert [r.reward for r in found.rollouts] == [15.0, 15.0]
     assert [r.reward_components[0].value for r in found.rollouts] == [1.0, 0.0]
     assert {r.reward_components[0].weight for r in found.rollouts} == {0.0}
@@ -85,10 +85,10 @@ def test_what_is_no_number_and_a_name_that_is_taken_are_refused():
             return np.full(len(sequences), np.nan)
 
     with pytest.raises(RewardFault, match="gave 2 of 2 rollouts no finite reward"):
-        with_learned_reward([group("a", [1.0, 0.0])], SETTINGS, Broken())
+        add_model_reward([group("a", [1.0, 0.0])], SETTINGS, Broken())
     taken = SETTINGS.model_copy(update={"name": "correct"})
     with pytest.raises(RewardFault, match="named 'correct' already"):
-        with_learned_reward([group("a", [1.0])], taken, Lengths())
+        add_model_reward([group("a", [1.0])], taken, Lengths())
 
 
 @pytest.fixture
@@ -143,8 +143,10 @@ def test_the_files_of_a_round_name_who_judged_it(tmp_path, server):
 
 def test_without_one_no_file_speaks_of_it(tmp_path, server):
     config = configured(tmp_path)
-    assert "reward_model" not in json.dumps([config.model_dump(mode="json"), content(config)])
-    assert "reward_model" in content(configured(tmp_path, JUDGED).environment)
+    assert "reward_model" not in json.dumps(
+        [config.model_dump(mode="json"), fingerprint_fields(config)]
+    )
+    assert "reward_model" in fingerprint_fields(configured(tmp_path, JUDGED).environment)
     run = Run.create_or_open(config)
     assert b"reward_model" not in run.store.read("run.json")
     policy = policy_of(server)

@@ -12,12 +12,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
+from support.builders import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
 
-from marin_rl.storage.pairs import encode_pairs, read_pairs
-from marin_rl.storage.rollouts import decode_shard, encode_shard, groups_of, identify_shard
-from marin_rl.storage.scores import ScoredStep, score_table, scores_writer
-from marin_rl.storage.tables import TableReader, TableWriter
+from marin_rl.storage.tables.pairs import encode_pairs, read_pairs
+from marin_rl.storage.tables.parquet import TableReader, TableWriter
+from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of, identify_shard
+from marin_rl.storage.tables.scores import ScoredStep, score_table, scores_writer
 from marin_rl.types import PreferencePair, RolloutGroup
 from schemas.batches import DISPOSITIONS, batches_schema
 from schemas.migrations import BATCHES as BATCHES_LADDER

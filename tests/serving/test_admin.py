@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from small_runs import commit, parts, small_run, weights
+from support.small_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
-from marin_rl.inference.client import PolicyClient
+from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.slots import Delta, GenerationRequest
-from marin_rl.serving.loading import Loaded, Served, Source, read_checkpoint
+from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.standalone import proven_server
+from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import (

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
-from servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
+from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.server import PolicyServer

@@ -11,14 +11,14 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
-from chat_templates import byte_level_tokenizer
-from seeds import told_seed
+from support.chat_templates import byte_level_tokenizer
+from support.seeds import printed_seed
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.constraints import (
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.text.constraints import (
     GRAMMARS_KEPT_MAX,
     SCHEMA_DEPTH_MAX,
     Constraints,
@@ -100,7 +100,7 @@ def random_container(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def test_whatever_is_sampled_under_a_schema_validates(constraints, tokenizer):
-    chance = random.Random(told_seed())
+    chance = random.Random(printed_seed())
     texts = set()
     for _ in range(60):
         schema = random_schema(chance)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.serving.delivery import SHORT_BYTES, SHORT_S, Preparer, Reply
+from marin_rl.serving.api.worker_threads import SHORT_BYTES, SHORT_S, ResponseQueue, TokenizeWorker
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "reverse abc"}], "n": 4}
 
@@ -21,7 +21,7 @@ def worker() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def where(preparer: Preparer, body: Any) -> threading.Thread:
+def where(preparer: TokenizeWorker, body: Any) -> threading.Thread:
     """The thread on which a body is prepared."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     found: list[threading.Thread] = []
@@ -36,9 +36,9 @@ def where(preparer: Preparer, body: Any) -> threading.Thread:
     return found[0]
 
 
-def used(worker: ThreadPoolExecutor, **options: Any) -> Preparer:
+def used(worker: ThreadPoolExecutor, **options: Any) -> TokenizeWorker:
     """One that has seen that requests take no time."""
-    preparer = Preparer(worker, **options)
+    preparer = TokenizeWorker(worker, **options)
     for _ in range(40):
         where(preparer, CHAT)
     return preparer
@@ -46,7 +46,7 @@ def used(worker: ThreadPoolExecutor, **options: Any) -> Preparer:
 
 def test_the_first_are_the_threads_and_short_ones_then_are_not(worker: ThreadPoolExecutor) -> None:
     here = threading.current_thread()
-    assert where(Preparer(worker), CHAT) is not here
+    assert where(TokenizeWorker(worker), CHAT) is not here
     assert where(used(worker), CHAT) is here
     assert where(used(worker, alone=True), CHAT) is not here
 
@@ -89,12 +89,12 @@ def test_whatever_turns_out_slow_goes_to_the_thread_until_it_is_not(
 
 
 def test_what_is_made_is_given_and_what_is_raised_is_raised(worker: ThreadPoolExecutor) -> None:
-    async def made(preparer: Preparer) -> int:
+    async def made(preparer: TokenizeWorker) -> int:
         with pytest.raises(KeyError):
             await preparer.made(b"{}", lambda: {}["absent"])
         return await preparer.made(b"{}", lambda: 7)
 
-    for preparer in (Preparer(worker), used(worker)):
+    for preparer in (TokenizeWorker(worker), used(worker)):
         assert asyncio.run(made(preparer)) == 7
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_read_that_comes_after_the_end() -> None:
     """Two threads may each find that they finished a request."""
 
     async def read() -> list[bytes | None]:
-        reply = Reply()
+        reply = ResponseQueue()
         for _ in range(2):
             reply.add(b"all", last=True)
         reply.fail(ValueError("late"))

@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
-from servers import CHAT, asks_well, chat_body, raw, serving, status_of, talk
+from support.servers import CHAT, asks_well, chat_body, raw, serving, status_of, talk
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.guard import OPEN_PATHS
-from marin_rl.serving.keys import Keys
-from marin_rl.serving.origins import Origins, preflight_headers
+from marin_rl.serving.http.api_keys import Keys
+from marin_rl.serving.http.auth import OPEN_PATHS
+from marin_rl.serving.http.origins import Origins, preflight_headers
 from marin_rl.serving.server import PolicyServer
 
 API, ADMIN = "sésame", "open-the-mountain"

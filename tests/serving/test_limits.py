@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
+from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.slots import GenerationRequest
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.limits import (
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.limits import (
     Rates,
     TokenBucket,
     check_samples,
@@ -120,7 +120,7 @@ def test_tokens_are_counted() -> None:
 
 def test_too_many_requests_are_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("marin_rl.serving.guard.Rates", partial(Rates, clock=clock))
+    monkeypatch.setattr("marin_rl.serving.http.auth.Rates", partial(Rates, clock=clock))
     with serving(ServerConfig(requests_per_second=2.0, requests_burst=3)) as server:
         answers = [talk(server, "GET", "/v1/models") for _ in range(5)]
         assert [status for status, _, _ in answers] == [200] * 3 + [429] * 2

@@ -6,14 +6,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import commit, small_run, weights
-from tiny_models import tiny_model
+from support.small_runs import commit, small_run, weights
+from support.tiny_models import tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
-from marin_rl.inference.canary import rehearse
 from marin_rl.inference.engine import Engine
-from marin_rl.serving.loading import (
+from marin_rl.serving.launch import proven_server
+from marin_rl.serving.weights.canary import rehearse
+from marin_rl.serving.weights.checkpoint_loader import (
     Architecture,
     Loaded,
     Source,
@@ -21,8 +22,7 @@ from marin_rl.serving.loading import (
     read_checkpoint,
     read_folder,
 )
-from marin_rl.serving.standalone import proven_server
-from marin_rl.serving.updates import Update, Updater, UpdateStats, canary_ids
+from marin_rl.serving.weights.weight_updates import Update, UpdateStats, WeightUpdater, canary_ids
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import named_parameters, parameters_digest, save_hf
@@ -127,7 +127,7 @@ def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
     model, other, recorder = tiny_model(), tiny_model(seed=1), Counted()
     tokenizer = character_tokenizer()
     engine = Engine(model, CONFIG.engine, context_length=64, weight_version=4)
-    updater = Updater(engine, model, tokenizer, CONFIG, jnp.float32, recorder)
+    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, recorder)
     loaded = Loaded(model=other, parameters_digest="b" * 64, bytes=77)
     try:
         assert updater.stats == UpdateStats()

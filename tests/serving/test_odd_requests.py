@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from servers import CHAT, CONTEXT, chat_body, serving, talk
+from support.servers import CHAT, CONTEXT, chat_body, serving, talk
 
 from marin_rl.serving.server import PolicyServer
 

@@ -11,10 +11,10 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from byte_tokenizers import byte_level_tokenizer
 from openai.types import CompletionChoice
-from servers import CONTEXT, ENGINE
-from tiny_models import full_logits, tiny_model
+from support.byte_tokenizers import byte_level_tokenizer
+from support.servers import CONTEXT, ENGINE
+from support.tiny_models import full_logits, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import InferenceConfig, ServerConfig

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import jsonschema
 import numpy as np
 import pytest
-from servers import CONTEXT, MESSAGES, raw, serving, talk
-from tiny_models import full_logprobs, tiny_model
+from support.servers import CONTEXT, MESSAGES, raw, serving, talk
+from support.tiny_models import full_logprobs, tiny_model
 
-from marin_rl.inference.client import PolicyClient
-from marin_rl.inference.protocol import ChatAnswer
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Message, Sampling

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from servers import serving, talk
+from support.servers import serving, talk
 
 from marin_rl.config import InferenceConfig, ServerConfig
 

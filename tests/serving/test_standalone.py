@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import CHAT, chat_body, talk
-from small_runs import commit, small_run
+from support.servers import CHAT, chat_body, talk
+from support.small_runs import commit, small_run
 from typer.testing import CliRunner
 
 from marin_rl import cli
-from marin_rl.commands.playing import serving_config
+from marin_rl.commands.run import serving_config
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
-from marin_rl.serving import standalone
+from marin_rl.serving import launch as standalone
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, save_hf

@@ -5,14 +5,14 @@ import threading
 
 import numpy as np
 import pytest
-from byte_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.byte_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from marin_rl.serving.answers import Reading
-from marin_rl.serving.delivery import Reply, Writer
-from marin_rl.serving.texts import Offsets, Texts
+from marin_rl.serving.api.responses import TextDecoding
+from marin_rl.serving.api.worker_threads import ResponseQueue, ResponseWriter
+from marin_rl.serving.text.detokenizer import Detokenizer, Offsets
 from marin_rl.tokenizers import character_tokenizer
 
 TOKENIZERS = {
@@ -23,7 +23,7 @@ TOKENIZERS = {
 STOPS = ("é", "ab", "中文", "文", "😀", ". ", "aab", "the")
 
 
-def as_the_engine(reading: Reading, ids: list[int]) -> tuple[list[int], str]:
+def as_the_engine(reading: TextDecoding, ids: list[int]) -> tuple[list[int], str]:
     """End of a sample: its stop token, the token that completes a stop string, or none."""
     for length in range(1, len(ids) + 1):
         if ids[length - 1] in reading.stop_token_ids:
@@ -68,7 +68,7 @@ def test_the_pieces_put_together_are_the_whole(
     name, ids, cuts, stop = sample
     tokenizer = TOKENIZERS[name]
     ends = frozenset([tokenizer.eos_token_id])
-    reading = Reading(texts=Texts(tokenizer), stop_token_ids=ends, stop=stop)
+    reading = TextDecoding(texts=Detokenizer(tokenizer), stop_token_ids=ends, stop=stop)
     ids, reason = as_the_engine(reading, ids)
     whole = reading.text(ids, reason)
     assert not any(string in whole for string in stop)
@@ -84,7 +84,9 @@ def test_the_pieces_put_together_are_the_whole(
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
 def test_what_precedes_a_stop_string_is_what_the_tokenizer_says(name: str) -> None:
     tokenizer = TOKENIZERS[name]
-    reading = Reading(texts=Texts(tokenizer), stop_token_ids=frozenset([1]), stop=("文",))
+    reading = TextDecoding(
+        texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]), stop=("文",)
+    )
     ids = tokenizer.encode("a中文", add_special_tokens=False)
     assert reading.text(ids, "stop") == "a中"
     assert reading.text([*ids, 1], "stop") == "a中文"
@@ -93,7 +95,7 @@ def test_what_precedes_a_stop_string_is_what_the_tokenizer_says(name: str) -> No
 
 def test_a_character_comes_when_its_last_byte_is_there() -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    reading = Reading(texts=Texts(tokenizer), stop_token_ids=frozenset([1]))
+    reading = TextDecoding(texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]))
     growing = reading.growing()
     ids = tokenizer.encode("a😀b", add_special_tokens=False)
     shown = [reading.grown(growing, [token], "") for token in ids]
@@ -102,8 +104,8 @@ def test_a_character_comes_when_its_last_byte_is_there() -> None:
 
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
     tokenizer = TOKENIZERS["characters"]
-    texts = Texts(tokenizer)
-    reading = Reading(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))
+    texts = Detokenizer(tokenizer)
+    reading = TextDecoding(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))
     growing = reading.growing()
     shown = [reading.grown(growing, tokenizer.encode(text), "") for text in ("xE", "N", "x", "EN")]
     assert shown == ["x", "", "ENx", ""]
@@ -113,7 +115,7 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]
-    texts = Texts(tokenizer)
+    texts = Detokenizer(tokenizer)
     text = {"byte-level": "aé中😀 b", "byte-fallback": "a b中😀", "characters": "a b."}[name]
     ids = tokenizer.encode(text, add_special_tokens=False)
     joined = b"".join(bytes(texts.piece(token).data) for token in ids)
@@ -128,18 +130,18 @@ def test_offsets_count_characters_and_give_special_tokens_no_room() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     letters = {letter: tokenizer.encode(letter, add_special_tokens=False) for letter in "a中"}
     ids = [*letters["a"], *letters["中"], 3, *letters["a"]]
-    assert Offsets(Texts(tokenizer), 5).of(ids) == [5, 6, 6, 6, 7, 7]
+    assert Offsets(Detokenizer(tokenizer), 5).of(ids) == [5, 6, 6, 6, 7, 7]
 
 
 def test_ids_without_a_token_are_empty() -> None:
-    texts = Texts(TOKENIZERS["byte-level"])
+    texts = Detokenizer(TOKENIZERS["byte-level"])
     assert texts.piece(102).text == texts.name(102) == ""
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_decoding_is_the_tokenizers_own(name: str) -> None:
     tokenizer: PreTrainedTokenizerFast = TOKENIZERS[name]
-    texts = Texts(tokenizer)
+    texts = Detokenizer(tokenizer)
     rng = np.random.default_rng(0)
     for _ in range(50):
         ids = rng.integers(0, len(tokenizer), 20).tolist()
@@ -152,7 +154,7 @@ def test_decoding_is_the_tokenizers_own(name: str) -> None:
 
 def test_a_reply_gives_what_came_then_the_end_or_the_error() -> None:
     async def check() -> None:
-        writer, reply, failing = Writer(), Reply(), Reply()
+        writer, reply, failing = ResponseWriter(), ResponseQueue(), ResponseQueue()
         try:
             writer.put(reply, lambda: (b"a", False))
             writer.put(failing, lambda: (b"x", False))
@@ -173,7 +175,7 @@ def test_a_reply_gives_what_came_then_the_end_or_the_error() -> None:
 
 def test_the_loop_is_woken_once_for_all_that_waits() -> None:
     async def check() -> None:
-        writer, replies = Writer(), [Reply() for _ in range(50)]
+        writer, replies = ResponseWriter(), [ResponseQueue() for _ in range(50)]
         loop, woken = asyncio.get_running_loop(), []
         original = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *given: (woken.append(1), original(*given))[1]
@@ -194,11 +196,11 @@ def test_the_loop_is_woken_once_for_all_that_waits() -> None:
 
 
 def test_a_reply_whose_loop_is_gone_bothers_nobody() -> None:
-    async def make() -> Reply:
-        return Reply()
+    async def make() -> ResponseQueue:
+        return ResponseQueue()
 
     gone = asyncio.run(make())
-    writer = Writer()
+    writer = ResponseWriter()
     writer.put(gone, lambda: (b"x", True))
     reached = threading.Event()
     writer.put(gone, lambda: (reached.set(), (b"", True))[1])

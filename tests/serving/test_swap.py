@@ -18,16 +18,16 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from engines import together, wait_until
 from levanter.models.lm_model import LmHeadModel
-from seeds import told_seed
-from tiny_models import VOCABULARY, full_logprobs, tiny_model
+from support.engines import together, wait_until
+from support.seeds import printed_seed
+from support.tiny_models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.protocol import ChatAnswer, ChatRequest, decode_answer
 from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
-from marin_rl.serving.completions import _order as completion_order
+from marin_rl.serving.api.completions import _order as completion_order
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import named_parameters
@@ -199,7 +199,7 @@ def once_after_chunks(
 def test_every_token_of_64_running_requests_tells_who_drew_it(
     engine: Engine, models: Any, plain: Pair
 ) -> None:
-    requests = requests_of(random.Random(told_seed()))
+    requests = requests_of(random.Random(printed_seed()))
     deltas: list[list[Delta]] = [[] for _ in requests]
     swap_once = once_after_chunks(engine, 6, lambda: engine.swap(models[1], *NEW))
 

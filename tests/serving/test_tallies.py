@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from marin_rl.serving.tallies import SECONDS, Counts, Durations
+from marin_rl.serving.http.tallies import SECONDS, Counts, Durations
 
 
 class Shown(Collector):

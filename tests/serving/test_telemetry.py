@@ -12,14 +12,14 @@ from typing import NoReturn
 import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servers import CHAT, asks_well, chat_body, raw, serving, talk
 from starlette.types import Message, Receive, Scope, Send
-from tiny_models import tiny_model
+from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
+from support.tiny_models import tiny_model
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.batch_invariance import UNPROVEN
 from marin_rl.inference.engine import EngineStats
-from marin_rl.serving.access import (
+from marin_rl.serving.http.access_log import (
     LINES_GATHERED_S,
     AccessLog,
     CutShort,
@@ -27,8 +27,8 @@ from marin_rl.serving.access import (
     RequestRecord,
     access_line,
 )
+from marin_rl.serving.http.prometheus import METRICS, Snapshot, Telemetry, telemetry_markdown
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.telemetry import METRICS, Snapshot, Telemetry, telemetry_markdown
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

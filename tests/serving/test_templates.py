@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
+from support.chat_templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
 
 from marin_rl.errors import InputError
 from marin_rl.isolated.templates import CHARACTERS_MAX
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.templates import ChatPrompts, check_template, conversation_of
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.text.templates import ChatPrompts, check_template, conversation_of
 from marin_rl.tokenizers import character_tokenizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import (
+from support.chat_templates import (
     CALLING,
     CHATML,
     LLAMA3,
@@ -15,12 +15,12 @@ from chat_templates import (
     TOOLS,
     byte_level_tokenizer,
 )
-from seeds import told_seed
+from support.seeds import printed_seed
 
-from marin_rl.serving.bodies import ApiError
-from marin_rl.serving.constraints import Constraints
-from marin_rl.serving.templates import ChatPrompts
-from marin_rl.serving.tools import (
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.text.constraints import Constraints
+from marin_rl.serving.text.templates import ChatPrompts
+from marin_rl.serving.text.tools import (
     CALLS_MAX,
     ParsedAnswer,
     ToolCall,
@@ -185,7 +185,7 @@ def test_calls_are_read_and_the_malformed_stay_text(form, text, content, calls):
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), READ)
 def test_a_stream_gives_the_same_however_the_text_is_cut(form, text, content, calls):
-    chance = random.Random(told_seed())
+    chance = random.Random(printed_seed())
     whole = told(parse_tool_calls(form, text, NAMES))
     for most in (1, 3, 20):
         stream, pieces, at = ToolCallStream(form, NAMES), [], 0
@@ -303,7 +303,7 @@ BOUNDED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
 def test_a_forced_answer_is_nothing_but_calls_of_the_tools(name, several):
-    chance = random.Random(told_seed())
+    chance = random.Random(printed_seed())
     form = FORMATS[name]
     grammar = forced_calls_grammar(form, BOUNDED, TOKENIZER, several=several)
     constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import serving
+from support.servers import serving
 
 from marin_rl.inference.slots import GenerationRequest, Sample
 from marin_rl.serving.server import PolicyServer
@@ -39,7 +39,12 @@ def server() -> Iterator[PolicyServer]:
 @pytest.fixture(scope="module")
 def found(server) -> dict[str, Any]:
     done = subprocess.run(
-        [str(PYTHON), str(HERE / "verifiers_talks.py"), server.base_url, server.model_id],
+        [
+            str(PYTHON),
+            str(HERE / "support/verifiers_transcripts.py"),
+            server.base_url,
+            server.model_id,
+        ],
         env=os.environ | {"MARIN_RL_API_KEY": "none", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -50,7 +55,7 @@ def found(server) -> dict[str, Any]:
 
 
 def sampled(server: PolicyServer, prompt: list[int]) -> Sample:
-    """Sample of the engine for a prompt with the sampling of `verifiers_talks`."""
+    """Sample of the engine for a prompt with the sampling of `verifiers_transcripts`."""
     request = GenerationRequest(
         prompt_ids=np.array(prompt, np.int32),
         sampling=Sampling(temperature=0.8, max_tokens=12, seed=5),

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_s3 import FakeS3, fake_s3
-from small_runs import commit, small_run, weights
+from support.fake_s3 import FakeS3, fake_s3
+from support.small_runs import commit, small_run, weights
 
 from marin_rl.errors import StoreUnavailable
-from marin_rl.serving.loading import Loaded, Served, Source, read_checkpoint
+from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.standalone import proven_server
-from marin_rl.serving.watcher import Follower, following
-from marin_rl.storage.filesystem import MemoryStore
-from marin_rl.storage.objects import Keys
+from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, following
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.stores.store import Keys
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import parameters_digest
 
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
         commit(memory, round)
     damage(memory, 3, spoil)
     damage(memory, 2, spoil)
-    follower = Follower(server.updater, memory, 0)
+    follower = CheckpointWatcher(server.updater, memory, 0)
     follower.look()
     assert (server.model_id, follower.round) == (served_id(memory, 1), 1)
     assert server.updater.stats.failures == 2
@@ -152,7 +152,7 @@ def test_a_damaged_manifest_does_not_hide_what_is_older(memory: Run, server: Pol
     commit(memory, 1)
     commit(memory, 2)
     memory.store.put_part(f"{checkpoint_slot(2)}/manifest.json", b"{")
-    follower = Follower(server.updater, memory, 0)
+    follower = CheckpointWatcher(server.updater, memory, 0)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 1
@@ -162,7 +162,7 @@ def test_what_is_not_committed_yet_is_no_fault(memory: Run, server: PolicyServer
     commit(memory, 1)
     memory.store.put_part(f"{checkpoint_slot(2)}/20990101T000000-00/d/0", b"half")
     memory.store.put_part(f"{checkpoint_slot(3)}.old/manifest.json", b"another thing")
-    follower = Follower(server.updater, memory, 0)
+    follower = CheckpointWatcher(server.updater, memory, 0)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 0
@@ -173,7 +173,7 @@ def test_a_restored_checkpoint_is_taken_after_all(memory: Run, server: PolicySer
     key = max(memory.store.list(checkpoint_slot(1)), key=memory.store.size)
     good = memory.store.read(key)
     memory.store.put_part(key, good[:-1])
-    follower = Follower(server.updater, memory, 0, again_s=3600)
+    follower = CheckpointWatcher(server.updater, memory, 0, again_s=3600)
     follower.look()
     memory.store.put_part(key, good)
     follower.look()
@@ -224,7 +224,7 @@ def test_storage_out_of_reach_is_waited_for(
     store.down = True
     commit(memory, 1)
     with pytest.raises(StoreUnavailable):
-        Follower(server.updater, run, 0).look()
+        CheckpointWatcher(server.updater, run, 0).look()
     lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
     with (
         caplog.at_level(logging.WARNING),
@@ -245,7 +245,7 @@ def test_storage_out_of_reach_is_waited_for(
 
 def test_an_update_by_hand_stays_until_the_next_round(memory: Run, server: PolicyServer) -> None:
     commit(memory, 1)
-    follower = Follower(server.updater, memory, 0)
+    follower = CheckpointWatcher(server.updater, memory, 0)
     follower.look()
     server.swap(weights(memory, 9), 9, parameters_digest(weights(memory, 9)))
     follower.look()
@@ -268,7 +268,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
     loading.start()
     assert begun.wait(60)
     commit(memory, 1)
-    follower = Follower(server.updater, memory, 0)
+    follower = CheckpointWatcher(server.updater, memory, 0)
     follower.look()
     assert (follower.round, server.updater.stats.failures) == (0, 0)
     release.set()

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_gcs import FakeGCS, fake_gcs
-from fake_s3 import FakeS3, fake_s3
+from support.fake_gcs import FakeGCS, fake_gcs
+from support.fake_s3 import FakeS3, fake_s3
 
-from marin_rl.storage.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 
 BACKENDS = ("local", "memory", "gs", "s3")
 

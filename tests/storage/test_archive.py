@@ -8,17 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.whole_runs import play, whole_run
 from typer.testing import CliRunner
-from whole_runs import play, whole_run
 
 from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.cli import app
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.storage.archive import verify_archive, write_archive
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
 from marin_rl.storage.runs import Run, latest_checkpoint, progress
+from marin_rl.storage.upkeep.archive import verify_archive, write_archive
+from marin_rl.storage.upkeep.forks import fork_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
 from schemas.manifests import sealed_json
 
 
@@ -121,7 +121,7 @@ def test_a_forger_who_fits_contents_and_hash_is_caught_by_the_promised_hash(
     def forge(entries: dict[str, bytes]) -> None:
         import hashlib
 
-        from marin_rl.storage.archive import Entry, root_hash_of
+        from marin_rl.storage.upkeep.archive import Entry, root_hash_of
 
         entries[SHARD] = entries[SHARD][:-1] + b"?"
         record = json.loads(entries["contents.json"])

@@ -8,22 +8,22 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from builders import commit_round, configuration, group
+from support.builders import commit_round, configuration, group
+from support.whole_runs import whole_run
 from typer.testing import CliRunner
-from whole_runs import whole_run
 
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
-from marin_rl.storage.batches import (
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.tables.batches import (
     BATCHES_PREFIX,
     commit_batches,
     read_dispositions,
     write_dispositions,
 )
-from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.upkeep.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
 
 Change = Callable[[pa.Table], pa.Table]
 

@@ -6,19 +6,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import commit_round, configuration, group
+from support.builders import commit_round, configuration, group
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, ObjectMissing
-from marin_rl.storage.batches import (
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.tables.batches import (
     BatchWriter,
     StepRows,
     read_batches,
     read_dispositions,
 )
-from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.filesystem import open_store
-from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
 from schemas.batches import ARRAYS, DISPOSITIONS, INTEGER_ARRAYS
 

@@ -31,7 +31,7 @@ from marin_rl.errors import (
     StoreUnavailable,
 )
 from marin_rl.storage.commits import commit_manifest, manifest_key, new_manifest
-from marin_rl.storage.filesystem import ObjectStore, PutOutcome
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
 from schemas.manifests import Manifest
 
 SLOT = "checkpoints/round-00001"

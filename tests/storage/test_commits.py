@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gcs import FakeGCS, Fault
-from racers import commit_slots
+from support.fake_gcs import FakeGCS, Fault
+from support.racers import commit_slots
 
 from marin_rl import errors
 from marin_rl.errors import (
@@ -31,7 +31,7 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from schemas.manifests import Manifest, Parent, sealed_json, sha256_of
 
 SLOT = "batches/round-00003"

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fake_gcs import FakeGCS, Fault
-from fake_s3 import FakeS3
+from support.fake_gcs import FakeGCS, Fault
+from support.fake_s3 import FakeS3
 
 from marin_rl.errors import (
     ConfigError,
@@ -25,8 +25,8 @@ from marin_rl.errors import (
     StorageError,
     StoreUnavailable,
 )
-from marin_rl.storage.filesystem import ObjectStore, PutOutcome, open_store, probe
-from marin_rl.storage.objects import is_private
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store, probe
+from marin_rl.storage.stores.store import is_private
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
 NOBODY = 65534
@@ -176,7 +176,7 @@ def test_local_listings_do_not_skip_what_may_not_be_read(tmp_path: Path) -> None
 CREATE_THEN_DIE = """
 import os, signal, sys
 from marin_rl.storage import local
-from marin_rl.storage.filesystem import open_store
+from marin_rl.storage.stores.filesystem import open_store
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

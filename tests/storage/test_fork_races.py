@@ -13,19 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import configuration
-from seeds import told_seed
-from whole_runs import checkpoint
+from support.builders import configuration
+from support.seeds import printed_seed
+from support.whole_runs import checkpoint
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage import forks, gc
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.filesystem import open_store
-from marin_rl.storage.forks import fork_run, held_to
-from marin_rl.storage.gc import Collection, collect
-from marin_rl.storage.injection import Operations, Plan, suffering
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, metrics_key
+from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.upkeep import forks, gc
+from marin_rl.storage.upkeep.forks import fork_run, reference_checkpoints
+from marin_rl.storage.upkeep.gc import Collection, collect
 
 SCHEDULES, SCHEDULES_SLOW = 20, 500
 ROUNDS, FORKED_FROM = 3, 1
@@ -126,7 +126,7 @@ def play(seed: int) -> str:
     def fork(parent: Run) -> Run:
         return fork_run(parent, FORKED_FROM, "fork", overrides)
 
-    with suffering(Stops(Plan())):
+    with inject_faults(Stops(Plan())):
         run = Run.open(root, "run")
         found = raced(run, lambda: fork(run), choices)
     if isinstance(found, Killed):  # whoever asks again is told, too
@@ -135,7 +135,7 @@ def play(seed: int) -> str:
         except ObjectMissing as error:
             found = error
     if isinstance(found, Run):
-        needed = {FORKED_FROM, *held_to(found.config.objective, FORKED_FROM)}
+        needed = {FORKED_FROM, *reference_checkpoints(found.config.objective, FORKED_FROM)}
         collect(made, KEEP)
         assert all(has_arrays(found, number) for number in needed), f"schedule {seed}"
     left = open_store(root)
@@ -146,7 +146,7 @@ def play(seed: int) -> str:
 
 def check(count: int) -> None:
     """Play schedules from a printed seed, which MARIN_RL_SEED repeats."""
-    first = told_seed()
+    first = printed_seed()
     ends = Counter(play(seed) for seed in range(first, first + count))
     print(dict(ends))
     assert set(ends) <= {"Run", "ObjectMissing"}

@@ -5,20 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_runs import checkpoint, play, whole_run
+from support.whole_runs import checkpoint, play, whole_run
 
 from marin_rl.analysis.scan import scan_metrics, scan_rollouts
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.rounds import close_round
-from marin_rl.storage import forks, gc
-from marin_rl.storage.audit import audit_run
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.filesystem import PutOutcome
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
-from marin_rl.storage.metrics import read_metrics
 from marin_rl.storage.runs import (
     ROUNDS_PLANNED,
     Run,
@@ -29,6 +22,13 @@ from marin_rl.storage.runs import (
     rounds_planned,
     runs_under,
 )
+from marin_rl.storage.stores.filesystem import PutOutcome
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.upkeep import forks, gc
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.forks import fork_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
 
 
 @pytest.fixture(scope="module")

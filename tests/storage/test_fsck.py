@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from seeds import told_seed
-from whole_runs import sample, whole_run
+from support.seeds import printed_seed
+from support.whole_runs import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.archive import verify_archive, write_archive
 from marin_rl.storage.commits import (
     commit_manifest,
     new_attempt,
@@ -24,18 +23,19 @@ from marin_rl.storage.commits import (
     part_of,
     ref_of,
 )
-from marin_rl.storage.faults import gap_faults, link_faults
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
-from marin_rl.storage.injection import Operations, Plan, suffering
-from marin_rl.storage.inventory import MANIFEST, take_inventory
-from marin_rl.storage.local import LocalStore
-from marin_rl.storage.metrics import write_round_metrics
-from marin_rl.storage.objects import Keys
-from marin_rl.storage.pairs import commit_pairs
-from marin_rl.storage.rewards import RewardSource, commit_rewards
 from marin_rl.storage.runs import Run, latest_checkpoint
+from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
+from marin_rl.storage.stores.local import LocalStore
+from marin_rl.storage.stores.store import Keys
+from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.tables.pairs import commit_pairs
+from marin_rl.storage.tables.rewards import RewardSource, commit_rewards
+from marin_rl.storage.upkeep.archive import verify_archive, write_archive
+from marin_rl.storage.upkeep.forks import fork_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
+from marin_rl.storage.upkeep.integrity import gap_faults, link_faults
+from marin_rl.storage.upkeep.inventory import MANIFEST, take_inventory
 from marin_rl.types import Message, PreferencePair
 from schemas.manifests import sealed_json, sha256_of
 from schemas.rewards import REWARDS
@@ -96,7 +96,7 @@ def test_a_whole_run_is_whole(folder: Path) -> None:
 
 @pytest.mark.parametrize("pattern", COMMITTED)
 def test_a_flipped_bit_is_found_wherever_it_is(folder: Path, pattern: str) -> None:
-    path, seed = one(folder, pattern), told_seed()
+    path, seed = one(folder, pattern), printed_seed()
     data = path.read_bytes()
     # What no manifest names, a writer of another version may have written.
     version = re.search(rb"parquet-cpp-arrow version ([\d.]+)", data)
@@ -397,7 +397,7 @@ def test_retention_between_the_listing_and_the_hashes_is_no_fault(folder: Path) 
                 assert collect(run, rule_of(run, 2, None)).garbage
             return None
 
-    with suffering(Retiring(Plan())):
+    with inject_faults(Retiring(Plan())):
         assert faults(folder) == []
 
 

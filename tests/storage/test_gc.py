@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import configuration
-from whole_runs import FILES, checkpoint, play, whole_run
+from support.builders import configuration
+from support.whole_runs import FILES, checkpoint, play, whole_run
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing, StorageError
@@ -21,12 +21,12 @@ from marin_rl.storage.commits import (
     new_manifest,
     read_manifest,
 )
-from marin_rl.storage.forks import borrowed_from, fork_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import CLOCKS_APART_S, Collection, collect, retire, rule_of
-from marin_rl.storage.injection import Operations, Plan, suffering
-from marin_rl.storage.pruning import commit_tombstone
 from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed, latest_checkpoint
+from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
+from marin_rl.storage.tables.tombstones import commit_tombstone
+from marin_rl.storage.upkeep.forks import borrowed_from, fork_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import CLOCKS_APART_S, Collection, collect, retire, rule_of
 
 ROUNDS = 5
 KEEP = RetentionConfig(checkpoints_last=2, checkpoints_every=3)
@@ -250,7 +250,7 @@ class Barred(Operations):
 def test_a_folder_that_may_not_be_looked_into_counts_if_it_may_be_a_fork(run: Run) -> None:
     root = Path(run.config.root)
     (root / "lost+found").mkdir()
-    with suffering(Barred(Plan())):
+    with inject_faults(Barred(Plan())):
         assert collect(Run.open(run.config.root, "run"), KEEP).garbage
         (root / "barred").mkdir()
         with pytest.raises(StorageError, match="barred"):
@@ -265,7 +265,7 @@ def test_a_neighbour_that_vanishes_while_it_is_read_is_absent(run: Run) -> None:
             return None
 
     fork_run(run, 1, "gone")
-    with suffering(Vanishing(Plan())):
+    with inject_faults(Vanishing(Plan())):
         assert collect(Run.open(run.config.root, "run"), rule_of(run, 2, None)).garbage
     assert borrowed_from(run).by == ()
 
@@ -289,7 +289,7 @@ def test_retention_reads_a_neighbour_once_a_round(tmp_path: Path) -> None:
         other = run.config.model_copy(update={"run_id": f"neighbour-{number}"})
         Run.create_or_open(other)
     asked = Asked()
-    with suffering(asked):
+    with inject_faults(asked):
         retire(run)
         assert asked.seen == ["read"] * 16  # before and after the tombstones
         play(run, 3, latest_checkpoint(run) or pytest.fail("no checkpoint"))
@@ -383,7 +383,7 @@ def test_a_dry_run_takes_no_lock(run: Run) -> None:
     assert ".lock" not in run.folder.list()
     with run.lock():
         assert collect(run, dry_run=True).live
-    with suffering(Starting(Plan())):
+    with inject_faults(Starting(Plan())):
         assert not collect(Run.open(run.config.root, "run"), dry_run=True).live
 
 

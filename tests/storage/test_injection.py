@@ -11,12 +11,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fault_groups import groups
-from fault_names import NamedOperations
+from support.fault_groups import groups
+from support.fault_names import NamedOperations
 
 from marin_rl.errors import ConfigError, ObjectMissing, StoreUnavailable
-from marin_rl.storage.filesystem import MemoryStore, ObjectStore, PutOutcome, open_store, probe
-from marin_rl.storage.injection import DELAY_S, KINDS, VARIABLE, FaultyStore, parse, suffering
+from marin_rl.storage.stores.fault_injection import (
+    DELAY_S,
+    KINDS,
+    VARIABLE,
+    FaultyStore,
+    inject_faults,
+    parse,
+)
+from marin_rl.storage.stores.filesystem import (
+    MemoryStore,
+    ObjectStore,
+    PutOutcome,
+    open_store,
+    probe,
+)
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
 
@@ -82,7 +95,7 @@ def test_a_create_suffers(
 ) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append)  # of that module alone: other threads sleep too
-    monkeypatch.setattr("marin_rl.storage.injection.time", clock)
+    monkeypatch.setattr("marin_rl.storage.stores.fault_injection.time", clock)
     store = faulty(kind)
     assert store.put_if_absent("a", b"a") is CREATED
     assert slept == []
@@ -160,7 +173,7 @@ def test_a_faulty_store_survives_pickling(faulty: Opened) -> None:
 
 CREATE = """
 import sys
-from marin_rl.storage.filesystem import open_store
+from marin_rl.storage.stores.filesystem import open_store
 store = open_store(sys.argv[1])
 store.put_part("slot/part", b"0123456789")
 store.put_if_absent("slot/manifest", b"0123456789")
@@ -200,7 +213,7 @@ def test_operations_are_known_by_what_they_are_asked_for(tmp_path: Path) -> None
         root = tmp_path / attempt
         met = tmp_path / f"{attempt}.met"
         operations = NamedOperations(str(root), {"write run/a/*/x #2": "fail"}, met)
-        with suffering(operations):
+        with inject_faults(operations):
             store = open_store(str(root)).at("run")
         store.put_part(f"a/{attempt}/x", b"x")
         with pytest.raises(StoreUnavailable):

@@ -6,12 +6,12 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import sampled_pair
+from support.builders import sampled_pair
 
 from marin_rl.config import parse_config
 from marin_rl.errors import CommitConflict, InputError
-from marin_rl.storage.pairs import commit_pairs, committed_pairs, read_pairs, write_pairs
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs, write_pairs
 from marin_rl.types import Message, PreferencePair
 
 TOKENS = {"tokenizer_digest": "t", "chat_template_digest": "c"}

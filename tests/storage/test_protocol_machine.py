@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from protocol_world import (
+from support.simulator import (
     CREATE_FATES,
     READ_FATES,
     WRITE_FATES,
@@ -28,7 +28,7 @@ from protocol_world import (
     clock_of,
     ended_well,
 )
-from wrong_protocols import delete_on_conflict, trusts_exists
+from support.wrong_protocols import delete_on_conflict, trusts_exists
 
 PROCESSES_MAX = 5
 

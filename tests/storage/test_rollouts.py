@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.builders import (
     CHECKPOINT,
     FINGERPRINT,
     commit_round,
@@ -21,8 +23,6 @@ from builders import (
     policy,
     rollout,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from marin_rl.errors import (
     CommitConflict,
@@ -31,7 +31,8 @@ from marin_rl.errors import (
     NewerSchema,
     ObjectMissing,
 )
-from marin_rl.storage.rollouts import (
+from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.tables.rollouts import (
     commit_shard,
     decode_shard,
     encode_shard,
@@ -43,7 +44,6 @@ from marin_rl.storage.rollouts import (
     seal_round,
     shard_ref,
 )
-from marin_rl.storage.runs import Run, shard_key
 from marin_rl.types import RolloutGroup
 from schemas.rollouts import ROLLOUTS
 

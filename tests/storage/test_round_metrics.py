@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import configuration
+from support.builders import configuration
 
-from marin_rl.storage.filesystem import MemoryStore
-from marin_rl.storage.metrics import read_metrics, write_round_metrics
 from marin_rl.storage.runs import Run, metrics_key
-from marin_rl.storage.tables import FETCHES_MAX
+from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.metrics import read_metrics, write_round_metrics
+from marin_rl.storage.tables.parquet import FETCHES_MAX
 
 
 def test_rows_come_back_in_order_on_every_backend(root: tuple[str, dict[str, Any]]) -> None:

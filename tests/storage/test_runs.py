@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gcs import FakeGCS
+from support.fake_gcs import FakeGCS
 
 from marin_rl.config import Config, parse_config
 from marin_rl.errors import (
@@ -26,9 +26,9 @@ from marin_rl.errors import (
 )
 from marin_rl.storage import runs
 from marin_rl.storage.commits import commit_manifest, new_manifest
-from marin_rl.storage.filesystem import open_store
-from marin_rl.storage.locks import Holder, holder_in
 from marin_rl.storage.runs import Run, RunRef
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.stores.locks import Holder, holder_in
 from schemas.manifests import sealed_json
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import configuration
+from support.builders import configuration
 
 from marin_rl.errors import CorruptObject
-from marin_rl.storage import scores as module
 from marin_rl.storage.checkpoints import Beside, commit_checkpoint, restore_checkpoint
 from marin_rl.storage.commits import manifest_of, new_attempt
 from marin_rl.storage.runs import Run, checkpoint_slot
-from marin_rl.storage.scores import ScoredStep, ScoresWriter, StepScores, iter_scores
+from marin_rl.storage.tables import scores as module
+from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter, StepScores, iter_scores
 from marin_rl.types import SlotRef
 from schemas.scores import FLOATS, VALUED, WEIGHED
 

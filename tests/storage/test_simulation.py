@@ -1,6 +1,6 @@
 """Seeded schedules of the commit protocol: kills, lost replies, late writes, zombies, gc.
 
-Each schedule is a world of its own (protocol_world.py), played by choices that follow from a seed.
+Each schedule is a world of its own (simulator.py), played by choices that follow from a seed.
 The simpler protocols at the end must be caught, or the laws could not fail.
 """
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from schedules import Scheduler, play
-from seeds import told_seed
-from wrong_protocols import (
+from support.schedules import Scheduler, play
+from support.seeds import printed_seed
+from support.wrong_protocols import (
     delete_on_conflict,
     exists_then_put,
     fixed_names,
@@ -34,12 +34,12 @@ ENDS = ("Killed", "CommitUnknown", "CommitExpired", "StoreUnavailable", "Collect
 def seeded(count: int) -> int:
     """A printed seed, which MARIN_RL_SEED repeats."""
     print(f"{count} schedules")
-    return told_seed()
+    return printed_seed()
 
 
 def check(count: int) -> None:
     """Play schedules in a program of its own: checking types, as tests do, would take most time."""
-    command = [sys.executable, "tests/schedules.py", str(seeded(count)), str(count)]
+    command = [sys.executable, "tests/support/schedules.py", str(seeded(count)), str(count)]
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(

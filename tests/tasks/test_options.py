@@ -15,7 +15,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
 from tasks.evaluate import evaluate
 from tasks.generate import generate, seal
-from tasks.options import in_thread, opened, passes, told
+from tasks.options import as_state, in_thread, is_transient, open_run
 from tasks.process import process
 from tasks.publish import publish
 from tasks.serve import serve
@@ -40,12 +40,12 @@ STAGES = (begin, evaluate, fine_tune, generate, process, publish, seal, serve, t
 )
 def test_only_faults_that_may_pass_are_retried(error: Exception, again: bool) -> None:  # noqa: FBT001
     failed: State[object] = State(type=StateType.FAILED, data=error)
-    assert passes(train, None, failed) is again  # type: ignore[arg-type]
+    assert is_transient(train, None, failed) is again  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_is_retried_by_the_same_rule_and_never_cached(stage: Task) -> None:  # type: ignore[type-arg]
-    assert stage.retry_condition_fn is passes
+    assert stage.retry_condition_fn is is_transient
     assert stage.retry_jitter_factor == 0.5
     assert stage.persist_result is False
     assert stage.cache_policy is NO_CACHE
@@ -53,8 +53,8 @@ def test_every_stage_is_retried_by_the_same_rule_and_never_cached(stage: Task) -
 
 def test_a_reused_slot_is_said_to_be() -> None:
     new = SlotRef(slot="a", sha256="0" * 64)
-    assert told(new) is new
-    state = told(SlotRef(slot="a", sha256="0" * 64, reused=True))
+    assert as_state(new) is new
+    state = as_state(SlotRef(slot="a", sha256="0" * 64, reused=True))
     assert isinstance(state, State)
     assert (state.name, state.type) == ("Reused", StateType.COMPLETED)
     assert state.data == new
@@ -63,11 +63,11 @@ def test_a_reused_slot_is_said_to_be() -> None:
 def test_a_run_is_opened_once_with_the_free_keys_of_its_reference(tmp_path: Path) -> None:
     tree = {"root": str(tmp_path), "run_id": "opened", "rounds": 5, "flow": {"retries": 9}}
     reference = Run.create_or_open(parse_config(tree)).reference
-    run = opened(reference)
+    run = open_run(reference)
     assert (run.config.rounds, run.config.flow.retries) == (5, 9)
-    assert opened(reference) is run
+    assert open_run(reference) is run
     longer = Run.create_or_open(parse_config(tree | {"rounds": 6})).reference
-    assert opened(longer).config.rounds == 6
+    assert open_run(longer).config.rounds == 6
 
 
 def test_cancelling_does_not_wait_for_blocking_work() -> None:

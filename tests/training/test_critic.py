@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 from numpy.testing import assert_allclose, assert_array_equal
+from support.tiny_batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 
 from marin_rl.batching.returns import gae
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
-from marin_rl.storage.scores import iter_scores
+from marin_rl.storage.tables.scores import iter_scores
+from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
 from marin_rl.training.critic import (
     make_critic,
     token_gae,
@@ -24,7 +25,6 @@ from marin_rl.training.critic import (
     value_metrics,
     whitened,
 )
-from marin_rl.training.foresight import Foresight, token_rewards
 from marin_rl.training.heads import ScalarHead, ScalarModel
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
@@ -34,8 +34,7 @@ from marin_rl.training.model import (
     named_parameters,
 )
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
-from marin_rl.training.program import Program, fitted, take_step
-from marin_rl.training.rows import StepSettings
+from marin_rl.training.precompute import RowPrecompute, token_rewards
 from marin_rl.training.scoring import final_states, token_values
 from marin_rl.training.state import (
     first_parameters,
@@ -45,6 +44,7 @@ from marin_rl.training.state import (
     tree_of,
 )
 from marin_rl.training.step import Reference, as_array, make_step, step_arrays
+from marin_rl.training.step_types import StepSettings
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
 GAE = [
@@ -156,18 +156,18 @@ def test_kl_in_the_reward_reaches_a_critics_advantages_at_every_scale(scale: str
         kl_placement="reward",
     )
     apart = (0.25 * arrays.mask).astype(np.float32)
-    foresight = Foresight(objective, lambda _, rows, __: rows.policy_logprobs - apart)
-    foresight.penalise(Reference({}, np.float32(0.5)), {}, [batch], [(arrays, used)])
+    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs - apart)
+    precompute.penalise(Reference({}, np.float32(0.5)), {}, [batch], [(arrays, used)])
     nothing = np.zeros(arrays.mask.shape, np.float32)
     critic = CriticConfig(gae_lambda=1.0)
-    foresight.estimate(critic, lambda _, __: nothing, [batch], [(arrays, used)])
+    precompute.estimate(critic, lambda _, __: nothing, [batch], [(arrays, used)])
     mask = arrays.mask.reshape(4, -1)
     left = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # trained tokens from each one on
     rewards = token_rewards(batch, arrays).reshape(4, -1).sum(axis=1, keepdims=True)
     expected = (rewards - 0.5 * 0.25 * left)[mask]
     if scale != "none":
         expected = (expected - expected.mean()) / expected.std(ddof=1)
-    found = foresight.changes[0].advantages
+    found = precompute.changes[0].advantages
     assert found is not None
     assert_allclose(found.reshape(4, -1)[mask], expected, rtol=1e-4, atol=1e-5)
 
@@ -369,14 +369,14 @@ def test_on_a_mesh_the_critic_learns_as_on_one_device(debug, tokenizer, axis, tr
 
     def after_two_steps(config):
         settings = StepSettings(objective=config.objective, critic=config.training.critic)
-        program = Program(config, tokenizer, policy_adamw(config.training), settings)
+        program = CompiledStep(config, tokenizer, policy_adamw(config.training), settings)
         assert program.critic is not None
         parameters = first_parameters(config, tokenizer)
         critic = program.critic.first_state(parameters, program.template)
         state = fresh_state(parameters, program.optimizer, 0, critic=critic)
         state = program.place(state)
         for step in range(2):
-            arrays, used = fitted(valued(random_batch(6, LENGTH, seed=step)), 4, 8)
+            arrays, used = to_fixed_shape(valued(random_batch(6, LENGTH, seed=step)), 4, 8)
             nothing = np.zeros(arrays.mask.shape, np.float32)
             returns = np.where(arrays.mask, np.float32(0.5 + step), 0).astype(np.float32)
             arrays = arrays._replace(old_values=nothing, returns=returns)

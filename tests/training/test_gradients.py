@@ -16,9 +16,9 @@ import pytest
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.losses import correction_weights
-from marin_rl.training.reports import step_loss
-from marin_rl.training.rows import StepArrays, StepSettings
 from marin_rl.training.scoring import TokenScores
+from marin_rl.training.step_loss import step_loss
+from marin_rl.training.step_types import StepArrays, StepSettings
 
 LENGTH_NORM = 7
 SURROGATES = [

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import VOCAB, random_batch, tiny_policy
 from levanter.layers.attention import AttentionMask
+from support.tiny_batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig
 from marin_rl.training.heads import ScalarHead, ScalarModel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import commit_round, random_batch
+from support.tiny_batches import commit_round, random_batch
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config
@@ -17,7 +17,7 @@ from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.loop import Trainer, fewer_rows
+from marin_rl.training.loop import Trainer, rows_compiled_for
 from marin_rl.training.model import build_model, parameters_digest, save_hf
 from marin_rl.training.state import identity_of
 
@@ -115,7 +115,7 @@ def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokeniz
     ("rows", "expected"), [(1, 2), (2, 2), (3, 8), (8, 8), (9, 32), (33, 128), (128, 128)]
 )
 def test_packed_rows_are_compiled_for_few_numbers(rows, expected):
-    assert fewer_rows(rows, 128) == expected
+    assert rows_compiled_for(rows, 128) == expected
 
 
 def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokenizer):

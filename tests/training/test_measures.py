@@ -11,14 +11,14 @@ import pytest
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig
 from marin_rl.training.flops import peak_flops, training_flops
 from marin_rl.training.losses import kl_estimate
-from marin_rl.training.measures import (
+from marin_rl.training.model import model_template
+from marin_rl.training.token_metrics import (
     beyond_bounds,
     clip_fractions,
     clipped_tokens,
     importance_ratios,
     sequence_entropy,
 )
-from marin_rl.training.model import model_template
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if "metrics" in case["outputs"]]

@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import LENGTH, VOCAB, compilations, random_batch, tiny_policy
-from slow import others_slow
+from support.slow_cases import others_slow
+from support.tiny_batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training import scoring
+from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
 from marin_rl.training.heads import ScalarHead
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.program import Program, fitted, take_step
-from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import Packing, token_logprobs_and_values
 from marin_rl.training.state import first_parameters, fresh_state
 from marin_rl.training.step import Reference
+from marin_rl.training.step_types import StepSettings
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 SETTINGS = (
@@ -36,14 +36,14 @@ SETTINGS = (
 
 
 def after_two_steps(config, tokenizer):
-    program = Program(
+    program = CompiledStep(
         config, tokenizer, policy_adamw(config.training), StepSettings(objective=config.objective)
     )
     state = program.place(
         fresh_state(first_parameters(config, tokenizer), program.optimizer, config.seed)
     )
     for step in range(2):
-        arrays, used = fitted(random_batch(6, LENGTH, seed=step), 3, 8, program.layout)
+        arrays, used = to_fixed_shape(random_batch(6, LENGTH, seed=step), 3, 8, program.layout)
         before = compilations()
         state, metrics, _ = take_step(program, state, None, arrays, used)
     return state, metrics, compilations() - before
@@ -93,13 +93,13 @@ def after_three_steps(config, mesh, *, packed=False):
     """Parameters and metrics, with KL to a reference, two microbatches a step; in any process."""
     tokenizer, meshed = character_tokenizer(), config.model_copy(update={"mesh": mesh})
     settings = StepSettings(objective=config.objective, packing=Packing(packed_rows=packed))
-    program = Program(meshed, tokenizer, policy_adamw(config.training), settings)
+    program = CompiledStep(meshed, tokenizer, policy_adamw(config.training), settings)
     first = first_parameters(config, tokenizer)
     state = program.place(fresh_state(first, program.optimizer, config.seed))
     placed = program.layout.place_parameters(dict(first), program.template)
     reference = Reference(placed, np.float32(config.objective.kl_coefficient))
     for step in range(3):
-        arrays, used = fitted(random_batch(13, LENGTH, seed=step), 7, 16, program.layout)
+        arrays, used = to_fixed_shape(random_batch(13, LENGTH, seed=step), 7, 16, program.layout)
         state, metrics, _ = take_step(program, state, reference, arrays, used)
     return {name: np.asarray(array) for name, array in state.parameters.items()}, metrics
 
@@ -194,7 +194,7 @@ def test_each_device_scores_its_own_rows_and_no_others(axis):
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
 def test_rows_are_filled_up_to_what_devices_share_out_evenly():
     layout = layout_of(MeshConfig(data=2))
-    arrays, used = fitted(random_batch(7, LENGTH), 3, 7, layout)  # 4 rows, for 3 are odd
+    arrays, used = to_fixed_shape(random_batch(7, LENGTH), 3, 7, layout)  # 4 rows, for 3 are odd
     assert (used, arrays.token_ids.shape) == (2, (2, 4, LENGTH))
     layout.place_rows(arrays)
     assert not arrays.segment_ids.reshape(8, LENGTH)[7].any()

@@ -7,10 +7,10 @@ import pytest
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import load_config
-from marin_rl.resident import Resident
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.storage.rollouts import seal_round
+from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import seal_round
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 ROUNDS = 20
@@ -30,18 +30,18 @@ SETTINGS = (
 
 def play(run: Run) -> list[dict[str, float]]:
     """The metrics of every round, of rollouts and of training."""
-    resident, told = Resident(run), []
+    runtime_for, told = RunRuntime(run), []
     try:
-        resident.run_sft_segment(0)
-        checkpoint = resident.init_policy()
+        runtime_for.run_sft_segment(0)
+        checkpoint = runtime_for.init_policy()
         for round in range(ROUNDS):
-            policy = resident.serve(checkpoint)
+            policy = runtime_for.serve(checkpoint)
             part = asyncio.run(generate_shard(run, round, 0, policy))
             batches = build_round(run, round, seal_round(run, round, [part], (checkpoint,)))
-            checkpoint = resident.train_round(round, batches, checkpoint)
+            checkpoint = runtime_for.train_round(round, batches, checkpoint)
             told.append({**batches.summary, **checkpoint.summary})
     finally:
-        resident.close()
+        runtime_for.close()
     return told
 
 

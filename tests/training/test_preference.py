@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import VOCAB, tiny_policy
 from jax.sharding import Mesh
+from support.tiny_batches import VOCAB, tiny_policy
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.config import MeshConfig, TrainingConfig

@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hand_made import commit_round, random_batch
 from numpy.testing import assert_allclose, assert_array_equal
+from support.tiny_batches import commit_round, random_batch
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.forks import held_to
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
-from marin_rl.training.foresight import Foresight
+from marin_rl.storage.upkeep.forks import reference_checkpoints
 from marin_rl.training.loop import Trainer
+from marin_rl.training.precompute import RowPrecompute
 from marin_rl.training.reference_policy import (
-    adapted,
+    adapt_kl_coefficient,
     kl_coefficient,
     reference_round,
     reward_penalty,
@@ -34,7 +34,7 @@ SETTINGS = (
     ("kl", "expected"), [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098), (5.4, 0.099)]
 )
 def test_the_coefficient_follows_a_bounded_error(kl, expected):
-    assert adapted(0.1, kl, 6.0, 0.1) == pytest.approx(expected)
+    assert adapt_kl_coefficient(0.1, kl, 6.0, 0.1) == pytest.approx(expected)
 
 
 def test_a_refreshed_reference_is_the_last_of_every_so_many_rounds():
@@ -49,9 +49,9 @@ def test_storage_keeps_the_checkpoint_that_a_policy_is_held_to(reference):
     expected = [
         set() if reference == "average" else {reference_round(objective, r)} for r in range(8)
     ]
-    assert [held_to(objective, round) for round in range(8)] == expected
+    assert [reference_checkpoints(objective, round) for round in range(8)] == expected
     if reference != "average":  # which nobody keeps for nothing
-        assert held_to(ObjectiveConfig(reference=reference), 5) == set()
+        assert reference_checkpoints(ObjectiveConfig(reference=reference), 5) == set()
 
 
 def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():
@@ -88,10 +88,10 @@ def test_kl_by_token_is_what_is_to_come_of_it_and_whitened():
         kl_placement="reward",
         kl_estimator="k1",
     )
-    foresight = Foresight(objective, lambda _, rows, __: rows.policy_logprobs - apart)
+    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs - apart)
     reference = Reference({}, np.float32(0.3))
-    foresight.penalise(reference, {}, [batch], [(arrays, used)])
-    (change,) = foresight.changes
+    precompute.penalise(reference, {}, [batch], [(arrays, used)])
+    (change,) = precompute.changes
     found = change(arrays).advantages
 
     mask = arrays.mask.reshape(4, -1)
@@ -105,8 +105,8 @@ def test_kl_by_token_is_what_is_to_come_of_it_and_whitened():
     expected = (expected - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) * mask
     assert_allclose(found.reshape(4, -1), expected, rtol=1e-4, atol=1e-5)
     kl_sum = (apart * arrays.mask).sum()
-    assert foresight.metrics["objective/kl"] == pytest.approx(kl_sum / 3, rel=1e-4)
-    assert foresight.metrics["kl"] == pytest.approx(kl_sum / mask.sum(), rel=1e-4)
+    assert precompute.metrics["objective/kl"] == pytest.approx(kl_sum / 3, rel=1e-4)
+    assert precompute.metrics["kl"] == pytest.approx(kl_sum / mask.sum(), rel=1e-4)
 
 
 def play(run, trainer, checkpoint, rounds):

@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played_runs import play_round, play_two_rounds
-from small_runs import small_config
+from support.played_runs import play_round, play_two_rounds
+from support.small_runs import small_config
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import preview_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
-from marin_rl.resident import Resident
 from marin_rl.rollouts.rescore import rescore_round
-from marin_rl.serving.loading import export_hf, read_checkpoint
+from marin_rl.runtime import RunRuntime
+from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint
 from marin_rl.storage.commits import committed_manifest
-from marin_rl.storage.forks import fork_run
-from marin_rl.storage.fsck import check_run
-from marin_rl.storage.gc import collect, rule_of
-from marin_rl.storage.rewards import read_rewards
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.rewards import read_rewards
+from marin_rl.storage.upkeep.forks import fork_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect, rule_of
 from marin_rl.training.model import load_hf
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
@@ -131,15 +131,15 @@ def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(
 ) -> None:
     shutil.copytree(run.folder.url, tmp_path / "debug")
     fork = fork_run(Run.open(str(tmp_path), "debug"), 1, "fork", ["training.learning_rate=1e-3"])
-    resident = Resident(fork)
+    runtime_for = RunRuntime(fork)
     try:
         from marin_rl.storage.runs import latest_checkpoint
 
         start = latest_checkpoint(fork)
         assert start is not None
-        play_round(resident, fork, 1, start)
+        play_round(runtime_for, fork, 1, start)
     finally:
-        resident.close()
+        runtime_for.close()
     assert check_run(str(tmp_path), "fork").faults == ()
     assert [replay_round(fork, round).equal for round in range(2)] == [True, True]
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import group_of, rollout
+from support.builders import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject, InputError
 from marin_rl.progress import listening
-from marin_rl.rollouts.rewards import reward_model_slot_of, with_learned_reward
+from marin_rl.rollouts.rewards import add_model_reward, reward_model_slot_of
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.pairs import committed_pairs, write_pairs
 from marin_rl.storage.runs import Run, latest_reward_model, reward_model_slot
+from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.reward_model import RewardModelTraining
 from marin_rl.training.reward_scoring import LearnedReward
@@ -134,7 +134,7 @@ def test_a_committed_reward_model_judges_rollouts(begun, debug, tokenizer):
     said = rollout("g/0", reward=0.5, prompt=good[:-3].tolist(), completion=good[-3:].tolist())
     judged = group_of("g", [said, rollout("g/1", index=1, reward=None)])
     settings = LearnedRewardConfig(checkpoint="x", weight=2.0, offset=1.0, environment_weight=0.5)
-    (found,) = with_learned_reward([judged], settings, scorer)
+    (found,) = add_model_reward([judged], settings, scorer)
     value = (raw[0] - slot.identity.mean) / slot.identity.std + 1.0
     own, learned = found.rollouts[0].reward_components
     assert (own.name, own.value, own.weight) == ("correct", 0.5, 0.5)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import LENGTH, VOCAB, random_batch, tiny_policy
 from levanter.layers.attention import AttentionMask
-from slow import others_slow
+from support.slow_cases import others_slow
+from support.tiny_batches import LENGTH, VOCAB, random_batch, tiny_policy
 
 from marin_rl.training import scoring
 from marin_rl.training.model import (

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from builders import commit_round, configuration, group_of, rollout
-from hand_made import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow import others_slow
+from support.builders import commit_round, configuration, group_of, rollout
+from support.slow_cases import others_slow
+from support.tiny_batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig
-from marin_rl.storage.batches import read_batches
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.batches import read_batches
 from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
-from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import token_logprobs
 from marin_rl.training.state import fresh_state
 from marin_rl.training.step import Reference, as_array, make_score, make_step, step_arrays
+from marin_rl.training.step_types import StepSettings
 
 ROWS_MAX = 8
 MODEL = tiny_policy(layers=1)

@@ -6,26 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import LENGTH, VOCAB, random_batch, tiny_policy
 from numpy.testing import assert_allclose, assert_array_equal
-from played_runs import play_two_rounds
+from support.played_runs import play_two_rounds
+from support.tiny_batches import LENGTH, VOCAB, random_batch, tiny_policy
 
 from marin_rl.analysis.token_baseline import group_advantages
 from marin_rl.config import MeshConfig, ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
-from marin_rl.storage.scores import iter_scores
+from marin_rl.storage.tables.scores import iter_scores
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.foresight import Foresight
+from marin_rl.training.compiled_step import CompiledStep, score_norm_rows, to_fixed_shape
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.program import Program, fitted, score_norm_rows
+from marin_rl.training.precompute import RowPrecompute
 from marin_rl.training.reprocess import reprocess_round
-from marin_rl.training.rows import StepSettings
 from marin_rl.training.scoring import final_states, packing_of
 from marin_rl.training.state import Identity, first_parameters, identity_of
 from marin_rl.training.step import as_array, make_score_norms, step_arrays
+from marin_rl.training.step_types import StepSettings
 from marin_rl.training.token_baseline import token_advantages
 
 OBJECTIVE = ObjectiveConfig(advantage="optimal_token_baseline", ratio_level="token")
@@ -170,10 +170,10 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
     groups = dict(zip([n for b in batches for (n,) in b.rollout_ids], "abacbcc", strict=True))
     apart = rng.normal(0, 0.4, (3, 2, LENGTH)).astype(np.float32)
     norm = rng.uniform(0, 2, (3, 2, LENGTH)).astype(np.float32)
-    foresight = Foresight(objective, lambda _, rows, __: rows.policy_logprobs + apart)
+    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs + apart)
     if correction != "none":
-        foresight.correct({}, cut)
-    foresight.weigh({}, lambda _, rows, __: norm * rows.mask, groups, batches, cut)
+        precompute.correct({}, cut)
+    precompute.weigh({}, lambda _, rows, __: norm * rows.mask, groups, batches, cut)
     returns, weights = [], []
     for batch in batches:
         for row, mask in enumerate(batch.loss_mask != 0):
@@ -185,7 +185,7 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
     found = [
         change(rows).advantages.reshape(6, LENGTH)[row, mask]
         for change, batch, (rows, _) in zip(
-            foresight.changes,
+            precompute.changes,
             [dataclasses.replace(b, advantages=np.zeros_like(b.advantages)) for b in batches],
             [(rows._replace(advantages=0 * rows.advantages), used) for rows, used in cut],
             strict=True,
@@ -193,7 +193,7 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
         for row, mask in enumerate(batch.loss_mask != 0)
     ]
     assert_allclose(np.concatenate(found), flat(expected), rtol=1e-5, atol=1e-6)
-    for change, (rows, _) in zip(foresight.changes, cut, strict=True):
+    for change, (rows, _) in zip(precompute.changes, cut, strict=True):
         assert change.norms is not None
         assert change.advantages is not None
         assert_array_equal(change.advantages[~rows.mask], 0.0)
@@ -243,9 +243,9 @@ def test_on_a_mesh_norms_are_those_of_one_device(debug, tokenizer, axis) -> None
     for mesh in (MeshConfig(), MeshConfig(**{axis: 2})):
         chosen = config.model_copy(update={"mesh": mesh})
         settings = StepSettings(objective=config.objective)
-        program = Program(chosen, tokenizer, policy_adamw(config.training), settings)
+        program = CompiledStep(chosen, tokenizer, policy_adamw(config.training), settings)
         parameters = first_parameters(chosen, tokenizer)
         placed = program.layout.place_parameters(parameters, program.template)
-        found.append(score_norm_rows(program, placed, *fitted(batch, 4, 8)))
+        found.append(score_norm_rows(program, placed, *to_fixed_shape(batch, 4, 8)))
     assert found[0].max() > 0
     assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,103 @@
+"""The light columns of a round's rollouts, those without tokens, and the metrics they decide.
+
+Processing reads them to decide, and checks of a round read them again: the same function sums
+them up in both places. Axes: N rollouts of a round, M reward components of all of them.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float64
+
+from marin_rl.rollouts.summary import (
+    consumed_metrics,
+    environment_metrics,
+    replay_metrics,
+    rollout_metrics,
+    staleness_metrics,
+)
+from schemas.batches import DISPOSITION_KINDS
+
+SCALAR_COLUMNS = (
+    "rollout_id", "group_id", "environment", "round", "policy_version_min", "policy_version_max",
+    "reward", "reward_components", "status", "n_prompt_tokens", "n_completion_tokens",
+)  # fmt: skip
+
+
+def scalar_metrics(light: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
+    """Every metric that a round's rollouts and their dispositions decide, from the light columns.
+
+    `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
+    """
+    reward_N = _column(light, "reward").astype(np.float64)
+    reward_N = np.where(np.isfinite(reward_N), reward_N, np.nan)
+    statuses, components = light["status"].to_pylist(), _components(light)
+    _, group_N = np.unique(_column(light, "group_id").astype(str), return_inverse=True)
+    length_N = _column(light, "n_completion_tokens").astype(np.int64)
+    age_N = round - _column(light, "policy_version_min").astype(np.int64)
+    format_N, correct_N = (components.by_rollout(name) for name in ("format", "correct"))
+    kept_N = disposition_N == "consumed"
+    counts = {kind: float((disposition_N == kind).sum()) for kind in DISPOSITION_KINDS}
+    return {
+        **rollout_metrics(
+            rewards=reward_N,
+            groups=group_N,
+            lengths=length_N,
+            statuses=statuses,
+            components=components.by_name(),
+        ),
+        **environment_metrics(
+            environments=light["environment"].to_pylist(),
+            rewards=reward_N,
+            statuses=statuses,
+            formats=format_N,
+        ),
+        **consumed_metrics(
+            rewards=reward_N[kept_N],
+            lengths=length_N[kept_N],
+            formats=format_N[kept_N],
+            corrects=correct_N[kept_N],
+        ),
+        **{f"rollouts/{kind}": count for kind, count in counts.items()},
+        **replay_metrics(counts),
+        **staleness_metrics(age_N[kept_N]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Components:
+    """The M reward components of N rollouts: each one's rollout, name and value."""
+
+    rollouts: int
+    rollout_M: np.ndarray
+    name_M: np.ndarray
+    value_M: np.ndarray
+
+    def by_name(self) -> dict[str, Float64[np.ndarray, " K"]]:
+        """The values of each component."""
+        names = np.unique(self.name_M.astype(str))
+        return {str(name): self.value_M[self.name_M == name] for name in names}
+
+    def by_rollout(self, name: str) -> Float64[np.ndarray, " N"]:
+        """The component of this name of every rollout, NaN where it has none."""
+        value_N, here = np.full(self.rollouts, np.nan), self.name_M == name
+        value_N[self.rollout_M[here]] = self.value_M[here]
+        return value_N
+
+
+def _components(light: pa.Table) -> _Components:
+    column = light["reward_components"].combine_chunks()
+    lists = column.flatten()
+    names, values = (lists.field(name).to_numpy(zero_copy_only=False) for name in ("name", "value"))
+    counts = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    rollout_M = np.repeat(np.arange(len(column)), counts)
+    return _Components(len(column), rollout_M, names, values)
+
+
+def _column(table: pa.Table, name: str) -> np.ndarray:
+    return table[name].to_numpy(zero_copy_only=False)

@@ -1,0 +1,332 @@
+"""The running batch on the host: which sample is in which slot.
+
+Owns the small arrays that every chunk starts from, what each sequence has produced so far, and when
+it is finished: a stop token, a stop string, or its limit of tokens. Leaves out the device
+(`decoder`, `sampling`) and the order in which requests come (`engine`, `job_queue`).
+
+Axes: S slots, C steps of a chunk, N stop tokens of a slot, K likeliest tokens.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from marin_rl.inference.logits_state import ExtraRows, checked_mask
+from marin_rl.inference.logprobs import Report
+from marin_rl.inference.sampling import SlotSampling, seed_words
+from marin_rl.inference.slots import (
+    STOP_TOKENS_MAX,
+    Delta,
+    GenerationRequest,
+    GenerationResult,
+    PromptScores,
+    Sample,
+    TokenConstraint,
+)
+from marin_rl.inference.stops import Decode, StopWatch
+
+NO_TOKEN = -1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A request on its way: samples are handed out to slots in order of their index."""
+
+    request: GenerationRequest
+    future: "Future[GenerationResult]"
+    on_delta: Callable[[Delta], None] | None = None
+    on_scheduled: Callable[[Any], None] | None = None  # given the policy
+    seed: int
+    stop_tokens: tuple[int, ...]
+    submitted_at: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0
+    prefilled_at: float = 0.0
+    handed_out: int = 0
+    finished: "dict[int, RunningSequence]" = field(default_factory=dict)
+    prompt_scores: PromptScores | None = None
+    scored_by: object = None  # the policy's key
+    ended: bool = False
+    key: object = field(default_factory=object)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have no slot yet."""
+        return self.request.n - self.handed_out
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningSequence:
+    """One sample in a slot, and what each chunk added to it.
+
+    `policy_key` tells the weights that the prompt's part of its cache was computed with.
+    """
+
+    job: Job
+    index: int
+    policy_key: object = None
+    stop_watch: StopWatch | None = None
+    constraint: TokenConstraint | None = None
+    accepted: int = 0
+    tokens: list[int] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def sample(self, final_version: int) -> Sample:
+        """The finished completion, as seen from the version that the request ended with."""
+        versions = np.repeat(
+            np.array([delta.weight_version for delta in self.deltas], np.int32),
+            [len(delta.token_ids) for delta in self.deltas],
+        )
+        return Sample(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(d.logprobs for d in self.deltas)]),
+            finish_reason=self.finish_reason,
+            policy_versions=None if (versions == final_version).all() else versions,
+            raw_logprobs=_joined([delta.raw_logprobs for delta in self.deltas]),
+            top_ids=_joined([delta.top_ids for delta in self.deltas]),
+            top_logprobs=_joined([delta.top_logprobs for delta in self.deltas]),
+        )
+
+
+def _joined(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
+
+
+class SlotInputs(NamedTuple):
+    """Inputs of a chunk: `token` stands at `position`; `remaining` 0 is an empty slot."""
+
+    token_S: Int32[Array | np.ndarray, " S"]
+    position_S: Int32[Array | np.ndarray, " S"]
+    remaining_S: Int32[Array | np.ndarray, " S"]
+    stops_SN: Int32[Array | np.ndarray, "S N"]
+    sampling: SlotSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens and logprobs of one decode chunk; slot s sampled the first `counts_S[s]` of its row.
+
+    `slot_steps` are the steps of all slots, empty ones too. `reports` are each lane's, with an axis
+    of C in front; they are copied to the host only on request.
+    """
+
+    tokens_SC: Int32[np.ndarray, "S C"]
+    logprobs_SC: Float32[np.ndarray, "S C"]
+    counts_S: Int32[np.ndarray, " S"]
+    slot_steps: int
+    weight_version: int
+    parameters_digest: str
+    reports: tuple[Report, ...]
+
+    def report(self) -> Report:
+        """Reports of every slot, on the host."""
+        return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *self.reports)
+
+
+class RunningBatch:
+    """The slots and their sequences. Used by the engine's thread alone."""
+
+    def __init__(
+        self, slots: int, vocabulary: int, decode: Decode | None, extras: ExtraRows
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._decode = decode
+        self.extras = extras
+        self._running: list[RunningSequence | None] = [None] * slots
+        # which prompt, by whose weights, a slot's cache begins with: outlives the sample
+        self._origins: list[tuple[object, object] | None] = [None] * slots
+        self.inputs = SlotInputs(
+            token_S=np.zeros(slots, np.int32),
+            position_S=np.zeros(slots, np.int32),
+            remaining_S=np.zeros(slots, np.int32),
+            stops_SN=np.full((slots, STOP_TOKENS_MAX), NO_TOKEN, np.int32),
+            sampling=SlotSampling(
+                temperature_S=np.ones(slots, np.float32),
+                top_p_S=np.ones(slots, np.float32),
+                top_k_S=np.zeros(slots, np.int32),
+                min_p_S=np.zeros(slots, np.float32),
+                seed_S2=np.zeros((slots, 2), np.uint32),
+            ),
+        )
+
+    @property
+    def active(self) -> int:
+        """Slots with a sequence in them."""
+        return sum(running is not None for running in self._running)
+
+    def free(self) -> list[int]:
+        """Numbers of the empty slots, ascending."""
+        return [slot for slot, running in enumerate(self._running) if running is None]
+
+    def jobs(self) -> list[Job]:
+        """Every request that has a sequence in a slot, once."""
+        return list({id(r.job): r.job for r in self._running if r is not None}.values())
+
+    def assign(self, slot: int, job: Job, index: int, policy_key: object) -> None:
+        """Seat the job's sample `index`; its last prompt token is what the first step works on."""
+        assert self._running[slot] is None
+        sampling, prompt = job.request.sampling, job.request.prompt_ids
+        inputs = self.inputs
+        watch = None
+        if sampling.stop:
+            assert self._decode is not None
+            watch = StopWatch(self._decode, sampling.stop)
+        self._running[slot] = RunningSequence(
+            job=job, index=index, policy_key=policy_key, stop_watch=watch
+        )
+        self._origins[slot] = job.key, policy_key
+        inputs.token_S[slot] = prompt[-1]
+        inputs.position_S[slot] = len(prompt) - 1
+        inputs.remaining_S[slot] = sampling.max_tokens
+        inputs.stops_SN[slot] = NO_TOKEN
+        inputs.stops_SN[slot, : len(job.stop_tokens)] = job.stop_tokens
+        inputs.sampling.temperature_S[slot] = sampling.temperature
+        inputs.sampling.top_p_S[slot] = sampling.top_p
+        inputs.sampling.top_k_S[slot] = sampling.top_k
+        inputs.sampling.min_p_S[slot] = job.request.min_p
+        inputs.sampling.seed_S2[slot] = seed_words(job.seed + index)
+        self.extras.seat(slot, job.request)
+
+    def siblings(self, job: Job, policy_key: object) -> list[int]:
+        """Slots whose cache holds the job's prompt, as computed by these very weights."""
+        return [
+            slot
+            for slot, running in enumerate(self._running)
+            if running is not None and running.job is job and running.policy_key is policy_key
+        ]
+
+    def shared_positions(self, share: int) -> int:
+        """Positions below which the caches of every `share` slots side by side are alike.
+
+        Slots in use need the first of them, in use or not, to have begun with the same prompt.
+        """
+        shortest = 0
+        for slot, running in enumerate(self._running):
+            if running is None:
+                continue
+            if self._origins[slot] != self._origins[slot - slot % share]:
+                return 0
+            length = len(running.job.request.prompt_ids)
+            shortest = min(shortest or length, length)
+        return shortest
+
+    def constrain(self) -> list[tuple[Job, Exception]]:
+        """Ask every constraint for its next mask; returns whose failed, and how."""
+        failed: list[tuple[Job, Exception]] = []
+        for slot, running in enumerate(self._running):
+            if running is None or running.job.request.constraint is None:
+                continue
+            try:
+                self.extras.constrain(slot, checked_mask(_next_mask(running), self._vocabulary))
+            except Exception as error:  # noqa: BLE001 - it is other people's code
+                failed.append((running.job, error))
+        return failed
+
+    def release(self, job: Job) -> None:
+        """Empty every slot of a cancelled or failed job."""
+        for slot, running in enumerate(self._running):
+            if running is not None and running.job is job:
+                self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self._running[slot] = None
+        self.inputs.remaining_S[slot] = 0
+        # an empty slot asks for nothing that costs the others
+        self.inputs.sampling.temperature_S[slot] = 1
+        self.inputs.sampling.top_p_S[slot] = 1
+        self.inputs.sampling.top_k_S[slot] = 0
+        self.inputs.sampling.min_p_S[slot] = 0
+        self.extras.empty(slot)
+
+    def advance(self, chunk: Chunk) -> list[tuple[Job, Delta]]:
+        """Take in a chunk; returns what it added to whom, by slot.
+
+        A job whose last sample ended in it has all of them in `finished`.
+        """
+        added: list[tuple[Job, Delta]] = []
+        report = chunk.report() if self.extras.reported else None
+        for slot, running in enumerate(self._running):
+            count = int(chunk.counts_S[slot])
+            if running is None or count == 0:
+                continue
+            kept = self._extend(slot, running, chunk.tokens_SC[slot, :count].tolist())
+            delta = _delta(chunk, report, slot, kept, running)
+            running.deltas.append(delta)
+            added.append((running.job, delta))
+            if running.finish_reason:
+                self._empty(slot)
+                running.job.finished[running.index] = running
+        return added
+
+    def _extend(self, slot: int, running: RunningSequence, tokens: list[int]) -> int:
+        """Append tokens, and find out whether they end the sample; how many of them it keeps."""
+        inputs = self.inputs
+        before = len(running.tokens)
+        running.tokens += tokens
+        self.extras.extend(slot, int(inputs.position_S[slot]) + 1, tokens)
+        inputs.token_S[slot] = tokens[-1]
+        inputs.position_S[slot] += len(tokens)
+        inputs.remaining_S[slot] -= len(tokens)
+        if tokens[-1] in running.job.stop_tokens:
+            running.finish_reason = "stop"
+        elif inputs.remaining_S[slot] == 0:
+            running.finish_reason = "length"
+        if running.stop_watch is not None:
+            end = running.stop_watch.first_end(running.tokens, before)
+            if end is not None:
+                del running.tokens[end:]
+                running.finish_reason = "stop"
+        return len(running.tokens) - before
+
+    def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
+        """True for each slot whose logprobs of a chunk are all finite."""
+        sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
+        return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
+
+    def job_in(self, slot: int) -> Job | None:
+        """The job that the slot works for."""
+        running = self._running[slot]
+        return None if running is None else running.job
+
+
+def _next_mask(running: RunningSequence) -> np.ndarray:
+    """The mask after all tokens so far; makes the constraint where there is none yet."""
+    if running.constraint is None:
+        assert running.job.request.constraint is not None
+        running.constraint = running.job.request.constraint()
+    for token in running.tokens[running.accepted :]:
+        running.constraint.accept(token)
+    running.accepted = len(running.tokens)
+    return np.asarray(running.constraint.mask())
+
+
+def _delta(
+    chunk: Chunk, report: Report | None, slot: int, kept: int, running: RunningSequence
+) -> Delta:
+    """The first `kept` tokens of a slot's row; copies, since the chunk's arrays are large."""
+    request = running.job.request
+    raw = top_ids = top_logprobs = None
+    if report is not None and request.raw_logprobs:
+        raw = np.array(report.raw_S[:kept, slot])
+    if report is not None and request.top_logprobs:
+        top_ids = np.array(report.top_ids_SK[:kept, slot, : request.top_logprobs])
+        top_logprobs = np.array(report.top_logprobs_SK[:kept, slot, : request.top_logprobs])
+    return Delta(
+        index=running.index,
+        token_ids=chunk.tokens_SC[slot, :kept].copy(),
+        logprobs=chunk.logprobs_SC[slot, :kept].copy(),
+        raw_logprobs=raw,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        weight_version=chunk.weight_version,
+        parameters_digest=chunk.parameters_digest,
+        finish_reason=running.finish_reason,
+        prompt_scores=None if running.deltas else running.job.prompt_scores,
+    )

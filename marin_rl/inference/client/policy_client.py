@@ -1,0 +1,316 @@
+"""The one door to OpenAI clients: asks endpoints for completions, retries what can pass.
+
+Requests go through the `openai` package's transport but past its typed models, whose per-token
+objects would cost more than the sampling of a small policy; bodies are read by `protocol`.
+Every answer is checked before anyone trains on it. Scoring, rollouts and files are elsewhere.
+"""
+
+import asyncio
+import itertools
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+import orjson
+import tenacity
+
+from marin_rl.errors import (
+    BadResponse,
+    EndpointUnavailable,
+    InferenceError,
+    RequestRejected,
+    StalePolicy,
+)
+from marin_rl.inference.client.protocol import (
+    UPDATE_WEIGHTS_ROUTE,
+    ChatAnswer,
+    ChatRequest,
+    decode_answer,
+)
+from marin_rl.types import Message, Sampling
+
+if TYPE_CHECKING:
+    import openai
+
+PAUSE_FIRST_S = 0.5
+PAUSE_MAX_S = 30.0
+MESSAGE_CHARACTERS_MAX = 500
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PASSING = (408, 409, 425, 429)
+_ASKS_TO_WAIT = (429, 503)
+_OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
+
+
+class PolicyClient:
+    """Completions of one served model from any of several equal endpoints.
+
+    Each request starts at the next endpoint in turn; a fault that may pass moves it on to the
+    following one, with exponential back-off and full jitter after each turn around all of them.
+    An endpoint that answers 429 or 503 with Retry-After is left alone for so long (`timeout_s` at
+    most), by every request of this client. `admin_key` is sent in place of `api_key` where weights
+    are updated. Belongs to the event loop that first uses it: one client per `asyncio.run`, closed
+    at its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoints: Sequence[str],
+        model: str,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        timeout_s: float = 600.0,
+        attempts_max: int = 5,
+        in_flight_max: int = 64,
+    ) -> None:
+        assert endpoints, "a client needs at least one endpoint"
+        self._model = model
+        self._api_key, self._admin_key = api_key, admin_key
+        self._timeout_s = timeout_s
+        self._attempts_max = attempts_max
+        self._in_flight = asyncio.Semaphore(in_flight_max)
+        self._turn = itertools.count()
+        self._endpoints = tuple(endpoints)
+        self._not_before = [0.0] * len(self._endpoints)
+        self._clients = tuple(_connect(url, api_key, timeout_s, in_flight_max) for url in endpoints)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for client in self._clients:
+            await client.close()
+
+    async def chat(self, messages: Sequence[Message], n: int, sampling: Sampling) -> ChatAnswer:
+        """`n` samples of one conversation, checked.
+
+        Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
+        refuses the request, StalePolicy when it serves another model, BadResponse when its answer
+        cannot be trained on.
+        """
+        request = ChatRequest(model=self._model, messages=tuple(messages), n=n, sampling=sampling)
+        data = await self._send("POST", "/chat/completions", request.body())
+        answer = decode_answer(data)
+        if answer.model != self._model:
+            raise StalePolicy(
+                f"asked for the model {self._model!r}, but the answer is from {answer.model!r}: "
+                "the endpoint serves other weights than this round's"
+            )
+        if len(answer.completions) != n:
+            raise BadResponse(f"expected {n} completions, found {len(answer.completions)}")
+        if not len(answer.prompt_token_ids):
+            raise BadResponse("expected the ids of the prompt, found none")
+        return answer
+
+    async def models(self) -> list[str]:
+        """Ids that every endpoint serves, sorted. Raises as `chat` does."""
+        return sorted(set.intersection(*(await self.models_of_each()).values()))
+
+    async def models_of_each(self) -> dict[str, set[str]]:
+        """Ids that each endpoint serves. Raises as `chat` does."""
+        return {
+            url: _model_ids(await self._attempt(index, "GET", "/models", None))
+            for index, url in enumerate(self._endpoints)
+        }
+
+    async def update_weights(
+        self, model_path: str, weight_version: int, parameters_digest: str
+    ) -> None:
+        """Have every endpoint load a Hugging Face folder, by SGLang's route.
+
+        The digest is for servers that verify it (ours); others ignore it. Raises StalePolicy where
+        the folder has other weights than the digest says, else as `chat` does.
+        """
+        body = {
+            "model_path": model_path,
+            "weight_version": str(weight_version),
+            "parameters_digest": parameters_digest,
+        }
+
+        def update(index: int) -> Awaitable[bytes]:
+            url = self._endpoints[index].removesuffix("/v1") + UPDATE_WEIGHTS_ROUTE
+
+            async def post(_: int) -> bytes:
+                return await self._attempt(index, "POST", url, body, key=self._admin_key)
+
+            return self._retried(post)
+
+        await asyncio.gather(*map(update, range(len(self._endpoints))))
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+        first = next(self._turn)
+
+        async def send(tried: int) -> bytes:
+            return await self._attempt(self._willing(first + tried), method, path, body)
+
+        return await self._retried(send)
+
+    async def _retried(self, send: Callable[[int], Awaitable[bytes]]) -> bytes:
+        """`send`, given the number of tries before, until it neither passes nor fails for good."""
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(EndpointUnavailable),
+            stop=tenacity.stop_after_attempt(self._attempts_max),
+            wait=self._pause_s,
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await send(attempt.retry_state.attempt_number - 1)
+        raise AssertionError("tenacity returns a value or raises")
+
+    def _pause_s(self, state: tenacity.RetryCallState) -> float:
+        """Seconds before the next attempt: none while an endpoint is left that was not tried."""
+        turns, untried = divmod(state.attempt_number, len(self._clients))
+        if untried:
+            return 0.0
+        return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
+
+    def _willing(self, turn: int) -> int:
+        """The endpoint whose turn it is, or the next that did not ask to be left alone."""
+        count, now = len(self._endpoints), time.monotonic()
+        in_turn = [(turn + step) % count for step in range(count)]
+        return min(in_turn, key=lambda index: max(self._not_before[index], now))
+
+    async def _left_alone(self, index: int) -> None:
+        """Wait as long as the endpoint asked for; jitter, lest all who wait return at once."""
+        left_s = self._not_before[index] - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S)))
+
+    async def _attempt(
+        self,
+        index: int,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        key: str | None = None,
+    ) -> bytes:
+        """One try at one endpoint. The time limit is on the whole answer, not between bytes."""
+        import httpx2
+        import openai
+
+        client, url = self._clients[index], self._endpoints[index]
+        if key is not None:
+            client = client.with_options(api_key=key)  # over the same connections
+        await self._left_alone(index)
+        try:
+            async with self._in_flight, asyncio.timeout(self._timeout_s):
+                if method == "POST":
+                    response = await client.post(path, cast_to=httpx2.Response, body=body)
+                else:
+                    response = await client.get(path, cast_to=httpx2.Response)
+                return response.content
+        except TimeoutError:
+            raise EndpointUnavailable(f"{url}: no answer in {self._timeout_s:g} s") from None
+        except openai.APIConnectionError as error:
+            raise EndpointUnavailable(self._told(url, error.__cause__ or error)) from None
+        except openai.APIStatusError as error:
+            if error.status_code in _ASKS_TO_WAIT:
+                wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
+                self._not_before[index] = time.monotonic() + wait_s
+            raise self._refusal(url, error) from None
+
+    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
+        """Error for a status other than 2xx."""
+        words = error.message.removeprefix(f"Error code: {error.status_code} - ")
+        told = self._told(url, f"status {error.status_code}: {words}")
+        if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
+            return StalePolicy(told)
+        if error.status_code in _PASSING or error.status_code >= 500:
+            return EndpointUnavailable(told)
+        if error.status_code == 404 and _is_about_the_model(error.body):
+            return StalePolicy(f"{told} (asked for {self._model!r})")
+        if error.status_code == 404:
+            return RequestRejected(f"{told}: no such route; does the base URL end in /v1?")
+        if error.status_code in (401, 403):
+            return RequestRejected(
+                f"{told}: set the variable that inference.api_key_variable names, for new weights "
+                "the one of inference.server.admin_key_variable"
+            )
+        return RequestRejected(told)
+
+    def _told(self, url: str, message: object) -> str:
+        """The endpoint's own words, short, and never with our key in them."""
+        text = f"{url}: {str(message) or type(message).__name__}"
+        for key in filter(None, (self._api_key, self._admin_key)):
+            text = text.replace(key, "***")
+        return text[:MESSAGE_CHARACTERS_MAX]
+
+
+def _connect(
+    url: str, api_key: str | None, timeout_s: float, in_flight_max: int
+) -> "openai.AsyncOpenAI":
+    """A client without retries of its own.
+
+    Imported here, because `openai` takes most of a second to import and only rollouts need it.
+    Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
+    given. Proxies of the environment are not asked for what runs on this machine.
+    """
+    import httpx2
+    import openai
+
+    parts = urlsplit(url)
+    transport = openai.DefaultAsyncHttpxClient(
+        verify=_trusted() if parts.scheme == "https" else _distrusting(),
+        trust_env=parts.hostname not in _LOOPBACK,
+        limits=httpx2.Limits(
+            max_connections=in_flight_max, max_keepalive_connections=in_flight_max
+        ),
+    )
+    return openai.AsyncOpenAI(
+        api_key=api_key or "EMPTY",
+        base_url=url,
+        timeout=timeout_s,
+        max_retries=0,
+        http_client=transport,
+    )
+
+
+@lru_cache(maxsize=1)
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+@lru_cache(maxsize=1)
+def _distrusting() -> ssl.SSLContext:
+    """For plain http, where none is used: loading the certificates of the system takes 20 ms."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date; 0 without a valid one."""
+    value = headers.get("retry-after", "").strip()
+    if value.replace(".", "", 1).isdecimal():
+        return float(value)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+def _is_about_the_model(body: object) -> bool:
+    if not isinstance(body, dict):
+        return False
+    named = body.get("param") == "model" or body.get("code") == "model_not_found"
+    return named or "model" in str(body.get("message", "")).lower()
+
+
+def _model_ids(data: bytes) -> set[str]:
+    try:
+        return {item["id"] for item in orjson.loads(data)["data"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadResponse(f"expected a list of models, found {data[:80]!r}") from error

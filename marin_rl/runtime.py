@@ -1,0 +1,283 @@
+"""Runtime of a run in this process: tokenizer, trainer, reward model, server, kept between tasks.
+
+Tasks ask for what they need by run; it is made on first use and kept, so a round compiles nothing,
+reads no checkpoint it just wrote, and hands weights to the engine as references. Nothing here is
+needed for correctness: a new process reads all of it from the committed slots.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from marin_rl.errors import MarinRLError
+from marin_rl.memory import give_back_freed_memory
+from marin_rl.storage.runs import Run, round_of
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.types import ServedPolicy, SlotRef
+
+# JAX and Levanter take seconds to import, and commands that only read a run need neither.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from marin_rl.rollouts.rewards import RewardScorer
+    from marin_rl.serving.server import PolicyServer
+    from marin_rl.serving.weights.canary import Suspect
+    from marin_rl.training.loop import Trainer
+    from marin_rl.training.reward_model import RewardModelTraining
+    from marin_rl.training.sft import WarmStart
+
+
+class RunRuntime:
+    """The heavy things of one run, each made when it is first asked for.
+
+    Methods may be called from any thread; they run one at a time.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.RLock()
+        self._server: PolicyServer | None = None
+        self._transfers_failed = 0
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The run's tokenizer. Raises InputError."""
+        return tokenizer_for(self._run.config.policy)
+
+    @cached_property
+    def trainer(self) -> "Trainer":
+        """The run's trainer, before any checkpoint is loaded. Raises InputError, ConfigError."""
+        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.training.loop import Trainer
+
+        enable_compilation_cache()
+        keep_freed_memory()
+        return Trainer(self._run, self.tokenizer)
+
+    @cached_property
+    def _warm_start(self) -> "WarmStart":
+        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.training.sft import WarmStart
+
+        enable_compilation_cache()
+        keep_freed_memory()
+        return WarmStart(self._run, self.tokenizer)
+
+    @cached_property
+    def _reward_model(self) -> "RewardModelTraining":
+        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.training.reward_model import RewardModelTraining
+
+        enable_compilation_cache()
+        keep_freed_memory()
+        return RewardModelTraining(self._run, self.tokenizer)
+
+    @cached_property
+    def _reward_scorer(self) -> "RewardScorer":
+        from marin_rl.compilation import enable_compilation_cache
+        from marin_rl.rollouts.rewards import reward_model_slot_of
+        from marin_rl.tokenizers import TokenizerIdentity
+        from marin_rl.training.reward_scoring import LearnedReward
+
+        enable_compilation_cache()
+        names = TokenizerIdentity.of(self.tokenizer)
+        slot = reward_model_slot_of(
+            self._run.config, names.tokenizer_digest, names.chat_template_digest
+        )
+        return LearnedReward(slot, self.tokenizer)
+
+    def reward_scorer(self) -> "RewardScorer | None":
+        """The reward model that the run's environment names, read once; None where it names none.
+
+        Raises ConfigError and InputError as `reward_model_slot_of` does, CorruptObject.
+        """
+        if self._run.config.environment.reward_model is None:
+            return None
+        with self._lock:
+            return self._reward_scorer
+
+    def prepare_pairs(self) -> SlotRef:
+        """Commit the pairs of the run's reward model: see `RewardModelTraining.prepare`."""
+        with self._lock:
+            self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
+            return self._reward_model.prepare()
+
+    def run_reward_segment(self, step_from: int, pairs: SlotRef) -> SlotRef:
+        """Train the segment of the reward model that begins at `step_from`."""
+        with self._lock:
+            return self._reward_model.run_segment(step_from, pairs)
+
+    def run_sft_segment(self, step_from: int) -> SlotRef:
+        """Play the segment of the warm start that begins at `step_from`: see `WarmStart`."""
+        with self._lock:
+            return self._warm_start.run_segment(step_from)
+
+    def init_policy(self) -> SlotRef:
+        """Commit checkpoint 0 of the run: see `Trainer.init_policy`."""
+        with self._lock:
+            self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
+            return self.trainer.init_policy()
+
+    def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
+        """Train one round and commit its checkpoint: see `Trainer.train_round`."""
+        with self._lock:
+            if self._server is not None:
+                self._server.engine.sleep()  # what sampled lends its memory to what trains
+            trained = self.trainer.train_round(round, batches, checkpoint)
+            # What stays leaves gaps in what the step freed, and the heap would grow from round to
+            # round: 15 MB for a small model. The next step's page faults are the lesser cost.
+            give_back_freed_memory()
+            return trained
+
+    def serve(self, checkpoint: SlotRef) -> ServedPolicy:
+        """Have a committed checkpoint served, prove that it is, and say where.
+
+        The embedded server starts on first use and then takes the trainer's own arrays, whose
+        digest the checkpoint's manifest carries; remote endpoints are given a copy, or must have it
+        already. Raises StalePolicy where a canary contradicts the trainer's model, BadResponse
+        where it leaves temperature out, InputError for a model the engine cannot decode,
+        CorruptObject for a damaged checkpoint, and what the client raises.
+        """
+        with self._lock:
+            try:
+                policy = self._given(checkpoint)
+            except MarinRLError:
+                self._transfers_failed += 1
+                raise
+            self._transfers_failed = 0
+            return policy
+
+    def _given(self, checkpoint: SlotRef) -> ServedPolicy:
+        import jax.numpy as jnp
+
+        from marin_rl.serving.weights.canary import prove
+
+        self.trainer.load(checkpoint)
+        identity = self.trainer.identity
+        assert identity is not None
+        version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
+        began = time.monotonic()
+        endpoints, model_id = self._placed(version, identity.parameters_digest)
+        policy = ServedPolicy(
+            endpoints=endpoints,
+            model=model_id,
+            weight_version=version,
+            parameters_digest=identity.parameters_digest,
+            tokenizer_digest=identity.tokenizer_digest,
+            chat_template_digest=identity.chat_template_digest,
+            checkpoint=checkpoint,
+            transfer=self._transfer(time.monotonic() - began),
+        )
+        config = self._run.config
+        prove(
+            policy,
+            self.trainer.model,
+            config.inference,
+            lambda: self._suspects(version),
+            dtype=jnp.dtype(config.policy.compute_dtype),
+            temperature=config.sampling.temperature,
+        )
+        return policy
+
+    def _transfer(self, seconds: float) -> dict[str, float]:
+        """Cost of the weight transfer. Endpoints that must have the weights already get none."""
+        inference = self._run.config.inference
+        remote = len(inference.endpoints) if inference.publish != "none" else 0
+        servers = remote if inference.endpoints else 1
+        return {
+            "bytes": float(servers * self.trainer.parameter_bytes),
+            "seconds": seconds,
+            "transfers": float(servers),
+            "failures": float(self._transfers_failed),
+        }
+
+    def _suspects(self, version: int) -> "Iterator[Suspect]":
+        """Likely served in place of `version`: the checkpoint of the round before."""
+        from marin_rl.serving.weights.canary import Suspect
+        from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+
+        if version == 0:
+            return
+        with suppress(MarinRLError):  # only a more telling message is at stake
+            loaded = read_checkpoint(self._run, version - 1)
+            yield Suspect(
+                name=f"round {version - 1}",
+                parameters_digest=loaded.parameters_digest,
+                model=loaded.model,
+            )
+
+    def _placed(self, version: int, digest: str) -> tuple[tuple[str, ...], str]:
+        """Endpoints that should now serve the trainer's model, and the id it is asked for by."""
+        from marin_rl.inference.endpoints import publish
+        from marin_rl.training.model import save_hf
+
+        remote = self._run.config.inference.endpoints
+        if not remote:
+            server = self._serving(version, digest)
+            return (server.base_url,), server.model_id
+
+        def save(folder: Path) -> None:
+            save_hf(self.trainer.model, self.tokenizer, folder)
+
+        return remote, publish(self._run, version, digest, save)
+
+    def _serving(self, version: int, digest: str) -> "PolicyServer":
+        """The running server, with the trainer's current model in it."""
+        import jax.numpy as jnp
+
+        from marin_rl.compilation import spare_long_lived_objects
+        from marin_rl.serving.server import PolicyServer
+        from marin_rl.serving.weights.update_roots import with_update_root
+
+        model = self.trainer.model
+        if self._server is not None and not self._server.engine.alive:
+            self.close()  # an engine that ended by itself answers no request any more
+        if self._server is not None:
+            self._server.swap(model, version, digest)
+            return self._server
+        policy = self._run.config.policy
+        server = PolicyServer(
+            model,
+            self.tokenizer,
+            with_update_root(self._run.config.inference, self._run.config.root),
+            context_length=policy.context_length,
+            weight_version=version,
+            parameters_digest=digest,
+            dtype=jnp.dtype(policy.compute_dtype),
+        )
+        server.start()
+        self._server = server
+        spare_long_lived_objects()
+        return server
+
+    def close(self) -> None:
+        """Stop the server, if there is one. The rest is garbage."""
+        with self._lock:
+            if self._server is not None:
+                self._server.stop()
+                self._server = None
+
+
+_runtimes: dict[tuple[str, str], RunRuntime] = {}
+_runtimes_lock = threading.Lock()
+
+
+def runtime_for(run: Run) -> RunRuntime:
+    """Return this process's runtime of `run`; the same object for the same root and run id."""
+    key = (run.store.url, run.run_id)
+    with _runtimes_lock:
+        if key not in _runtimes:
+            _runtimes[key] = RunRuntime(run)
+        return _runtimes[key]
+
+
+def release(run: Run) -> None:
+    """Stop and forget what is kept of `run`."""
+    with _runtimes_lock:
+        kept = _runtimes.pop((run.store.url, run.run_id), None)
+    if kept is not None:
+        kept.close()

@@ -1,0 +1,283 @@
+"""POST /v1/chat/completions, and its twin that takes the prompt's exact ids.
+
+Owns what chat asks of the engine (a rendered prompt, a form or calls that must be kept) and how its
+answers are written, whole or in chunks. Leaves out rendering (`templates`), reading calls (`tools`)
+and forms (`constraints`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from starlette.routing import Route
+
+from marin_rl.inference.client.protocol import CHAT_ROUTE, CHAT_TOKENS_ROUTE
+from marin_rl.inference.slots import Delta, GenerationResult, Sample
+from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
+from marin_rl.serving.api.responses import (
+    ResponseHeader,
+    Scores,
+    TextDecoding,
+    call_delta,
+    chat_logprobs,
+    complete_response,
+    finish_reason,
+    message,
+    timings,
+    tokens_of,
+    usage,
+)
+from marin_rl.serving.api.service import Service
+from marin_rl.serving.api.streaming import DONE, SamplingEndpoint, event
+from marin_rl.serving.http.errors import ApiError, parse
+from marin_rl.serving.text.constraints import MakeWalker
+from marin_rl.serving.text.detokenizer import IncrementalDetokenizer
+from marin_rl.serving.text.tools import (
+    ParsedAnswer,
+    ToolCall,
+    ToolCallStream,
+    ToolFormat,
+    forced_calls_grammar,
+    parse_tool_calls,
+)
+
+Prompt = Int32[np.ndarray, " P"]
+
+
+def chat_routes(service: Service) -> list[Route]:
+    """The routes of conversations."""
+    chat = SamplingEndpoint(service, partial(_order, ChatBody))
+    chat_with_tokens = SamplingEndpoint(service, partial(_order, ChatTokensBody))
+    return [
+        Route(CHAT_ROUTE, chat, methods=["POST"]),
+        Route(CHAT_TOKENS_ROUTE, chat_with_tokens, methods=["POST"]),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """One chat request, understood: what both ways of answering it need."""
+
+    service: Service
+    body: ChatBody
+    prompt: Prompt
+    reading: TextDecoding
+    heading: ResponseHeader
+    tools: list[dict[str, Any]]
+    form: ToolFormat | None
+
+    def calls(self) -> ToolCallStream | None:
+        """A reader of tool calls, where any can come."""
+        return None if self.form is None else ToolCallStream(self.form, self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools that may be called."""
+        return [tool["function"]["name"] for tool in self.tools]
+
+    @property
+    def calls_max(self) -> int | None:
+        """Largest number of calls in one answer, or None for no limit."""
+        return 1 if self.body.parallel_tool_calls is False else None
+
+
+def _order(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
+    """Read a body and prepare what it asks for. ApiError for what is refused."""
+    body = service.with_stop_tokens(parse(kind, data))
+    service.check_model(body.model)
+    service.check_fields(body, prompts=1)
+    tools = [] if body.tool_choice == "none" else body.offered
+    form = service.tool_format if tools else None
+    prompt = _prompt(service, body, tools)
+    param = "tokens" if isinstance(body, ChatTokensBody) else "messages"
+    chat = Chat(
+        service=service,
+        body=body,
+        prompt=prompt,
+        reading=service.reading(body, special=form is not None and form.special),
+        heading=ResponseHeader.new("chatcmpl"),
+        tools=tools,
+        form=form,
+    )
+    request = body.request(
+        prompt,
+        service.new_tokens(prompt, body.new_tokens_max, param=param),
+        top_logprobs=body.top_logprobs or 0,
+        raw_logprobs=body.raw,
+        constraint=_constraint(chat),
+    )
+    if not body.stream:
+        return EngineRequest(model=body.model, requests=[request], end=partial(_whole, chat))
+    stream = ChatStream(chat)
+    return EngineRequest(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
+
+
+def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Prompt:
+    if isinstance(body, ChatTokensBody):
+        service.check_ids(body.tokens)
+        return np.asarray(body.tokens, np.int32)
+    return service.chat_ids([message.as_told() for message in body.messages], tools=tools)
+
+
+def _constraint(chat: Chat) -> MakeWalker | None:
+    """The constraint on the answer's form, or None."""
+    body, constraints = chat.body, chat.service.constraints
+    if not body.must_call:
+        return constraints.response_format(body.form)
+    if chat.form is None:
+        raise ApiError(
+            400,
+            "tool_choice: the chat template of this model defines no form of calls that could be "
+            "enforced; expected 'auto' or 'none'",
+            param="tool_choice",
+        )
+    if body.form is not None and body.form["type"] != "text":
+        raise ApiError(
+            400,
+            "response_format: expected none together with a tool_choice that asks for a call",
+            param="response_format",
+        )
+    asked = body.tool_choice
+    named = None if isinstance(asked, str | None) else asked.function.name
+    tools = [tool for tool in chat.tools if named in (None, tool["function"]["name"])]
+    several = body.parallel_tool_calls is not False and named is None
+    grammar = forced_calls_grammar(chat.form, tools, chat.service.tokenizer, several=several)
+    return constraints.grammar(grammar, param="tools")
+
+
+def _whole(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
+    """The JSON of an answer whose samples are all there."""
+    (result,) = results
+    top = chat.service.top(chat.heading, "chat.completion", result)
+    choices = [_choice(chat, index, sample) for index, sample in enumerate(result.samples)]
+    more: dict[str, Any] = {"timings": timings(result)}
+    if chat.body.return_token_ids:
+        more["prompt_token_ids"] = chat.prompt
+    return complete_response(top, choices, [chat.prompt], results, **more)
+
+
+def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
+    body = chat.body
+    text = chat.reading.text(sample.token_ids.tolist(), sample.finish_reason)
+    parsed = _parsed(chat, text)
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": message(parsed),
+        "finish_reason": finish_reason(sample.finish_reason, len(parsed.calls)),
+        "logprobs": None,
+        "policy_versions": sample.policy_versions,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = sample.token_ids
+    if body.logprobs and body.compact_logprobs:
+        choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
+    elif body.logprobs:
+        scores = Scores.of(sample, raw=body.raw)
+        choice["logprobs"] = chat_logprobs(chat.reading.texts, scores)
+    return choice
+
+
+def _parsed(chat: Chat, text: str) -> ParsedAnswer:
+    """A whole text's content and calls."""
+    if chat.form is None:
+        return ParsedAnswer(content=text, calls=())
+    return parse_tool_calls(chat.form, text, chat.names, most=chat.calls_max)
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One sample as far as it was sent."""
+
+    text: IncrementalDetokenizer
+    calls: ToolCallStream | None
+    begun: bool = False
+    called: int = 0
+
+
+class ChatStream:
+    """Writes the chunks of a chat completion."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._samples: dict[int, _Growing] = {}
+        self._told_prompt = False
+
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """The chunk for what a sample gained; nothing where there is nothing to tell yet."""
+        chat = self._chat
+        growing = self._samples.get(delta.index)
+        if growing is None:
+            growing = _Growing(chat.reading.growing(), chat.calls())
+            self._samples[delta.index] = growing
+        told = self._told(growing, delta)
+        choice = self._choice(growing, delta, told)
+        if choice is None:
+            return b""
+        chunk = self._chunk(delta)
+        if chat.body.return_token_ids and not self._told_prompt:
+            self._told_prompt = True
+            chunk["prompt_token_ids"] = chat.prompt
+        chunk["choices"] = [choice]
+        return event(chunk)
+
+    def end(self, results: Sequence[GenerationResult]) -> bytes:
+        """The usage, if it was asked for, and the end."""
+        if not self._chat.body.include_usage:
+            return DONE
+        chunk = self._chunk(results[0])
+        chunk |= {"choices": [], "usage": usage([self._chat.prompt], tokens_of(results))}
+        return event(chunk) + DONE
+
+    def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:
+        chat = self._chat
+        return chat.service.chunk(chat.heading, "chat.completion.chunk", source, chat.body)
+
+    def _told(self, growing: _Growing, delta: Delta) -> dict[str, Any]:
+        """The message fields of one delta."""
+        ids = delta.token_ids.tolist()
+        text = self._chat.reading.grown(growing.text, ids, delta.finish_reason)
+        told: dict[str, Any] = {}
+        if not growing.begun:
+            told["role"] = "assistant"
+        if growing.calls is None:
+            return told | ({"content": text} if text or not growing.begun else {})
+        pieces = growing.calls.feed(text) if text else []
+        if delta.finish_reason:
+            pieces += growing.calls.finish()
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        if self._chat.calls_max is not None:
+            calls = calls[: self._chat.calls_max - growing.called]
+        if content:
+            told["content"] = content
+        if calls:
+            told["tool_calls"] = [
+                call_delta(growing.called + number, call) for number, call in enumerate(calls)
+            ]
+            growing.called += len(calls)
+        return told
+
+    def _choice(
+        self, growing: _Growing, delta: Delta, told: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        body = self._chat.body
+        growing.begun = True
+        if not (told or delta.finish_reason or body.logprobs or body.return_token_ids):
+            return None
+        reason = finish_reason(delta.finish_reason, growing.called) or None
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "delta": told,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        if body.logprobs:
+            scores = Scores.of(delta, raw=body.raw)
+            choice["logprobs"] = chat_logprobs(self._chat.reading.texts, scores)
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice

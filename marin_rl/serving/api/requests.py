@@ -1,0 +1,354 @@
+"""Request bodies of the routes that sample, score and tokenize.
+
+Owns their fields, the static limits of each, and how they become the engine's request. Null means
+the default wherever OpenAI's clients may send it. Limits that follow from the model or from the
+configuration are the `service`'s.
+
+Fields of OpenAI's that change nothing here are taken where leaving them out changes nothing for the
+caller either: `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels, and
+`service_tier` and `store` are taken as far as they ask for what is done anyway. All others are
+refused by name.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import Int32
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from marin_rl.inference.slots import (
+    LOGIT_BIAS_MAX,
+    STOP_TOKENS_MAX,
+    TOP_LOGPROBS_MAX,
+    GenerationRequest,
+)
+from marin_rl.serving.api.messages import (
+    TOOLS_MAX,
+    ChatMessage,
+    Label,
+    ResponseFormat,
+    ToolBody,
+    ToolChoice,
+)
+from marin_rl.serving.http.errors import Body
+from marin_rl.serving.http.json_bounds import VALUES_MAX
+from marin_rl.types import Sampling
+
+MESSAGES_MAX = 4096
+PROMPTS_MAX = 2**16
+TOKENS_MAX = VALUES_MAX
+SAMPLES_MAX = 2**20
+STOP_STRINGS_MAX = 16
+STOP_CHARACTERS_MAX = 256
+METADATA_MAX = 16
+
+# Less would divide logits beyond what float32 holds.
+TEMPERATURE_MIN = 1e-3
+PENALTY_MIN = 1e-2
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+# A list ends at its first wrong item: a million errors of which one is reported take gigabytes.
+Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=TOKENS_MAX)]
+SomeTokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=TOKENS_MAX)]
+Messages = Annotated[
+    list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)
+]
+Tools = Annotated[list[ToolBody], Field(fail_fast=True, max_length=TOOLS_MAX)]
+PromptText = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+
+
+def _only_from_the_folder(value: Any) -> Any:
+    if value:
+        raise ValueError("expected none: templates and their options come from the model folder")
+    return value
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < TEMPERATURE_MIN:
+        raise ValueError(f"expected 0 (greedy) or at least {TEMPERATURE_MIN:g}, found {value:g}")
+    return value
+
+
+class StreamOptions(Body):
+    """Stream options; `include_obfuscation` may only be false."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingFields(Body):
+    """Sampling parameters that all sampling routes have in common."""
+
+    n: int | None = Field(default=None, ge=1, le=SAMPLES_MAX)
+    temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(
+        default=None, ge=0, le=10
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(fail_fast=True, max_length=STOP_STRINGS_MAX)]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[Token], Field(fail_fast=True, max_length=STOP_TOKENS_MAX)] | None
+    ) = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=PENALTY_MIN, le=10)
+    logit_bias: Annotated[dict[TokenText, Bias], Field(max_length=LOGIT_BIAS_MAX)] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Stop strings: they end the text and are cut from it."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """(token id, bias) pairs that are added to the logits."""
+        return tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items())
+
+    def request(
+        self, prompt: Int32[np.ndarray, " P"], max_tokens: int, *, number: int = 0, **more: Any
+    ) -> GenerationRequest:
+        """The engine's request for prompt `number`; its seeds begin at `seed + number * n`.
+
+        `more` are fields of the request that not all routes have.
+        """
+        return GenerationRequest(
+            prompt_ids=prompt,
+            n=self.samples,
+            sampling=self._sampling(max_tokens, number * self.samples),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_p=float(self.min_p or 0),
+            logit_bias=self.biases,
+            repetition_penalty=float(
+                1 if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            presence_penalty=float(self.presence_penalty or 0),
+            frequency_penalty=float(self.frequency_penalty or 0),
+            **more,
+        )
+
+    def _sampling(self, max_tokens: int, seed_offset: int) -> Sampling:
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            max_tokens=max_tokens,
+            stop=self.stop_strings,
+            seed=None if self.seed is None else (self.seed + seed_offset) % 2**64,
+        )
+
+
+class SamplingBody(SamplingFields):
+    """Fields that chat and plain completions have in common."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    logprobs_mode: LogprobsMode | None = None
+    user: Label | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "SamplingBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: expected with stream: true only")
+        return self
+
+    @property
+    def raw(self) -> bool:
+        """True if logprobs are those of the model's own distribution (before temperature and
+        filters).
+        """
+        return self.logprobs_mode == "raw_logprobs"
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    compact_logprobs: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: Annotated[
+        Annotated[dict[str, Any], Field(max_length=0)] | None,
+        BeforeValidator(_only_from_the_folder),
+    ] = None
+    metadata: Annotated[dict[str, Label], Field(max_length=METADATA_MAX)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ChatBody":
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: give either max_tokens or max_completion_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected with logprobs: true only")
+        if self.top_logprobs and self.compact_logprobs:
+            raise ValueError("top_logprobs: they have no compact form")
+        if self.compact_logprobs and self.stream:
+            raise ValueError("compact_logprobs: a stream has no compact form")
+        if self.tool_choice is not None:
+            self._check_choice()
+        return self
+
+    def _check_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        if not names and self.tool_choice != "none":
+            raise ValueError("tool_choice: expected with tools only")
+        named = None if isinstance(self.tool_choice, str | None) else self.tool_choice
+        if named is not None and named.function.name not in names:
+            raise ValueError(f"tool_choice: expected one of the tools, {', '.join(names)}")
+
+    @property
+    def new_tokens_max(self) -> int | None:
+        """The limit of new tokens, if one is given."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as templates and parsers see them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer must be a tool call."""
+        return self.tool_choice is not None and self.tool_choice not in ("none", "auto")
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The form of the answer, as `constraints` reads it."""
+        if self.response_format is None:
+            return None
+        return self.response_format.model_dump(by_alias=True, exclude_none=True)
+
+
+class ChatTokensBody(ChatBody):
+    """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids in addition to the
+    messages.
+    """
+
+    tokens: SomeTokens
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions: one prompt or a list of them, as text or as token ids."""
+
+    prompt: (
+        PromptText
+        | Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+        | SomeTokens
+        | Annotated[list[SomeTokens], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+    )
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1)
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: expected at least 1 without echo, found 0")
+        if self.best_of not in (None, self.samples):
+            raise ValueError("best_of: expected the same as n: all samples are returned")
+        return self
+
+    @cached_property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Every prompt, each as text or ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class GenerateParameters(SamplingFields):
+    """`sampling_params` of /inference/v1/generate, as vLLM names them.
+
+    `skip_special_tokens` concerns text, which the answer has none of, and
+    `routed_experts_prompt_start` concerns experts, which are never reported.
+    """
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    skip_special_tokens: bool | None = None
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
+    min_tokens: Literal[0] | None = None
+    ignore_eos: Literal[False] | None = None
+
+
+class GenerateBody(Body):
+    """POST /inference/v1/generate: token ids in and out."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    token_ids: SomeTokens
+    sampling_params: GenerateParameters | None = None
+    stream: Literal[False] | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: messages through the chat template, or plain text."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    prompt: str | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: Annotated[
+        Annotated[dict[str, Any], Field(max_length=0)] | None,
+        BeforeValidator(_only_from_the_folder),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "TokenizeBody":
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("messages: give either messages or prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: the template adds what a conversation needs")
+        if self.prompt is not None and self.tools:
+            raise ValueError("tools: expected with messages only")
+        return self
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as templates see them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    tokens: Tokens

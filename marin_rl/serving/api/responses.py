@@ -1,0 +1,242 @@
+"""JSON of complete answers, and the parts that streams share with them.
+
+Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and the JSON of
+chat and plain completions. Pure functions, run on the writer's thread. Leaves out routes (`chat`,
+`completions`, `token_routes`), streams (`streaming`), and the compact form that `protocol` reads.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from jaxtyping import Float32, Int32
+
+from marin_rl.inference.client.protocol import ServerTimings
+from marin_rl.inference.slots import Delta, GenerationResult, PromptScores, Sample
+from marin_rl.serving.http.ids import new_id
+from marin_rl.serving.text.detokenizer import (
+    UNFINISHED,
+    Detokenizer,
+    IncrementalDetokenizer,
+    Offsets,
+)
+from marin_rl.serving.text.tools import ParsedAnswer, ToolCall
+
+# What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
+NEVER = -9999.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDecoding:
+    """Conversion of samples to text: stop strings, and special tokens kept or left out."""
+
+    texts: Detokenizer
+    stop_token_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    special: bool = False
+
+    def growing(self) -> IncrementalDetokenizer:
+        """A sample's text that has only begun."""
+        return IncrementalDetokenizer(self.texts, self.stop, special=self.special)
+
+    def grown(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
+        """Text that a sample gains by more tokens; all the remaining text if they are the last."""
+        if not finish_reason:
+            return text.feed(ids)
+        text.ids.extend(ids)
+        return text.finish(self.text(text.ids, finish_reason))
+
+    def text(self, ids: Sequence[int], finish_reason: str) -> str:
+        """The text of a finished sample: without its stop token, and cut before a stop string.
+
+        A stop string ends a sample at the token that completes it, so it is looked for there: from
+        the last character on that this token cannot have changed.
+        """
+        if finish_reason != "stop" or not ids:
+            return self.texts.of(ids, special=self.special)
+        if ids[-1] in self.stop_token_ids:
+            return self.texts.of(ids[:-1], special=self.special)
+        text = self.texts.of(ids, special=self.special)
+        before = len(self.texts.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
+        from_here = max(0, before - max(map(len, self.stop), default=0))
+        found = [text.find(string, from_here) for string in self.stop]
+        return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Tokens with their log-probabilities, of the distribution that was asked for."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    @staticmethod
+    def of(sampled: Sample | Delta, *, raw: bool) -> "Scores":
+        """Those of a sample, or of what a chunk added to it."""
+        chosen = sampled.raw_logprobs if raw else sampled.logprobs
+        assert chosen is not None, "raw logprobs were not asked of the engine"
+        tops = (sampled.top_ids, sampled.top_logprobs)
+        return _scores(sampled.token_ids, chosen, *tops)
+
+    @staticmethod
+    def of_prompt(prompt: Int32[np.ndarray, " P"], scores: PromptScores) -> "Scores":
+        """Those of a prompt; the first one's is nan."""
+        return _scores(prompt, scores.logprobs, scores.top_ids, scores.top_logprobs)
+
+
+def _scores(
+    ids: Int32[np.ndarray, " T"],
+    logprobs: Float32[np.ndarray, " T"],
+    top_ids: Int32[np.ndarray, "T K"] | None,
+    top_logprobs: Float32[np.ndarray, "T K"] | None,
+) -> Scores:
+    if top_ids is None or top_logprobs is None:
+        top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
+    # clamped for JSON; nan, of a prompt's first token, stays
+    return Scores(
+        ids=ids.tolist(),
+        logprobs=logprobs.tolist(),
+        top_ids=top_ids.tolist(),
+        top_logprobs=np.maximum(top_logprobs, np.float32(NEVER)).tolist(),
+    )
+
+
+def chat_logprobs(texts: Detokenizer, scores: Scores) -> dict[str, Any]:
+    """Log-probabilities as chat has them."""
+    content = []
+    for token, logprob, ids, logprobs in zip(
+        scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
+    ):
+        top = [_scored(texts, *likely) for likely in zip(ids, logprobs, strict=True)]
+        content.append(_scored(texts, token, logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _scored(texts: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
+    piece = texts.piece(token)
+    return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
+
+
+def plain_logprobs(texts: Detokenizer, scores: Scores, offsets: Offsets) -> dict[str, Any]:
+    """Log-probabilities as plain completions have them; `offsets` go on where they were."""
+    return {
+        "tokens": [texts.piece(token).text for token in scores.ids],
+        "token_logprobs": [_finite(logprob) for logprob in scores.logprobs],
+        "top_logprobs": [
+            _likely(texts, *row)
+            for row in zip(
+                scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
+            )
+        ],
+        "text_offset": offsets.of(scores.ids),
+    }
+
+
+def _finite(logprob: float) -> float | None:
+    return None if math.isnan(logprob) else logprob
+
+
+def _likely(
+    texts: Detokenizer, token: int, logprob: float, ids: list[int], logprobs: list[float]
+) -> dict[str, float] | None:
+    """The likeliest tokens by text, and the one that is there."""
+    if math.isnan(logprob):
+        return None
+    found: dict[str, float] = {}
+    for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
+        found.setdefault(texts.piece(other).text, value)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHeader:
+    """Fields at the top of every answer of one request, complete or in chunks."""
+
+    id: str
+    created: int
+
+    @staticmethod
+    def new(kind: str) -> "ResponseHeader":
+        """A new one, of the kind "chatcmpl" or "cmpl"."""
+        return ResponseHeader(id=f"{kind}-{new_id()}", created=int(time.time()))
+
+    def body(self, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
+        """Its fields; `kind` is the object's."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+
+def usage(prompts: Sequence[Int32[np.ndarray, " _"]], sampled: int) -> dict[str, int]:
+    """Token usage: prompt, completion and total."""
+    prompted = sum(map(len, prompts))
+    return {
+        "prompt_tokens": prompted,
+        "completion_tokens": sampled,
+        "total_tokens": prompted + sampled,
+    }
+
+
+def tokens_of(results: Sequence[GenerationResult]) -> int:
+    """Number of sampled tokens."""
+    return sum(len(sample.token_ids) for result in results for sample in result.samples)
+
+
+def identity(result: GenerationResult | Delta) -> dict[str, Any]:
+    """Our own addition: which weights answered."""
+    return {
+        "weight_version": result.weight_version,
+        "parameters_digest": result.parameters_digest,
+    }
+
+
+def timings(result: GenerationResult) -> ServerTimings:
+    """Our own addition: where the time went."""
+    return ServerTimings(
+        queue_s=result.queue_s, prefill_s=result.prefill_s, decode_s=result.decode_s
+    )
+
+
+def complete_response(
+    top: dict[str, Any],
+    choices: list[dict[str, Any]],
+    prompts: Sequence[Int32[np.ndarray, " _"]],
+    results: Sequence[GenerationResult],
+    **more: Any,
+) -> bytes:
+    """The JSON of an answer that is sent at once; `top` is what its heading says."""
+    told = {"choices": choices, "usage": usage(prompts, tokens_of(results))}
+    return dumps(top | told | more | identity(results[-1]))
+
+
+def message(parsed: ParsedAnswer) -> dict[str, Any]:
+    """An assistant's message."""
+    told: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.calls:
+        told["tool_calls"] = [call.body() for call in parsed.calls]
+    return told
+
+
+def call_delta(index: int, call: ToolCall) -> dict[str, Any]:
+    """A call as streams have it."""
+    return {"index": index, **call.body()}
+
+
+def finish_reason(reason: str, calls: int) -> str:
+    """Why a sample ended, as OpenAI says it."""
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def dumps(body: Mapping[str, Any]) -> bytes:
+    """JSON, of arrays too."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

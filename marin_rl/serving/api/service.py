@@ -1,0 +1,324 @@
+"""State that all routes share: the engine, its tokenizer, its names and its limits.
+
+Owns the served names, the limits that follow from model and configuration, and the thread that
+parses and tokenizes. Leaves out a request's way (`request_handler`), who may call (`auth`), what is
+accepted (`requests`), how answers look (`responses`, `streaming`), and the routes themselves.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from jaxtyping import Int32
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+import marin_rl
+from marin_rl.chat_templates import WORKERS_MAX
+from marin_rl.config import ServerConfig
+from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.inference.engine import Engine, Policy
+from marin_rl.inference.slots import STOP_TOKENS_MAX, Delta, GenerationResult
+from marin_rl.serving.api.requests import SamplingBody, SamplingFields
+from marin_rl.serving.api.responses import ResponseHeader, TextDecoding
+from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.limits import (
+    check_samples,
+    check_tokens,
+)
+from marin_rl.serving.text.constraints import Constraints
+from marin_rl.serving.text.detokenizer import Detokenizer
+from marin_rl.serving.text.templates import ChatPrompts
+from marin_rl.serving.text.tools import ToolFormat, tool_format
+from marin_rl.serving.weights.weight_updates import WeightUpdater
+from marin_rl.tokenizers import encoder_of, is_direct
+
+# More characters than any tokenizer's tokens have on average.
+TOKEN_CHARACTERS_MAX = 256
+# More than there are processes that check grammars: some may wait, others are known already.
+FORM_THREADS = 4
+# A text may have the tokens of so many contexts: `/tokenize` says how much too long it is.
+CONTEXTS_MAX = 2
+# So many characters of a long text, for each token of the context, are tokenized first.
+PROBE_CHARACTERS = 4
+
+Prompt = Int32[np.ndarray, " P"]
+F = TypeVar("F", bound=SamplingFields)
+
+
+@dataclass
+class Service:
+    """State that the routes share. `draining` may be taken back, `stopping` may not."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    texts: Detokenizer
+    name: str
+    updater: WeightUpdater
+    limits: ServerConfig = field(default_factory=ServerConfig)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    stopping: bool = False
+    running: int = 0
+    worker: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    )
+    # these wait for other processes: for a grammar's check, for a template's rendering
+    forms: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="forms")
+    )
+    chats: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="chats")
+    )
+    writer: ResponseWriter = field(default_factory=ResponseWriter)
+
+    @cached_property
+    def preparer(self) -> TokenizeWorker:
+        """Has requests prepared, by those threads where they take long."""
+        return TokenizeWorker(
+            self.worker,
+            alone=not is_direct(self.tokenizer),
+            forms=self.forms,
+            chats=self.chats if self.chat_prompts.waits else None,
+        )
+
+    @cached_property
+    def chat_prompts(self) -> ChatPrompts:
+        """The way from conversations to ids."""
+        return ChatPrompts(self.tokenizer)
+
+    @cached_property
+    def _encode(self) -> Callable[[str, bool], list[int]]:
+        return encoder_of(self.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """Format in which the model writes tool calls, if its template defines one."""
+        return tool_format(self.tokenizer)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """Compiler of constraints on the form of answers."""
+        return Constraints(
+            self.tokenizer,
+            vocabulary=self.engine.spec.vocabulary,
+            stop_tokens=self.stop_token_ids,
+        )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end every completion."""
+        return self.engine.stop_token_ids
+
+    @property
+    def model_id(self) -> str:
+        """The id of what is loaded."""
+        return self.id_of(self.engine.policy)
+
+    def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
+        """The id under which a policy is, or was, served."""
+        return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
+
+    def fingerprint_of(self, policy: Policy | GenerationResult | Delta) -> str:
+        """Fingerprint of the code, the architecture and the weights that answer."""
+        return _fingerprint(self._architecture, policy.parameters_digest)
+
+    @cached_property
+    def _architecture(self) -> str:
+        return repr(self.engine.spec)
+
+    def top(
+        self, heading: ResponseHeader, kind: str, source: GenerationResult | Delta
+    ) -> dict[str, Any]:
+        """Fields at the beginning of an answer or chunk; `source` has the weight version."""
+        return heading.body(kind, self.id_of(source), self.fingerprint_of(source))
+
+    def chunk(
+        self,
+        heading: ResponseHeader,
+        kind: str,
+        source: GenerationResult | Delta,
+        body: SamplingBody,
+    ) -> dict[str, Any]:
+        """Fields of a stream's chunk other than its choices."""
+        chunk = self.top(heading, kind, source)
+        if body.include_usage:
+            chunk["usage"] = None
+        chunk["weight_version"] = source.weight_version
+        return chunk
+
+    @property
+    def known(self) -> list[str]:
+        """The ids that requests may name: the loaded version's own, and the stable alias."""
+        return [self.model_id, self.name]
+
+    def close(self) -> None:
+        """End the threads."""
+        for executor in (self.worker, self.forms, self.chats):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self.writer.close()
+
+    def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> Prompt:
+        """Ids of plain text; `special` opens and ends it as the tokenizer does.
+
+        ApiError 400 for a text of more than CONTEXTS_MAX contexts. Tokenizing takes 0.4 s and
+        130 MB for a million characters, so a long text is refused by its beginning.
+        """
+        self.check_characters(len(text), param)
+        characters = PROBE_CHARACTERS * self.engine.context_length
+        while characters < len(text):
+            self.check_length(len(self._encode(text[:characters], False)), param)
+            characters *= 2
+        ids = self._encode(text, special)
+        self.check_length(len(ids), param)
+        return np.asarray(ids, np.int32)
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]], opening: bool = True
+    ) -> Prompt:
+        """Ids of a conversation by the chat template; ApiError as `ChatPrompts.text` and `encode`.
+
+        `opening` ends the ids with the assistant's opening.
+        """
+        self.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
+        text = self.chat_prompts.text(messages, tools=tools or None, opening=opening)
+        return self.encode(text, special=False, param="messages")
+
+    def check_length(self, count: int, param: str) -> None:
+        """ApiError 400 for ids that more than fill CONTEXTS_MAX contexts."""
+        context = self.engine.context_length
+        if count > CONTEXTS_MAX * context:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {context} tokens, but the text has more "
+                f"than {CONTEXTS_MAX * context}: shorten it",
+                code="context_length_exceeded",
+                param=param,
+            )
+
+    def check_model(self, model: str, policy: Policy | None = None) -> None:
+        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
+        known = self.known if policy is None else [self.id_of(policy), self.name]
+        if model not in known:
+            raise ApiError(
+                404,
+                f"the model {model[:200]!r} is not served here; known: {', '.join(known)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def check_ids(self, tokens: Sequence[int], param: str = "tokens") -> None:
+        """ApiError 400 for ids outside the vocabulary."""
+        vocabulary = self.engine.spec.vocabulary
+        largest = max(tokens, default=0)
+        if largest >= vocabulary:
+            raise ApiError(
+                400, f"expected token ids below {vocabulary}, found {largest}", param=param
+            )
+
+    def with_stop_tokens(self, body: F) -> F:
+        """The same body, with stop strings that are a special token replaced by that token's id.
+
+        Texts leave special tokens out, so such a stop string would never match.
+        """
+        strings = body.stop_strings
+        ids = [self._special[string] for string in strings if string in self._special]
+        if not ids:
+            return body
+        given = [*(body.stop_token_ids or ()), *ids]
+        return body.model_copy(
+            update={
+                "stop": [string for string in strings if string not in self._special],
+                "stop_token_ids": [id for id in given if id not in self.stop_token_ids],
+            }
+        )
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: id for id, token in tokens if token.special}
+
+    def check_fields(self, body: SamplingFields, prompts: int) -> None:
+        """ApiError 400 for unknown ids and too many samples, 503 for a full queue."""
+        self._check_stops(body.stop_token_ids or ())
+        self.check_ids([token for token, _ in body.biases], "logit_bias")
+        self.check_samples(body.samples, prompts)
+
+    def _check_stops(self, tokens: Sequence[int]) -> None:
+        self.check_ids(tokens, "stop_token_ids")
+        most = STOP_TOKENS_MAX - len(self.stop_token_ids)
+        if len(tokens) > most:
+            raise ApiError(
+                400,
+                f"stop_token_ids: expected at most {most} in addition to the model's own, found "
+                f"{len(tokens)}",
+                code="limit_exceeded",
+                param="stop_token_ids",
+            )
+
+    def reading(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
+        """Conversion of a request's samples to text."""
+        return TextDecoding(
+            texts=self.texts,
+            stop_token_ids=frozenset(self.stop_token_ids).union(body.stop_token_ids or ()),
+            stop=body.stop_strings,
+            special=special,
+        )
+
+    def check_characters(self, count: int, param: str) -> None:
+        """ApiError 400 for a text that no tokenizer could fit into the context: it is not tried."""
+        most = self.engine.context_length * TOKEN_CHARACTERS_MAX
+        if count > most:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {self.engine.context_length} tokens: "
+                f"expected at most {most} characters, found {count}",
+                code="context_length_exceeded",
+                param=param,
+            )
+
+    def check_samples(self, n: int, prompts: int) -> None:
+        """ApiError 400 for more samples than a request may ask for, 503 for more than may wait."""
+        check_samples(self.limits, n=n, prompts=prompts, queued=self.engine.queued)
+
+    def new_tokens(self, prompt: Prompt, asked: int | None, *, param: str) -> int:
+        """The limit of new tokens of one prompt: what is asked for, else what there is room for.
+
+        ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
+        """
+        length = len(prompt)
+        check_tokens(self.limits, prompt_tokens=length, new_tokens=asked, param=param)
+        context = self.engine.context_length
+        room = context - length
+        least = 1 if asked is None else asked
+        if room < least:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {context} tokens, but the prompt has "
+                f"{length} and {least} new ones were asked for: shorten the prompt or lower "
+                "max_tokens",
+                code="context_length_exceeded",
+                param=param,
+            )
+        if asked is not None:
+            return asked
+        return min(room, self.limits.new_tokens_max or room)
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(architecture: str, digest: str) -> str:
+    text = "\n".join((marin_rl.__version__, architecture, digest))
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """Any JSON, NumPy arrays included."""
+    data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(data, status, media_type="application/json")

@@ -1,0 +1,139 @@
+"""Routes that speak in token ids: /tokenize, /detokenize, and generation from ids to ids.
+
+Owns `POST /inference/v1/generate` as vLLM has it and the `verifiers` library reads it: a prompt's
+ids in, each sample's ids and one log-probability per id out, and no text.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, GENERATE_ROUTE, TOKENIZE_ROUTE
+from marin_rl.inference.slots import GenerationResult, Sample
+from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.requests import (
+    DetokenizeBody,
+    GenerateBody,
+    GenerateParameters,
+    TokenizeBody,
+)
+from marin_rl.serving.api.responses import Scores, complete_response
+from marin_rl.serving.api.service import Prompt, Service, json_response
+from marin_rl.serving.api.streaming import SamplingEndpoint
+from marin_rl.serving.http.auth import read_body
+from marin_rl.serving.http.errors import parse
+from marin_rl.serving.http.ids import new_id
+
+
+def tokens_routes(service: Service) -> list[Route]:
+    """The routes of token ids."""
+
+    async def tokenize(request: Request) -> Response:
+        """Ids of a conversation, as the chat route would render it, or of plain text."""
+        data = await read_body(request.receive)
+        told = await service.preparer.made(data, partial(_tokenized, service, data))
+        return json_response(told)
+
+    async def detokenize(request: Request) -> Response:
+        """The text of ids, special tokens included."""
+        data = await read_body(request.receive)
+        told = await service.preparer.made(data, partial(_detokenized, service, data))
+        return json_response(told)
+
+    return [
+        Route(TOKENIZE_ROUTE, tokenize, methods=["POST"]),
+        Route(DETOKENIZE_ROUTE, detokenize, methods=["POST"]),
+        Route(GENERATE_ROUTE, SamplingEndpoint(service, _order), methods=["POST"]),
+    ]
+
+
+def _tokenized(service: Service, data: bytes) -> dict[str, Any]:
+    body = parse(TokenizeBody, data)
+    if body.model is not None:
+        service.check_model(body.model)
+    if body.messages is None:
+        tokens = service.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    else:
+        tokens = service.chat_ids(
+            [message.as_told() for message in body.messages],
+            tools=body.offered,
+            opening=body.add_generation_prompt is not False,
+        )
+    answer = {
+        "count": len(tokens),
+        "max_model_len": service.engine.context_length,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [service.texts.name(token) for token in tokens.tolist()]
+    return answer
+
+
+def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
+    body = parse(DetokenizeBody, data)
+    if body.model is not None:
+        service.check_model(body.model)
+    service.check_length(len(body.tokens), "tokens")
+    service.check_ids(body.tokens)
+    return {"prompt": service.texts.of(body.tokens, special=True)}
+
+
+def _order(service: Service, data: bytes) -> EngineRequest:
+    """Read a body and prepare what it asks for. ApiError for what is refused."""
+    body = parse(GenerateBody, data)
+    given = service.with_stop_tokens(body.sampling_params or GenerateParameters())
+    service.check_model(body.model)
+    service.check_fields(given, prompts=1)
+    service.check_ids(body.token_ids, "token_ids")
+    prompt = np.asarray(body.token_ids, np.int32)
+    limit = service.new_tokens(prompt, given.max_tokens, param="token_ids")
+    # 0 and 1 ask for the sampled token's own logprob alone
+    likeliest = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
+    request = given.request(prompt, limit, top_logprobs=likeliest)
+    write = partial(_whole, service, prompt, scored=given.logprobs is not None)
+    return EngineRequest(model=body.model, requests=[request], end=write)
+
+
+def _whole(
+    service: Service, prompt: Prompt, results: Sequence[GenerationResult], *, scored: bool
+) -> bytes:
+    """The JSON of the answer; `policy_versions` only where a swap came between the tokens."""
+    (result,) = results
+    choices = [_choice(index, sample, scored=scored) for index, sample in enumerate(result.samples)]
+    top = {"request_id": f"generate-{new_id()}", "model": service.id_of(result)}
+    return complete_response(top, choices, [prompt], results)
+
+
+def _choice(index: int, sample: Sample, *, scored: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "token_ids": sample.token_ids,
+        "logprobs": None,
+        "finish_reason": sample.finish_reason,
+    }
+    if scored:
+        choice["logprobs"] = {"content": _content(Scores.of(sample, raw=False))}
+    if sample.policy_versions is not None:
+        choice["policy_versions"] = sample.policy_versions
+    return choice
+
+
+def _content(scores: Scores) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": f"token_id:{token}",
+            "logprob": logprob,
+            "top_logprobs": [
+                {"token": f"token_id:{other}", "logprob": value}
+                for other, value in zip(ids, logprobs, strict=True)
+            ],
+        }
+        for token, logprob, ids, logprobs in zip(
+            scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
+        )
+    ]

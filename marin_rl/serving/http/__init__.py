@@ -1,0 +1,1 @@
+"""Around the routes: sockets, tokens, limits, error bodies, access log and Prometheus metrics."""

@@ -1,0 +1,306 @@
+"""Access control: what is checked before a route sees the request.
+
+Everything is closed but the two health routes, by a rule that knows no paths besides them, so that
+a new route cannot be forgotten. Leaves out what a token is (`api_keys`), which hosts and pages are
+ours (`origins`), and what a body means (`errors`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from marin_rl.config import ServerConfig
+from marin_rl.serving.http.api_keys import Keys
+from marin_rl.serving.http.body_budget import BodyBudget, BodyShare
+from marin_rl.serving.http.connections import Client, client_of
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.limits import Deadline, Rates, request_timeout
+from marin_rl.serving.http.origins import Origins, cors_headers, preflight_headers
+
+OPEN_PATHS = ("/healthz", "/readyz")
+CLIENT_LEFT = 499  # never sent; for the log and the metrics
+# An answer that has begun gets this much longer, so that its route can end it properly.
+ENDING_S = 5.0
+
+
+class Guard:
+    """ASGI middleware: Host and Origin, token, rate, bytes and time of every request.
+
+    `origins` gives the rules for the address that the server is bound to at the time. Leaves in
+    `scope["state"]`: `caller` ("api", "admin", "local"; "open" on the health routes),
+    `deadline`, `body_share` (what its body holds of the memory for bodies; see `parsed`), and
+    `admin_variable`, which `require_admin` names. The `receive` that routes get raises ApiError 413
+    or 408 for a body too large or too slow, and 503 where all bodies together are too large.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, config: ServerConfig, keys: Keys, origins: Callable[[], Origins]
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._keys = keys
+        self._origins = origins
+        self._rates = Rates(config)
+        self._budget = BodyBudget(max(config.bodies_bytes_max, config.body_bytes_max))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers, head_bytes = _headers(scope)
+        origin = self._origins().listed(headers)
+        send = send if origin is None else _readable_by(origin, send)
+        if origin is not None and _is_preflight(scope, headers):
+            await _answer_preflight(preflight_headers(origin, headers), send)
+            return
+        refusal = self._refusal(scope, headers, head_bytes)
+        if refusal is not None:
+            await as_response(refusal)(scope, receive, send)
+            return
+        await self._within_limits(scope, receive, send)
+
+    def _refusal(
+        self, scope: Scope, headers: dict[bytes, list[bytes]], head_bytes: int
+    ) -> ApiError | None:
+        refusal = self._origins().refusal(headers) or _unknown_coding(headers)
+        if refusal is not None:
+            return refusal
+        state = scope.setdefault("state", {})
+        if scope["path"] in OPEN_PATHS:
+            state["caller"] = "open"
+            return None
+        caller = self._keys.caller(headers.get(b"authorization", []))
+        if caller is None:
+            return unauthenticated()
+        state["caller"] = caller
+        state["admin_variable"] = None if self._keys.admin else self._keys.admin_variable
+        return self._rates.refusal(caller) or self._too_long(headers, head_bytes)
+
+    def _too_long(self, headers: dict[bytes, list[bytes]], head_bytes: int) -> ApiError | None:
+        # `connections` bounds a head that is incomplete, not one that comes in one piece
+        if head_bytes > self._config.header_bytes_max:
+            return headers_too_large(self._config.header_bytes_max)
+        declared = headers.get(b"content-length", [b"0"])
+        bytes_max = self._config.body_bytes_max
+        if len(declared) == 1 and declared[0].isdigit() and int(declared[0]) <= bytes_max:
+            return None
+        return too_large(bytes_max)
+
+    async def _within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = Deadline.starting(self._config, asyncio.get_running_loop().time())
+        share = self._budget.share()
+        scope["state"] |= {"deadline": deadline, "body_share": share}
+        body = BoundedBody(receive, self._config, client_of(scope), share)
+        begun = False
+        timeout = asyncio.timeout_at(deadline.total_at)
+        try:
+            async with timeout:
+
+                async def send_on(message: Message) -> None:
+                    nonlocal begun
+                    if not begun:
+                        begun = True
+                        timeout.reschedule(deadline.total_at + ENDING_S)
+                    await send(message)
+
+                await self._app(scope, body, send_on)
+        except TimeoutError:
+            if begun or not timeout.expired():
+                raise
+            await as_response(request_timeout())(scope, receive, send)
+        finally:
+            share.release()
+
+
+class BoundedBody:
+    """An ASGI `receive` that raises ApiError for a body too large (413) or too slow (408).
+
+    And 503, where the bodies of all requests together leave no room in `share`.
+    """
+
+    def __init__(
+        self, receive: Receive, config: ServerConfig, client: Client, share: BodyShare
+    ) -> None:
+        self._receive = receive
+        self._client = client
+        self._share = share
+        self._bytes_max = config.body_bytes_max
+        self._timeout_s = config.body_timeout_s
+        self._until = asyncio.get_running_loop().time() + config.body_timeout_s
+        self._read = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        """The next message; once the body is complete, without a limit of time."""
+        if self._complete:
+            return await self._receive()
+        # most bodies come with their heads: those need no clock
+        message = await (self._receive() if self._client.has_sent_all else self._in_time())
+        if message["type"] == "http.request":
+            self._read += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._read > self._bytes_max:
+                raise too_large(self._bytes_max)
+            self._share.grow_to(self._read)
+        return message
+
+    async def _in_time(self) -> Message:
+        try:
+            async with asyncio.timeout_at(self._until):
+                return await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self._timeout_s:g} s", code="body_timeout"
+            ) from None
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def for_admin(endpoint: Endpoint) -> Endpoint:
+    """The endpoint of an admin route: ApiError 403 for every other caller."""
+
+    @wraps(endpoint)
+    async def guarded(request: Request) -> Response:
+        require_admin(request)
+        return await endpoint(request)
+
+    return guarded
+
+
+def require_admin(request: Request) -> None:
+    """ApiError 403 for every caller but the admin."""
+    state = request.scope["state"]
+    if state.get("caller") == "admin":
+        return
+    variable = state.get("admin_variable")
+    told = (
+        "expected the admin token, found another caller's"
+        if variable is None
+        else f"no admin token is set: start the server with one in the variable {variable}"
+    )
+    raise ApiError(403, told, type="permission_error", code="admin_only")
+
+
+class Refusal(JSONResponse):
+    """An error as JSON; leaves its code for the request's record."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body, error.status, headers=error.headers)
+        self._reason = error.body["error"]["code"] or f"http_{error.status}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        scope.setdefault("state", {})["reason"] = self._reason
+        await super().__call__(scope, receive, send)
+
+
+def as_response(error: ApiError) -> Refusal:
+    """The error as JSON."""
+    return Refusal(error)
+
+
+def parsed(scope: Scope) -> None:
+    """Give back the memory for bodies that a request's body holds: its bytes are not kept."""
+    share = scope["state"]["body_share"]
+    assert isinstance(share, BodyShare)
+    share.release()
+
+
+async def read_body(receive: Receive, bytes_max: int | None = None) -> bytes:
+    """Return the whole body.
+
+    ApiError where the guard's limits end it (413, 408, 503), beyond a route's own `bytes_max`
+    (413), or where the client leaves.
+    """
+    data = bytearray()  # which grows in place: a body may come in thousands of pieces
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_left()
+        data += message.get("body", b"")
+        if bytes_max is not None and len(data) > bytes_max:
+            raise too_large(bytes_max)
+        if not message.get("more_body", False):
+            return bytes(data)
+
+
+def client_left() -> ApiError:
+    """Error for a client that has disconnected."""
+    return ApiError(CLIENT_LEFT, "the client went away", code="client_left")
+
+
+def unauthenticated() -> ApiError:
+    """A request without the right token."""
+    return ApiError(
+        401,
+        "expected the header 'Authorization: Bearer <token>' with the server's token",
+        type="authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def too_large(bytes_max: int) -> ApiError:
+    """A body beyond the limit."""
+    return ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
+
+
+def headers_too_large(bytes_max: int) -> ApiError:
+    """A request's head beyond the limit."""
+    told = f"expected a request line and headers of at most {bytes_max} bytes"
+    return ApiError(431, told, code="headers_too_large")
+
+
+def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:
+    """Refuse what RFC 9112 (6.1) has a server refuse: a transfer coding that it does not know."""
+    codings = b",".join(headers.get(b"transfer-encoding", ())).strip().lower()
+    if codings in (b"", b"chunked"):
+        return None
+    return ApiError(
+        501,
+        "expected no Transfer-Encoding but chunked: bodies are taken as they are, uncompressed",
+        code="unknown_transfer_coding",
+    )
+
+
+def _headers(scope: Scope) -> tuple[dict[bytes, list[bytes]], int]:
+    """Every header (names are lower case already) with all its values, and the head's bytes."""
+    headers: dict[bytes, list[bytes]] = {}
+    head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    for name, value in scope["headers"]:
+        headers.setdefault(name, []).append(value)
+        head_bytes += len(name) + len(value)
+    return headers, head_bytes
+
+
+def _is_preflight(scope: Scope, headers: dict[bytes, list[bytes]]) -> bool:
+    return scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+
+
+async def _answer_preflight(headers: list[tuple[bytes, bytes]], send: Send) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _readable_by(origin: str, send: Send) -> Send:
+    added: list[tuple[bytes, bytes]] = cors_headers(origin)
+    names = {name for name, _ in added}
+
+    async def send_readable(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given: Any = message.get("headers", ())
+            if not names & {name for name, _ in given}:
+                message["headers"] = [*given, *added]
+        await send(message)
+
+    return send_readable

@@ -1,0 +1,154 @@
+"""Parse request bodies: strict shapes, and errors that say which field is wrong.
+
+Owns the base of all bodies, the reading of JSON, and the refusal as OpenAI words it. An unknown
+field is refused by name rather than ignored: an option that silently does nothing is worse than
+none. Leaves out how much JSON is read at all (`json_bounds`), what conversations hold (`messages`)
+and what may be asked for (`requests`).
+"""
+
+import difflib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from marin_rl.inference.client.protocol import error_body
+from marin_rl.serving.http.json_bounds import TooMuchJson, check_bounds
+
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
+
+# A larger body is not parsed a second time, to name the number that was found in it.
+FOUND_BYTES_MAX = 2**20
+
+
+class ApiError(Exception):
+    """A refusal or fault, as the client will see it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        self.body = error_body(message, type=type, code=code, param=param)
+
+
+class Body(BaseModel):
+    """Base of every body: no unknown fields, no NaN, no bool or string where a number is due."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], data: bytes) -> B:
+    """Read a JSON body; ApiError 400 names the first wrong field and what was expected of it."""
+    try:
+        check_bounds(data)
+        return kind.model_validate_json(data)
+    except TooMuchJson as error:
+        raise ApiError(400, str(error), code="limit_exceeded") from None
+    except ValidationError as error:
+        raise _refusal(kind, data, error) from None
+
+
+def _refusal(kind: type[Body], data: bytes, error: ValidationError) -> ApiError:
+    # with its input, each error would hold another copy of the object around it
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = _most_telling(errors)
+    names = _names(kind, first)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return _unknown(kind, first, names)
+    if first["type"] == "value_error":
+        field, told, rest = message.partition(": ")
+        if told and field.isidentifier():
+            names, message = [*names, field], rest
+        param = ".".join(names)
+        return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {message}")
+    if not names:
+        return ApiError(400, f"expected a JSON object: {message}")
+    param = ".".join(names)
+    return ApiError(400, f"{param}: {message}{_found(data, first)}", param=param)
+
+
+def _names(kind: type[Body], error: ErrorDetails) -> list[str]:
+    """Path of the error in the body: fields and list indices, without union branches."""
+    known, names = _fields(kind), list[str]()
+    for part in error["loc"]:
+        if isinstance(part, int) or (part in known and part not in names[-1:]):
+            names.append(str(part))
+    return names
+
+
+def _unknown(kind: type[Body], error: ErrorDetails, names: list[str]) -> ApiError:
+    given = str(error["loc"][-1])[:200]
+    if names[-1:] != [given]:
+        names.append(given)
+    close = []
+    if len(names) == 1:
+        close = difflib.get_close_matches(given, list(kind.model_fields), n=1, cutoff=0.6)
+    param = ".".join(names)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return ApiError(400, f"unknown field {param!r}{meant}", code="unknown_field", param=param)
+
+
+def _most_telling(errors: list[ErrorDetails]) -> ErrorDetails:
+    """An unknown field before all; of a union's branches, one whose type was right."""
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            return error
+    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    of_type = [error for error in same if not error["type"].endswith("_type")]
+    return (of_type or same)[0]
+
+
+@lru_cache
+def _fields(kind: type[Body]) -> frozenset[str]:
+    """Every field name of a body, at any depth.
+
+    Error locations hold the names of a union's branches too; only these name fields.
+    """
+    names: set[str] = set()
+    seen: set[type[BaseModel]] = set()
+    waiting: list[type[BaseModel]] = [kind]
+    while waiting:
+        model = waiting.pop()
+        seen.add(model)
+        for name, field in model.model_fields.items():
+            names.add(field.alias or name)
+            waiting += [inner for inner in _models_in(field.annotation) if inner not in seen]
+    return frozenset(names)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _found(data: bytes, error: ErrorDetails) -> str:
+    """End of an error message: the number or boolean that came instead."""
+    if len(data) > FOUND_BYTES_MAX or error["type"] == "missing" or error["loc"][-1] == "[key]":
+        return ""
+    value: Any = from_json(data)
+    for part in error["loc"]:  # some parts name a union's branch, not a place in the body
+        if isinstance(value, dict):
+            value = value.get(part, value)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+    return f", found {value!r}" if isinstance(value, bool | int | float) else ""

@@ -1,0 +1,169 @@
+"""Limits: sizes and rates of requests, and how long they may wait.
+
+Owns request rates, the sizes and the queue that a configuration allows, and a request's deadlines.
+Leaves out the shape of a body (`errors`), its bytes (`auth`), and sockets (`connections`).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from marin_rl.config import ServerConfig
+from marin_rl.serving.http.errors import ApiError
+
+# A rate is met if the bucket misses a whole token by no more than floating point does.
+_ROUNDING = 1e-9
+
+
+class TokenBucket:
+    """`burst` requests at once, `per_second` in the long run; used from one thread."""
+
+    def __init__(
+        self,
+        per_second: float,
+        burst: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._per_second = per_second
+        self._burst = float(burst)
+        self._clock = clock
+        self._level = self._burst
+        self._at = clock()
+
+    def take(self) -> float:
+        """Let a request in, and return 0; or the seconds after which one will be let in."""
+        now = self._clock()
+        self._level = min(self._burst, self._level + (now - self._at) * self._per_second)
+        self._at = now
+        if self._level >= 1 - _ROUNDING:
+            self._level -= 1
+            return 0.0
+        return (1 - self._level) / self._per_second
+
+
+class Rates:
+    """One bucket for each kind of caller; admin is not limited, so that it can always act."""
+
+    def __init__(
+        self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        rate = config.requests_per_second
+        self._buckets: dict[str, TokenBucket] = {}
+        if rate is not None:
+            burst = config.requests_burst or max(1, math.ceil(rate))
+            self._buckets = {
+                caller: TokenBucket(rate, burst, clock=clock) for caller in ("api", "local")
+            }
+        self._told = "" if rate is None else f"at most {rate:g} requests a second"
+
+    def refusal(self, caller: str) -> ApiError | None:
+        """Error 429 for a caller above its rate, with the time to retry at; None if it is below."""
+        bucket = self._buckets.get(caller)
+        wait_s = 0.0 if bucket is None else bucket.take()
+        if wait_s == 0:
+            return None
+        return ApiError(
+            429,
+            f"expected {self._told}: try again in {wait_s:.3g} s",
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={
+                "Retry-After": str(math.ceil(wait_s)),
+                "Retry-After-Ms": str(math.ceil(1000 * wait_s)),  # what `openai` looks at first
+            },
+        )
+
+
+def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) -> None:
+    """Refuse more samples than a request may ask for (400), or than may wait (503)."""
+    if n > config.samples_max:
+        raise _too_many("n", "samples", n, config.samples_max)
+    if prompts > config.prompts_max:
+        raise _too_many("prompt", "prompts", prompts, config.prompts_max)
+    if n * prompts > config.samples_queued_max:
+        raise _too_many("n", "samples of all prompts", n * prompts, config.samples_queued_max)
+    if queued + n * prompts > config.samples_queued_max:
+        raise ApiError(
+            503,
+            f"more than {config.samples_queued_max} samples would wait: try again later",
+            type="server_error",
+            code="overloaded",
+            headers={"Retry-After": "1"},
+        )
+
+
+def check_tokens(
+    config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
+) -> None:
+    """Refuse a prompt, or a number of new tokens asked for, beyond the configured ones (400)."""
+    prompt_max, new_max = config.prompt_tokens_max, config.new_tokens_max
+    if prompt_max is not None and prompt_tokens > prompt_max:
+        raise _too_many(param, "prompt tokens", prompt_tokens, prompt_max)
+    if new_max is not None and new_tokens is not None and new_tokens > new_max:
+        raise _too_many("max_tokens", "new tokens", new_tokens, new_max)
+
+
+def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
+    told = f"{param}: expected at most {allowed} {what}, found {found}"
+    return ApiError(400, told, param=param, code="limit_exceeded")
+
+
+def draining_error() -> ApiError:
+    """Error for new work while the server shuts down, with Retry-After."""
+    return ApiError(
+        503,
+        "the server is shutting down: try again",
+        type="server_error",
+        code="draining",
+        headers={"Retry-After": "5"},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """Until when a request may wait for a slot, and until when its answer must be complete.
+
+    Times are those of the event loop's clock, which timers go by, from the request's arrival on.
+    """
+
+    queue_at: float
+    total_at: float
+
+    @staticmethod
+    def starting(config: ServerConfig, now: float) -> "Deadline":
+        """The deadlines of a request that arrives `now`."""
+        return Deadline(
+            queue_at=now + config.queue_timeout_s, total_at=now + config.request_timeout_s
+        )
+
+
+def deadline_of(scope: Scope) -> Deadline:
+    """The deadlines that the guard gave a request when it came."""
+    deadline = scope["state"]["deadline"]
+    assert isinstance(deadline, Deadline)
+    return deadline
+
+
+def queue_timeout() -> ApiError:
+    """No slot became free in time."""
+    return ApiError(
+        503,
+        "no slot became free in time: try again later",
+        type="server_error",
+        code="queue_timeout",
+        headers={"Retry-After": "5"},
+    )
+
+
+def request_timeout() -> ApiError:
+    """The answer was not complete in time."""
+    return ApiError(
+        504,
+        "the answer was not complete in time: ask for fewer tokens or samples",
+        type="server_error",
+        code="request_timeout",
+    )

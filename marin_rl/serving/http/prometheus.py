@@ -1,0 +1,303 @@
+"""Prometheus metrics of the server: one table, one registry.
+
+Owns the table (docs are made from it), counting requests and weight updates, and reading the engine
+at each scrape, never in between. Leaves out the access log (`access_log`).
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from marin_rl.inference.batch_invariance import Invariance
+from marin_rl.inference.engine import EngineStats
+from marin_rl.serving.http.access_log import RequestRecord
+from marin_rl.serving.http.tallies import Counts, Durations
+
+METRICS_ROUTE = "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric: its full name, kind, labels, and what it says."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...] = ()
+    meaning: str
+
+
+def _spec(name: str, kind: str, meaning: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name=f"marin_rl_{name}", kind=kind, meaning=meaning, labels=labels)
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    _spec("requests_total", "counter", "requests answered", "route", "status"),
+    _spec(
+        "requests_rejected_total",
+        "counter",
+        "requests that failed, by the error's code",
+        "reason",
+    ),
+    _spec("requests_running", "gauge", "requests that are being answered"),
+    _spec("request_seconds", "histogram", "from arrival to the answer's last byte", "route"),
+    _spec("queue_seconds", "histogram", "a request's wait for its first slot"),
+    _spec("prefill_seconds", "histogram", "from the first slot until the prompt is in the cache"),
+    _spec("decode_seconds", "histogram", "from there to the last token"),
+    _spec("first_token_seconds", "histogram", "from arrival to a stream's first token"),
+    _spec("prompt_tokens_total", "counter", "tokens of prompts that were sampled from"),
+    _spec(
+        "completion_tokens_total",
+        "counter",
+        "tokens sampled for requests, cancelled ones included",
+    ),
+    _spec("connections", "gauge", "open connections"),
+    _spec("connections_refused_total", "counter", "connections closed on purpose", "reason"),
+    _spec("slots", "gauge", "sequences that the engine decodes side by side"),
+    _spec("slots_busy", "gauge", "slots with a sequence in them"),
+    _spec("samples_queued", "gauge", "samples that wait for a slot"),
+    _spec("engine_paused", "gauge", "1 while the engine is paused"),
+    _spec(
+        "batch_invariant",
+        "gauge",
+        "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
+        "prompt's cache is read once (shared)",
+        "what",
+    ),
+    _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
+    _spec("engine_requests_total", "counter", "requests that the engine took"),
+    _spec("engine_cancelled_total", "counter", "requests whose clients left or ran out of time"),
+    _spec("engine_failed_total", "counter", "requests that the engine gave up"),
+    _spec("engine_prompt_tokens_total", "counter", "tokens of the prompts of these requests"),
+    _spec("engine_tokens_total", "counter", "tokens sampled, of abandoned requests too"),
+    _spec("engine_chunks_total", "counter", "decode chunks run on the device"),
+    _spec("engine_slot_steps_total", "counter", "decode steps times slots, empty ones included"),
+    _spec("engine_busy_slot_steps_total", "counter", "those in which a slot sampled"),
+    _spec("engine_prefilled_prompts_total", "counter", "prompts computed into the cache"),
+    _spec("engine_prefill_seconds_total", "counter", "time on the device for prompts"),
+    _spec("engine_decode_seconds_total", "counter", "time on the device for new tokens"),
+    _spec("policy_info", "gauge", "1, with the loaded model's id", "model", "parameters_digest"),
+    _spec("policy_version", "gauge", "weight version of the loaded model"),
+    _spec("swaps_total", "counter", "changes of the loaded weights"),
+    _spec("weight_updates_total", "counter", "weight updates that were switched to", "source"),
+    _spec("weight_update_failures_total", "counter", "refused: the old weights go on", "source"),
+    _spec(
+        "weight_update_bytes_total",
+        "counter",
+        "bytes read for these updates",
+        "source",
+    ),
+    _spec("weight_update_seconds_total", "counter", "time that these updates took", "source"),
+    _spec("weight_update_age_seconds", "gauge", "time since the last update, or since the start"),
+    _spec("access_log_dropped_total", "counter", "lines that the access log could not write"),
+)
+_SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
+
+
+def telemetry_markdown() -> str:
+    """The table of metrics as Markdown."""
+    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{spec.name}` | {spec.kind} | {', '.join(spec.labels)} | {spec.meaning} |"
+        for spec in METRICS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The engine and its weights at one moment; counts are since the start."""
+
+    model_id: str
+    weight_version: int
+    parameters_digest: str
+    stats: EngineStats
+    slots: int
+    busy: int
+    queued: int
+    paused: bool
+    sharing: bool
+    invariance: Invariance
+
+
+class Telemetry:
+    """The metrics of one server, in a registry of its own.
+
+    `read` is called at each scrape. Requests are counted on the event loop, all else from any
+    thread.
+    """
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._read = read
+        self._updated_at = time.monotonic()
+        self._running = 0
+        self._requests = _counts("requests_total")
+        self._rejected = _counts("requests_rejected_total")
+        self._seconds = _durations("request_seconds")
+        self._queue = _durations("queue_seconds")
+        self._prefill = _durations("prefill_seconds")
+        self._decode = _durations("decode_seconds")
+        self._first_token = _durations("first_token_seconds")
+        self._prompt_tokens = _counts("prompt_tokens_total")
+        self._completion_tokens = _counts("completion_tokens_total")
+        self._refused_connections = self._counter("connections_refused_total")
+        self._connections = self._gauge("connections")
+        self._updates = self._counter("weight_updates_total")
+        self._failures = self._counter("weight_update_failures_total")
+        self._bytes = self._counter("weight_update_bytes_total")
+        self._update_seconds = self._counter("weight_update_seconds_total")
+        self._registry.register(_AtScrape(self._at_scrape))
+        self.lines_dropped: Callable[[], int] = lambda: 0
+
+    def request_started(self) -> None:
+        """A request is being answered."""
+        self._running += 1
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Count a request and what it cost. Called once, when its answer is complete."""
+        self._running -= 1
+        self._requests.add((record.route, str(record.status)))
+        self._seconds.add(record.latency_s, (record.route,))
+        if record.reason:
+            self._rejected.add((record.reason,))
+        for histogram, value in (
+            (self._queue, record.queue_s),
+            (self._prefill, record.prefill_s),
+            (self._decode, record.decode_s),
+            (self._first_token, record.first_token_s),
+        ):
+            if value is not None:
+                histogram.add(value)
+        if record.weight_version is not None:
+            self._prompt_tokens.add(count=record.prompt_tokens)
+            self._completion_tokens.add(count=record.completion_tokens)
+
+    def connection_refused(self, reason: str) -> None:
+        """A connection was closed on purpose, for one of a fixed set of reasons."""
+        self._refused_connections.labels(reason).inc()
+
+    def connections_open(self, count: int) -> None:
+        """Set the number of open connections."""
+        self._connections.set(count)
+
+    def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
+        """New weights are served; `source` is one of a fixed set of kinds, such as "memory"."""
+        self._updates.labels(source).inc()
+        self._bytes.labels(source).inc(bytes)
+        self._update_seconds.labels(source).inc(seconds)
+        self._updated_at = time.monotonic()
+
+    def weights_failed(self, *, source: str) -> None:
+        """An update was refused or failed, and the old weights go on."""
+        self._failures.labels(source).inc()
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format. Takes milliseconds: not for the event loop."""
+        return generate_latest(self._registry)
+
+    def _at_scrape(self) -> Iterable[Metric]:
+        reading = self._read()
+        yield _info(reading)
+        yield _invariance(reading.invariance)
+        for tally in (
+            self._requests,
+            self._rejected,
+            self._seconds,
+            self._queue,
+            self._prefill,
+            self._decode,
+            self._first_token,
+            self._prompt_tokens,
+            self._completion_tokens,
+        ):
+            yield tally.family()
+        for name, value in self._gauges(reading).items():
+            yield GaugeMetricFamily(_SPECS[name].name, _SPECS[name].meaning, float(value))
+        for name, value in self._counts(reading).items():
+            yield CounterMetricFamily(_SPECS[name].name, _SPECS[name].meaning, float(value))
+
+    def _gauges(self, reading: Snapshot) -> dict[str, float | int]:
+        return {
+            "requests_running": self._running,
+            "slots": reading.slots,
+            "slots_busy": reading.busy,
+            "samples_queued": reading.queued,
+            "engine_paused": reading.paused,
+            "prompts_shared": reading.sharing,
+            "policy_version": reading.weight_version,
+            "weight_update_age_seconds": time.monotonic() - self._updated_at,
+        }
+
+    def _counts(self, reading: Snapshot) -> dict[str, float | int]:
+        stats = reading.stats
+        return {
+            "engine_requests_total": stats.requests,
+            "engine_cancelled_total": stats.cancelled,
+            "engine_failed_total": stats.failed,
+            "engine_prompt_tokens_total": stats.prompt_tokens,
+            "engine_tokens_total": stats.tokens,
+            "engine_chunks_total": stats.chunks,
+            "engine_slot_steps_total": stats.slot_steps,
+            "engine_busy_slot_steps_total": stats.busy_slot_steps,
+            "engine_prefilled_prompts_total": stats.prefilled_prompts,
+            "engine_prefill_seconds_total": stats.prefill_s,
+            "engine_decode_seconds_total": stats.decode_s,
+            "swaps_total": stats.swaps,
+            "access_log_dropped_total": self.lines_dropped(),
+        }
+
+    def _counter(self, name: str) -> Counter:
+        spec = _SPECS[name]
+        return Counter(spec.name, spec.meaning, spec.labels, registry=self._registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        spec = _SPECS[name]
+        return Gauge(spec.name, spec.meaning, spec.labels, registry=self._registry)
+
+
+def _counts(name: str) -> Counts:
+    spec = _SPECS[name]
+    return Counts(spec.name, spec.meaning, spec.labels)
+
+
+def _durations(name: str) -> Durations:
+    spec = _SPECS[name]
+    return Durations(spec.name, spec.meaning, spec.labels)
+
+
+def _info(reading: Snapshot) -> Metric:
+    # named policy_info in the text: the family adds the suffix
+    spec = _SPECS["policy_info"]
+    labels = {"model": reading.model_id, "parameters_digest": reading.parameters_digest}
+    return InfoMetricFamily(spec.name.removesuffix("_info"), spec.meaning, labels)
+
+
+def _invariance(proven: Invariance) -> Metric:
+    spec = _SPECS["batch_invariant"]
+    family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+    for name, holds in asdict(proven).items():
+        family.add_metric((name,), float(holds))
+    return family
+
+
+class _AtScrape(Collector):
+    """A collector that makes its metrics when they are asked for."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

@@ -1,0 +1,100 @@
+"""A server in a process of its own: which model to load, then serve until a signal.
+
+Behind `marin-rl serve`. What is served first goes the way of every later update: read whole,
+verified, and rehearsed before the port opens. Inside a run the server lives in the flow's process
+instead and takes the trainer's arrays (see `marin_rl.runtime`).
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+from marin_rl.config import Config
+from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
+from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.serving.weights.canary import rehearse
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
+from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following
+from marin_rl.serving.weights.update_roots import with_update_root
+from marin_rl.serving.weights.weight_updates import canary_ids
+from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import load_tokenizer, tokenizer_for
+
+
+def serve_checkpoint(
+    root: str,
+    run_id: str,
+    round: int | None,
+    host: str,
+    port: int,
+    *,
+    config: Config | None = None,
+    follow: bool = False,
+    poll_s: float | int = POLL_S,
+) -> int:
+    """Serve a committed checkpoint of a run (default: the latest); the process's exit code.
+
+    Of `config` the section `inference` counts, else the run's own. With `follow`, every later
+    checkpoint takes the place of the one before as it is committed. Raises ObjectMissing where
+    the checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
+    of its manifest, InferenceError where the engine decodes something else than was trained, and
+    ConfigError for the address.
+    """
+    enable_compilation_cache()
+    keep_freed_memory()
+    run = Run.open(root, run_id)
+    loaded = read_checkpoint(run, round)
+    inference = run.config.inference if config is None else config.inference
+    settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
+    server = proven_server(loaded, tokenizer_for(settings.policy), settings)
+    if not follow:
+        return serve_forever(server, host, port, announce=_announce)
+    with following(server.updater, run, loaded.round or 0, poll_s=poll_s):
+        return serve_forever(server, host, port, announce=_announce)
+
+
+def serve_folder(folder: Path, config: Config, host: str, port: int) -> int:
+    """Serve a Hugging Face folder with a configuration's engine and context length.
+
+    Where the configuration does not say how long, it is as long as the model is made for, up to
+    CONTEXT_TOKENS_MAX, and there are no more slots than CACHE_BYTES_MAX hold.
+    Raises InputError for a folder that cannot be served exactly, InferenceError where the engine
+    decodes something else than the folder's model, ConfigError for the address.
+    """
+    enable_compilation_cache()
+    keep_freed_memory()
+    loaded = read_folder(str(folder))
+    if "context_length" not in config.policy.model_fields_set:
+        longest = min(loaded.model.config.max_seq_len, CONTEXT_TOKENS_MAX)
+        known = {"init": "hf", "hf_path": str(folder), "context_length": longest}
+        policy = config.policy.model_copy(update=known)
+        config = within_memory(config.model_copy(update={"policy": policy}))
+    inference = with_update_root(config.inference, folder.resolve().parent)
+    config = config.model_copy(update={"inference": inference})
+    server = proven_server(loaded, load_tokenizer(folder), config)
+    return serve_forever(server, host, port, announce=_announce)
+
+
+def proven_server(
+    loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config
+) -> PolicyServer:
+    """A server, not started yet, of weights that the engine is proven to decode as trained."""
+    dtype = jnp.dtype(config.policy.compute_dtype)
+    rehearse(loaded.model, canary_ids(tokenizer), config.inference, dtype)
+    return PolicyServer(
+        loaded.model,
+        tokenizer,
+        config.inference,
+        context_length=config.policy.context_length,
+        weight_version=loaded.round or 0,
+        parameters_digest=loaded.parameters_digest,
+        dtype=dtype,
+    )
+
+
+def _announce(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Text and tokens: chat templates, detokenization, tool calls, grammars."""

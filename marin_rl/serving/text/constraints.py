@@ -1,0 +1,268 @@
+"""Answers that must have a form: JSON, JSON of a schema, or calls of tools.
+
+Owns the grammars (llguidance) and what may be asked of them: sizes, depth, fuel. A schema is
+compiled before any work is queued, and what it cannot express is refused there; each sample then
+gets its own walker, which says at every step which tokens may follow. Leaves out the sampling
+itself (the engine) and how tool calls are written (`tools`).
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt32
+from llguidance import LLMatcher, LLTokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.isolated.grammars import LARK, SCHEMA, matcher_of
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.serving.http.errors import ApiError
+
+SCHEMA_BYTES_MAX = 64 * 2**10
+SCHEMA_DEPTH_MAX = 32
+SCHEMA_NODES_MAX = 4000
+GRAMMAR_CHARACTERS_MAX = 4 * SCHEMA_BYTES_MAX
+GRAMMARS_KEPT_MAX = 64
+TOLD_CHARACTERS_MAX = 300
+
+LIMITS = WorkerLimits(cpu_s=1.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=2**10)
+TRIALS_MAX = 2
+# A short schema without these takes some milliseconds, less than a trial in another process.
+SHORT_CHARACTERS = 2048
+_HARD_WORDS = (
+    "multipleOf", "attern", "format", "$ref", "allOf", "oneOf", "Length", "Items", "Properties",
+    "x-guidance", "%regex",
+)  # fmt: skip
+
+_trials = WorkerPool("marin_rl.isolated.grammars", LIMITS, TRIALS_MAX)
+
+
+class Walker:
+    """One sample's way through a grammar: what may come next, and what came.
+
+    Stop tokens are allowed exactly where the text may end. Used by one thread.
+    """
+
+    __slots__ = ("_matcher", "_words")
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    def mask(self) -> UInt32[np.ndarray, " W"]:
+        """The tokens that may come next: bit i of word w is token 32 * w + i.
+
+        Raises InferenceError where the grammar ran out of its limits.
+        """
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._check()
+        mask = np.zeros(self._words, np.uint32)
+        mask[: len(found)] = found[: self._words]
+        return mask
+
+    def accept(self, token: int) -> None:
+        """A token that was sampled under the last mask. Raises InferenceError on any other."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InferenceError(f"the grammar cannot go on: {_told(self._matcher)}")
+
+
+MakeWalker = Callable[[], Walker]
+
+
+class Constraints:
+    """Compiles what a request asks of its answer's form, for one tokenizer and one model.
+
+    The tokenizer's vocabulary is taken in when it is first needed, which takes up to some seconds
+    for a large one; compiled grammars are kept. May be used by several threads.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int, stop_tokens: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._stop_tokens = list(stop_tokens)
+        self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
+        self._taken_in: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[bytes, str], Future[LLMatcher]] = OrderedDict()
+
+    def response_format(self, form: Mapping[str, Any] | None) -> MakeWalker | None:
+        """Constraint for OpenAI's `response_format`; None where any text is allowed.
+
+        Raises ApiError 400 on a schema that is wrong, too large, or cannot be enforced.
+        """
+        if form is None or form["type"] == "text":
+            return None
+        if form["type"] == "json_object":
+            return self.json_schema({"type": "object"}, param="response_format")
+        where = "response_format.json_schema.schema"
+        return self.json_schema(form["json_schema"].get("schema") or {}, param=where)
+
+    def json_schema(self, schema: Mapping[str, Any], *, param: str) -> MakeWalker:
+        """Walkers through JSON texts of a schema. Raises ApiError 400, naming `param`."""
+        _check_size(schema, param)
+        return self._maker(SCHEMA, _as_text(schema), param)
+
+    def grammar(self, grammar: str, *, param: str) -> MakeWalker:
+        """Walkers through the texts of a Lark grammar. Raises ApiError 400, naming `param`."""
+        if len(grammar) > GRAMMAR_CHARACTERS_MAX:
+            told = f"{param}: expected forms of at most {GRAMMAR_CHARACTERS_MAX} characters in all"
+            raise ApiError(400, f"{told}, found {len(grammar)}", param=param)
+        return self._maker(LARK, grammar, param)
+
+    def _maker(self, kind: bytes, text: str, param: str) -> MakeWalker:
+        words = -(-self._vocabulary // 32)
+        try:
+            matcher = self._matcher(kind, text)
+        except InputError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+        return lambda: Walker(matcher.deep_copy(), words)
+
+    def _matcher(self, kind: bytes, text: str) -> LLMatcher:
+        """The compiled form, kept or made now; who asks for the same meanwhile waits for it.
+
+        A refusal is kept as well. Raises InputError.
+        """
+        with self._lock:
+            compiled = self._compiled.get((kind, text))
+            mine = compiled is None
+            if compiled is None:
+                compiled = self._compiled[kind, text] = Future()
+                if len(self._compiled) > GRAMMARS_KEPT_MAX:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end((kind, text))
+        if mine:
+            try:
+                compiled.set_result(self._compile(kind, text))
+            except Exception as error:  # noqa: BLE001 - all that wait for it get it
+                if not isinstance(error, InputError):
+                    with self._lock:
+                        self._compiled.pop((kind, text), None)
+                compiled.set_exception(error)
+        return compiled.result()
+
+    def _compile(self, kind: bytes, text: str) -> LLMatcher:
+        _try(kind, text)
+        with self._vocabulary_lock:
+            if self._taken_in is None:
+                self._taken_in = take_in(self._tokenizer, self._vocabulary, self._stop_tokens)
+        matcher = matcher_of(self._taken_in, kind, text)
+        if matcher.is_error():
+            raise InputError(
+                f"expected a form that can be enforced while sampling, found: {_told(matcher)}"
+            )
+        return matcher
+
+
+def _try(kind: bytes, text: str) -> None:
+    """Raise InputError for a form whose compilation exceeds a limit in a process of its own."""
+    if len(text) <= SHORT_CHARACTERS and not any(word in text for word in _HARD_WORDS):
+        return
+    (answer,) = _trials.ask(kind, [text.encode()])
+    if isinstance(answer, WorkerFault):
+        raise InputError(
+            f"expected a form that is compiled within {LIMITS.cpu_s:g} s and "
+            f"{LIMITS.memory_bytes >> 20} MiB, found one that takes {answer.message}: lower its "
+            "counts, lengths and multiples, or ask for a simpler pattern"
+        )
+
+
+def take_in(
+    tokenizer: PreTrainedTokenizerBase, vocabulary: int, stop_tokens: Sequence[int]
+) -> LLTokenizer:
+    """The tokenizer as llguidance needs it: the bytes of every token.
+
+    Raises InputError for a tokenizer whose tokens have no bytes of their own.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InputError("this model's tokenizer cannot be constrained: expected a fast tokenizer")
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules |= {"padding": None, "truncation": None}
+    if rules["model"]["type"] == "WordLevel":
+        words: Any = _Words(tokenizer, rules)
+        return LLTokenizer(words, eos_token=list(stop_tokens))
+    try:
+        return LLTokenizer(json.dumps(rules), n_vocab=vocabulary, eos_token=list(stop_tokens))
+    except ValueError as error:
+        raise InputError(
+            f"this model's tokenizer cannot be constrained ({str(error)[:TOLD_CHARACTERS_MAX]}): "
+            "expected a byte-level one, one with byte fallback, or one of whole words"
+        ) from None
+
+
+class _Words:
+    """A tokenizer of whole words, where a token's text is its bytes; llguidance's wrapper shape."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Mapping[str, Any]) -> None:
+        decoder = (rules["decoder"] or {}).get("type")
+        if decoder != "Fuse":
+            raise InputError(
+                f"this model's tokenizer cannot be constrained: it joins words by {decoder}, "
+                "expected Fuse"
+            )
+        special = {token["id"] for token in rules["added_tokens"] if token["special"]}
+        texts = {index: token for token, index in tokenizer.get_vocab().items()}
+        self.eos_token_id = tokenizer.eos_token_id
+        self.special_token_ids = sorted(special)
+        self.tokens = [texts.get(index, "").encode() for index in range(max(texts) + 1)]
+        self._encode = tokenizer.backend_tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text that the grammar forces; none for a text that has no such words."""
+        ids = self._encode(text, add_special_tokens=False).ids
+        written = b"".join(self.tokens[index] for index in ids)
+        return ids if written == text.encode() else []
+
+
+def _check_size(schema: Any, param: str) -> None:
+    nodes, depth = _measure(schema)
+    size = len(_as_text(schema).encode()) if depth <= SCHEMA_DEPTH_MAX else 0
+    for found, most, unit in (
+        (depth, SCHEMA_DEPTH_MAX, "levels"),
+        (nodes, SCHEMA_NODES_MAX, "values"),
+        (size, SCHEMA_BYTES_MAX, "bytes"),
+    ):
+        if found > most:
+            told = f"{param}: expected a schema of at most {most} {unit}, found {found} or more"
+            raise ApiError(400, told, param=param)
+
+
+def _as_text(schema: Any) -> str:
+    """JSON by the standard library, which knows integers of any size."""
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _measure(schema: Any) -> tuple[int, int]:
+    """(number of values in a schema, their depth); counting stops beyond the depth limit."""
+    nodes, depth, layer = 0, 0, [schema]
+    while layer and depth <= SCHEMA_DEPTH_MAX:
+        nodes, depth = nodes + len(layer), depth + 1
+        layer = [inner for value in layer for inner in _inside(value)]
+    return nodes, depth
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _told(matcher: LLMatcher) -> str:
+    """The error message of llguidance, on one line."""
+    first = matcher.get_error().partition("\n<")[0]
+    if first.startswith("NoExtension"):
+        return "a form that no text has"
+    return first[:TOLD_CHARACTERS_MAX]

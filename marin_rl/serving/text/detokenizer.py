@@ -1,0 +1,206 @@
+"""From token ids back to text: whole, token by token, and as it grows.
+
+Owns the use of the tokenizer's decoder: what single tokens read as, in characters and in bytes, and
+which part of an unfinished text can be shown because nothing that follows can change it. Leaves out
+encoding (`templates`, `service`) and how an answer looks (`responses`, `streaming`).
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one token: its string, its bytes (UTF-8), and `special` for those that text leaves
+    out.
+    """
+
+    text: str
+    data: list[int]
+    special: bool
+
+
+class Detokenizer:
+    """A tokenizer's decoder. May be used by several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._decode = _decoder(tokenizer)
+        self._special = frozenset(tokenizer.all_special_ids)
+        vocabulary = tokenizer.get_vocab()
+        bytes_as_tokens = (f"<0x{byte:02X}>" for byte in range(256))
+        self._names = {index: token for token, index in vocabulary.items()}
+        self._byte_ids = frozenset(
+            vocabulary[token] for token in bytes_as_tokens if token in vocabulary
+        )
+        self._anchor = self._find_anchor(vocabulary.get("a"))
+        self._pieces: dict[int, Piece] = {}
+
+    def of(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of some tokens; `special` keeps special tokens in it."""
+        return self._decode(ids, not special)
+
+    def name(self, token: int) -> str:
+        """Vocabulary entry of a token; empty for a row of the model that has no token."""
+        return self._names.get(token, "")
+
+    def piece(self, token: int) -> Piece:
+        """Text of a token by itself, inside a text."""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._read(token)
+        return found
+
+    def ends_open(self, ids: Sequence[int]) -> int:
+        """Number of tokens at the end that are single bytes, whose text the next byte may change.
+
+        Tokens without a text of their own do not part bytes from one another.
+        """
+        open_ids = 0
+        if self._byte_ids:
+            for back, token in enumerate(reversed(ids), 1):
+                if token in self._byte_ids:
+                    open_ids = back
+                elif token not in self._special and token in self._names:
+                    break
+        return open_ids
+
+    def _find_anchor(self, letter: int | None) -> list[int]:
+        """A token to put before another, for some decoders drop a text's first space."""
+        if letter is not None and self._decode([letter, letter], False) == "aa":
+            return [letter]
+        return []
+
+    def _read(self, token: int) -> Piece:
+        text = self._decode([*self._anchor, token], False)[len(self._anchor) :]
+        data = text.encode()
+        if UNFINISHED in text:
+            data = _bytes_of(self.name(token)) or data
+        return Piece(text, list(data), token in self._special)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], bool], str]:
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        backend = tokenizer.backend_tokenizer
+        # a padding or truncation that a file sets would be unset by the first call, under others
+        backend.no_padding()
+        backend.no_truncation()
+        return lambda ids, skip: backend.decode(ids, skip_special_tokens=skip)
+    return lambda ids, skip: tokenizer.decode(
+        list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the rest from U+0100 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    return letters | {byte: chr(256 + index) for index, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+_ALPHABET = {letter: byte for byte, letter in BYTE_LETTERS.items()}
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """The bytes that a token's name in the vocabulary stands for, where it stands for bytes."""
+    single = _BYTE.fullmatch(name)
+    if single is not None:
+        return bytes([int(single[1], 16)])
+    if all(letter in _ALPHABET for letter in name):
+        return bytes(_ALPHABET[letter] for letter in name)
+    return None
+
+
+class Offsets:
+    """Offset of each token in a growing text, in characters; special tokens have no width."""
+
+    def __init__(self, texts: Detokenizer, start: int = 0) -> None:
+        self._texts = texts
+        self._at = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        found = []
+        for token in ids:
+            found.append(self._at)
+            piece = self._texts.piece(token)
+            if not piece.special:
+                self._at += len(self._decoder.decode(bytes(piece.data)))
+        return found
+
+
+class IncrementalDetokenizer:
+    """Incremental detokenizer: returns the text that is certain and buffers the rest.
+
+    Buffered are characters whose bytes are incomplete, and what may be the beginning of a stop
+    string. What `feed` and `finish` give is, put together, the whole text. Each call costs as much
+    as the tokens since the call before the last, not as the whole text.
+    """
+
+    def __init__(
+        self, texts: Detokenizer, stop: Sequence[str] = (), *, special: bool = False
+    ) -> None:
+        self.ids: list[int] = []
+        self._texts = texts
+        self._stop = tuple(stop)
+        self._special = special
+        self._window = 0  # the first token that is decoded again
+        self._closed = 0  # tokens whose text is complete: where the window may begin next
+        self._shown = 0  # characters of the window's text that were taken
+        self._held = ""
+        self._given = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Take in more tokens; the text that is certain now."""
+        self.ids.extend(ids)
+        self._held += self._decoded()
+        keep = _overlap(self._held, self._stop) if self._stop else 0
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        self._given += len(certain)
+        return certain
+
+    def finish(self, whole: str) -> str:
+        """The text has ended and is known: what of it was not given yet."""
+        rest, self._given = whole[self._given :], len(whole)
+        return rest
+
+    def _decoded(self) -> str:
+        end = len(self.ids) - self._texts.ends_open(self.ids)
+        if end <= self._closed:
+            return ""
+        text = self._texts.of(self.ids[self._window : end], special=self._special)
+        certain = text.rstrip(UNFINISHED)
+        new = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        if len(certain) == len(text):
+            self._move_window(end)
+        return new
+
+    def _move_window(self, end: int) -> None:
+        """Begin at the last tokens only; a window needs text, for a text's first space may go."""
+        kept = len(self._texts.of(self.ids[self._closed : end], special=self._special))
+        if kept and self._closed:
+            self._window, self._shown = self._closed, kept
+        self._closed = end
+
+
+def _overlap(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of the text that a stop string begins with."""
+    longest = 0
+    for string in stop:
+        for length in range(min(len(string) - 1, len(text)), longest, -1):
+            if text.endswith(string[:length]):
+                longest = length
+                break
+    return longest

@@ -1,0 +1,131 @@
+"""From messages to token ids, by the chat template of the model folder and no other.
+
+Owns the shape in which templates expect messages and tools, and how their failures are answered.
+Rendering itself, in a process with limits, is `chat_templates`'; reading a completion back into
+tool calls is `tools`'.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.chat_templates import ChatTemplate, Conversation, prove
+from marin_rl.errors import TemplateFault, TemplateRefusal
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.tokenizers import encoder_of
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise InputError unless the tokenizer's chat template renders probe conversations."""
+    prove(tokenizer)
+
+
+class ChatPrompts:
+    """The way from conversations to token ids, by the tokenizer's own template.
+
+    What it needs of the tokenizer is looked up once: transformers takes longer for that than a
+    rendering does. May be used by several threads.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._plain = ChatTemplate.of(tokenizer)
+        self._with_tools = ChatTemplate.of(tokenizer, tools=True)
+        self._encode = encoder_of(tokenizer)
+
+    @property
+    def waits(self) -> bool:
+        """Return True where rendering waits for a process, so that it must not hold up others."""
+        return not (self._plain.is_built_in and self._with_tools.is_built_in)
+
+    def ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        opening: bool = True,
+    ) -> Int32[np.ndarray, " P"]:
+        """Token ids of a conversation.
+
+        Messages and tools are as OpenAI's clients send them; `opening` ends the ids with the
+        assistant's opening. Raises ApiError: 400 where the template refuses the messages, 500 where
+        the template itself is at fault.
+        """
+        text = self.text(messages, tools=tools, opening=opening)
+        return np.asarray(self._encode(text, False), np.int32)
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        opening: bool = True,
+    ) -> str:
+        """The text that `ids` encodes; raises what that raises."""
+        conversation = Conversation(
+            messages=conversation_of(messages),
+            tools=[dict(tool) for tool in tools] if tools else None,
+            opening=opening,
+        )
+        template = self._with_tools if tools else self._plain
+        try:
+            return template.render(conversation).text
+        except TemplateRefusal as error:
+            message = f"the chat template refuses these messages: {error}"
+            raise ApiError(400, message, param="messages") from None
+        except TemplateFault as error:
+            raise ApiError(
+                500,
+                f"the model's chat template {error}: expected one that renders messages and "
+                "nothing else",
+                type="server_error",
+                code="chat_template",
+            ) from None
+
+
+def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content as one string, arguments of calls as objects.
+
+    What a message leaves out, or gives as null, is left out; only `content` is always there.
+    """
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in message.items() if value is not None}
+    content = found.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(part["text"] for part in content)
+    found["content"] = content
+    if "tool_calls" in found:
+        found["tool_calls"] = [
+            _call(f"messages.{index}.tool_calls.{number}", call)
+            for number, call in enumerate(found["tool_calls"])
+        ]
+    return found
+
+
+def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        function["arguments"] = _object(f"{where}.function.arguments", arguments)
+    return {**call, "function": function}
+
+
+def _object(where: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, parse_constant=no_constant)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{where}: expected a JSON object as text", param=where)
+    return value
+
+
+def no_constant(name: str) -> Any:
+    """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,274 @@
+"""Proof that what decodes is what was trained: a canary, scored by the trainer's own forward pass.
+
+`prove` asks every endpoint for a few tokens, and the trainer's model computes the log-probabilities
+of those very tokens: stale or damaged weights, another tokenizer, template or attention show at
+once, and end the round before anything is sampled for training. `rehearse` does the same to weights
+that are not served yet, through a private engine of one slot.
+"""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from equinox import filter_jit
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from marin_rl.config import EngineConfig, InferenceConfig
+from marin_rl.errors import BadResponse, InferenceError, StalePolicy
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.slots import GenerationRequest
+from marin_rl.training.model import LmHeadModel
+from marin_rl.training.scoring import token_logprobs
+from marin_rl.types import Message, Sampling, ServedPolicy
+
+PROMPT = (Message(role="user", content="Which policy are you?"),)
+SAMPLING = Sampling(temperature=1.0, max_tokens=4, seed=20_240_229)
+REHEARSED_TOKENS = 8
+LENGTH_STEP = 64
+DIGEST_DIGITS = 16
+# What rounding may do to a logprob, in nats. Measured over 512 tokens of the demo's trained policy,
+# against the trainer's float32: at most 6e-6 in float32, 0.11 (mean 0.008) in bfloat16.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Parameters that an endpoint may be serving instead, under a name for people."""
+
+    name: str
+    parameters_digest: str
+    model: LmHeadModel
+
+
+Suspects = Callable[[], Iterable[Suspect]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The canary token on which an engine is farthest from the trainer; log-probabilities."""
+
+    token: int
+    expected: float
+    found: float
+
+    @property
+    def nats(self) -> float:
+        """Difference of the two in nats; NaN if either is."""
+        return abs(self.expected - self.found)
+
+    def within(self, tolerance: float) -> bool:
+        """True if they agree within the tolerance; NaN agrees with nothing."""
+        return self.nats <= tolerance
+
+    def message(self) -> str:
+        """The difference as part of an error message."""
+        return (
+            f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
+            f"canary, found {self.found:.6f}"
+        )
+
+
+def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
+    """Largest allowed difference of an engine in `dtype` from the trainer, in nats."""
+    asked = config.canary_tolerance
+    return TOLERANCES[jnp.dtype(dtype).name] if asked is None else asked
+
+
+def prove(
+    policy: ServedPolicy,
+    model: LmHeadModel,
+    config: InferenceConfig,
+    suspects: Suspects = tuple,
+    *,
+    dtype: jnp.dtype | type = jnp.float32,
+    temperature: float = 1.0,
+) -> float:
+    """The largest |endpoint - trainer| log-probability of a canary token, in nats.
+
+    `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
+    to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. Raises
+    StalePolicy above `tolerance_of` the dtype, with the expected digest and the served one:
+    that of the first of the `suspects` (asked for only then) whose parameters give the
+    endpoint's numbers, else what the endpoint says of itself. Raises BadResponse for an endpoint
+    that leaves temperature out of its numbers, and what the client raises.
+    """
+    worst, tolerance = 0.0, tolerance_of(config, dtype)
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0)
+    answers = _sampled(policy, config, sampling)
+    for endpoint, answer in zip(policy.endpoints, answers, strict=True):
+        gap = _gap(model, answer, sampling.temperature)
+        if not gap.within(tolerance):
+            _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
+            found = _identified(answer, suspects(), sampling.temperature, tolerance)
+            raise StalePolicy(
+                f"{endpoint} does not sample from {policy.model}: expected parameters "
+                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {found}; {gap.message()}, above "
+                f"inference.canary_tolerance ({tolerance:g}). {_remedy(policy)}"
+            )
+        worst = max(worst, gap.nats)
+    return worst
+
+
+def rehearse(
+    model: LmHeadModel,
+    prompt_ids: Int32[np.ndarray, " P"],
+    config: InferenceConfig,
+    dtype: jnp.dtype | type,
+) -> float:
+    """The largest |engine - trainer| log-probability of a token, in nats, of weights to be served.
+
+    A private engine of one slot decodes a few tokens after the prompt; no other engine is touched.
+    Raises InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
+    InputError for a model that the engine cannot decode.
+    """
+    used = len(prompt_ids) + REHEARSED_TOKENS
+    engine = Engine(
+        model,
+        EngineConfig(slots=1, chunk_steps=REHEARSED_TOKENS, prefill_rows=1),
+        context_length=_rounded_up(used),
+        dtype=dtype,
+    )
+    sampling = dataclasses.replace(SAMPLING, max_tokens=REHEARSED_TOKENS)
+    try:
+        request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling)
+        (sample,) = engine.submit(request).result(timeout=config.request_timeout_s).samples
+    except TimeoutError:
+        raise InferenceError(
+            f"the canary was not decoded within {config.request_timeout_s:g} s"
+        ) from None
+    finally:
+        engine.close()
+    expected = _scores(model, prompt_ids, sample.token_ids, sampling.temperature)
+    gap = _farthest(sample.token_ids, expected, sample.logprobs)
+    tolerance = tolerance_of(config, dtype)
+    if not gap.within(tolerance):
+        kind = jnp.dtype(dtype)
+        rounding = "" if kind == jnp.float32 else "; leave room for its rounding, or serve float32"
+        raise InferenceError(
+            f"the engine does not compute what the trainer computes with these weights: "
+            f"{gap.message()} by the engine in {kind.name}, above inference.canary_tolerance "
+            f"({tolerance:g}){rounding}"
+        )
+    return gap.nats
+
+
+def _sampled(policy: ServedPolicy, config: InferenceConfig, sampling: Sampling) -> list[ChatAnswer]:
+    """The canary's answer from every endpoint, in order."""
+
+    async def ask(endpoint: str) -> ChatAnswer:
+        async with PolicyClient(
+            endpoints=(endpoint,),
+            model=policy.model,
+            api_key=os.environ.get(config.api_key_variable),
+            timeout_s=config.request_timeout_s,
+            attempts_max=config.request_attempts_max,
+            in_flight_max=1,
+        ) as client:
+            return await client.chat(PROMPT, 1, sampling)
+
+    async def ask_all() -> list[ChatAnswer]:
+        return await asyncio.gather(*(ask(endpoint) for endpoint in policy.endpoints))
+
+    try:
+        return asyncio.run(ask_all())
+    except StalePolicy as error:
+        expected = policy.parameters_digest[:DIGEST_DIGITS]
+        raise StalePolicy(f"expected parameters {expected}: {error}. {_remedy(policy)}") from None
+
+
+def _check_temperature(
+    endpoint: str, model: LmHeadModel, answer: ChatAnswer, temperature: float, tolerance: float
+) -> None:
+    """Raise BadResponse where the weights are right, but temperature is not in the numbers."""
+    if temperature != 1.0 and _gap(model, answer, 1.0).within(tolerance):
+        raise BadResponse(
+            f"{endpoint} tells log-probabilities from before temperature: expected those at "
+            f"sampling.temperature ({temperature:g}), which tokens are drawn at and the trainer "
+            "scores at. Start vLLM with --logprobs-mode processed_logprobs"
+        )
+
+
+def _identified(
+    answer: ChatAnswer, suspects: Iterable[Suspect], temperature: float, tolerance: float
+) -> str:
+    """Parameters that an answer was sampled from, as far as can be determined."""
+    for suspect in suspects:
+        if _gap(suspect.model, answer, temperature).within(tolerance):
+            return f"found those of {suspect.name}, {suspect.parameters_digest[:DIGEST_DIGITS]}"
+    claimed = answer.parameters_digest
+    if claimed:
+        return f"which it claims to serve ({claimed[:DIGEST_DIGITS]}), but found others"
+    return "found others; the endpoint does not say which"
+
+
+def _remedy(policy: ServedPolicy) -> str:
+    return (
+        f"Nothing was sampled for training: load {policy.checkpoint.slot} at the endpoint "
+        "(inference.publish, or POST /admin/update_weights_from_disk) and run again"
+    )
+
+
+def _gap(model: LmHeadModel, answer: ChatAnswer, temperature: float) -> Gap:
+    completion = answer.completions[0]
+    if not len(completion.token_ids):
+        raise BadResponse("expected tokens in answer to the canary, found none: nothing is proven")
+    ours = _scores(model, answer.prompt_token_ids, completion.token_ids, temperature)
+    return _farthest(completion.token_ids, ours, completion.logprobs)
+
+
+def _farthest(
+    token_ids: Int32[np.ndarray, " T"],
+    expected: Float32[np.ndarray, " T"],
+    found: Float32[np.ndarray, " T"],
+) -> Gap:
+    place = int(np.abs(found - expected).argmax())  # argmax finds NaN first
+    return Gap(int(token_ids[place]), float(expected[place]), float(found[place]))
+
+
+def _scores(
+    model: LmHeadModel,
+    prompt: Int32[np.ndarray, " P"],
+    sampled: Int32[np.ndarray, " T"],
+    temperature: float,
+) -> Float32[np.ndarray, " T"]:
+    """The trainer's log-probability of each sampled token."""
+    used = len(prompt) + len(sampled)
+    token_ids = np.zeros((1, _rounded_up(used)), np.int32)
+    token_ids[0, :used] = np.concatenate([prompt, sampled])
+    mask = np.zeros_like(token_ids)
+    mask[0, len(prompt) : used] = 1
+    segments = np.zeros_like(token_ids)
+    segments[0, :used] = 1
+    scores = _scorer()(model, token_ids, segments, mask, temperature)
+    return np.asarray(scores)[0, len(prompt) : used]
+
+
+def _rounded_up(length: int) -> int:
+    """Few lengths, so that few programs are compiled."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+@lru_cache(maxsize=1)
+def _scorer() -> Any:
+    @filter_jit
+    def score(
+        model: LmHeadModel,
+        token_ids_BT: Int[Array, "B T"],
+        segment_ids_BT: Int[Array, "B T"],
+        mask_BT: Int[Array, "B T"],
+        temperature: float,
+    ) -> Float[Array, "B T"]:
+        positions = jnp.arange(token_ids_BT.shape[1], dtype=jnp.int32)
+        positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
+        rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT > 0
+        return token_logprobs(model, *rows, temperature=temperature).logprobs
+
+    return score

@@ -1,0 +1,311 @@
+"""Weights from disk into memory: read whole, verified, and fit for the place they are to take.
+
+Owns the two kinds of source, a Hugging Face folder and a committed checkpoint of a run, and what
+must be true of either before its weights may serve anyone: the tokenizer and the architecture are
+those that are served, every number is finite, and the digest of what was read is the one that was
+promised. Leaves out the switch itself (`weight_updates`) and the canary (`inference.canary`).
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing, StalePolicy
+from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
+from marin_rl.storage.checkpoints import restore_checkpoint
+from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
+from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
+from marin_rl.training.model import (
+    LmHeadModel,
+    digest_of,
+    hf_template,
+    load_hf,
+    matrix_mask,
+    named_parameters,
+    parameter_shapes,
+    save_hf,
+    with_parameters,
+)
+from marin_rl.training.optimizer import make_optimizer, policy_adamw
+from marin_rl.training.state import (
+    UNSERVED,
+    Identity,
+    identity_of,
+    state_like,
+    template_of,
+    tree_of,
+)
+from marin_rl.types import SlotRef
+
+# Not what follows a word, a colon or another slash: those are URLs and fractions.
+_PATH = re.compile(r"(?<![\w:/.])/[^\s:;,'\"()\[\]]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """All that decides what a model computes, but its weights.
+
+    Models that are equal here run the same compiled programs with the same rotary table, so their
+    weights may take each other's place. `rotary` is the SHA-256 of the table of the first
+    `positions` positions.
+    """
+
+    spec: DecoderSpec
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    rotary: str
+    positions: int
+
+    @classmethod
+    def of(cls, model: LmHeadModel, positions: int) -> "Architecture":
+        """That of a model, or of a template without weights.
+
+        Raises InputError for a model that the engine cannot decode, or one made for less positions.
+        """
+        check_positions(model, positions)
+        spec, _ = read_model(model)
+        table = rotary_table(model, positions)
+        digest = hashlib.sha256(b"".join(np.asarray(part).tobytes() for part in table))
+        shapes = tuple(sorted(parameter_shapes(model).items()))
+        return cls(spec=spec, shapes=shapes, rotary=digest.hexdigest(), positions=positions)
+
+    def check(self, model: LmHeadModel) -> None:
+        """Raise InputError, saying what differs, unless `model` is of this architecture."""
+        found = Architecture.of(model, self.positions)
+        if found == self:
+            return
+        expected_shapes, found_shapes = dict(self.shapes), dict(found.shapes)
+        names = sorted(
+            name
+            for name in expected_shapes.keys() | found_shapes.keys()
+            if expected_shapes.get(name) != found_shapes.get(name)
+        )
+        for name in names:
+            raise InputError(
+                f"another architecture: parameter {name} expected "
+                f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
+                f"({len(names)} such parameters)"
+            )
+        if found.spec != self.spec:
+            raise InputError(f"another architecture: expected {self.spec}, found {found.spec}")
+        raise InputError("another architecture: the rotary embeddings are of another base or kind")
+
+
+def check_positions(model: LmHeadModel, positions: int) -> None:
+    """Raise InputError for a model that was made for a shorter context."""
+    longest = int(model.config.max_seq_len)
+    if longest < positions:
+        raise InputError(
+            f"expected a model made for at least {positions} positions, the context that is "
+            f"served, found one for {longest}: set policy.context_length to that"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Tokenizer and architecture of the served model, which new weights must match."""
+
+    tokenizer: TokenizerIdentity
+    architecture: Architecture
+
+
+def check_tokenizer(expected: TokenizerIdentity, found: TokenizerIdentity) -> None:
+    """Raise InputError unless texts and messages become the same ids with both."""
+    pairs = {
+        "tokenizer": (expected.tokenizer_digest, found.tokenizer_digest),
+        "chat template": (expected.chat_template_digest, found.chat_template_digest),
+    }
+    for what, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise InputError(
+                f"expected the {what} that is served (digest {ours[:12]}), found another "
+                f"({theirs[:12]}): these weights were trained with it; serve them on their own"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model in memory, and its identity. `round` is None for weights of no run."""
+
+    model: LmHeadModel
+    parameters_digest: str
+    bytes: int
+    round: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Source of new weights: `kind` for the metrics, `place` as the caller wrote it."""
+
+    kind: str
+    place: str
+    read: Callable[[Served], Loaded]
+
+    def told(self, error: Exception) -> str:
+        """Error message without paths that the caller did not name."""
+        text = str(error)
+        for path in (Path(self.place).absolute(), Path(self.place).resolve()):
+            # not where it is the end of another path, such as the one that the caller wrote
+            text = re.sub(rf"(?<![\w./~-]){re.escape(str(path))}", lambda _: self.place, text)
+        return _PATH.sub(lambda match: self._shown(match[0]), text)
+
+    def _shown(self, path: str) -> str:
+        return path if path.startswith(self.place) else f"…/{path.rstrip('/').rpartition('/')[2]}"
+
+
+def folder(path: str, promised: str | None = None) -> Source:
+    """A Hugging Face folder; `promised` is the parameters' digest that the caller expects."""
+    return Source(kind="disk", place=path, read=lambda served: read_folder(path, promised, served))
+
+
+def checkpoint(
+    root: str,
+    run_id: str,
+    round: int | None,
+    promised: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Source:
+    """A run's committed checkpoint: that of a round, or the latest when it is read."""
+
+    def read(served: Served) -> Loaded:
+        try:
+            run = Run.open(root, run_id, storage_options)
+        except ObjectMissing as error:
+            # which runs there are instead is for those who may list the root
+            raise ObjectMissing(f"no run {run_id!r} under {root}: expected its run.json") from error
+        return read_checkpoint(run, round, promised, served)
+
+    return Source(kind="disk", place=root, read=read)
+
+
+def read_folder(path: str, promised: str | None = None, served: Served | None = None) -> Loaded:
+    """The weights of a Hugging Face folder, verified, for the place of what is `served` if any is.
+
+    `promised` is the parameters' digest that the caller expects, if any. Raises InputError for a
+    folder that is unfit, StalePolicy for one with other weights than promised.
+    """
+    with _readable(path):
+        tokenizer = load_tokenizer(path)
+        if served is not None:
+            check_tokenizer(served.tokenizer, TokenizerIdentity.of(tokenizer))
+            served.architecture.check(hf_template(path))
+        model = load_hf(path)
+    parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
+    digest = _verified(parameters, (promised,))
+    return Loaded(model=model, parameters_digest=digest, bytes=_bytes_of(parameters))
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (MarinRLError, MemoryError):
+        raise
+    except Exception as error:
+        # a damaged folder fails somewhere inside of other libraries, some of which raise just this
+        raise InputError(
+            f"cannot load {path}: {type(error).__name__} while reading it ({error}); copy it again"
+        ) from error
+
+
+def read_checkpoint(
+    run: Run, round: int | None, promised: str | None = None, served: Served | None = None
+) -> Loaded:
+    """The parameters of a committed checkpoint (None: the latest), verified as `read_folder` does.
+
+    Every file is compared with the manifest first. Raises ObjectMissing where it is not committed,
+    CorruptObject, what the store raises, InputError for another tokenizer or architecture, and
+    StalePolicy where the parameters are not those that the manifest, or the caller, promises.
+    """
+    ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
+    if ref is None:
+        wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
+        raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
+    return read_slot(run, ref, promised, served)
+
+
+def read_slot(
+    run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
+) -> Loaded:
+    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
+    identity = _identity(run, ref)
+    tokenizer = tokenizer_for(run.config.policy)
+    check_tokenizer(
+        TokenizerIdentity.of(tokenizer) if served is None else served.tokenizer,
+        TokenizerIdentity(
+            tokenizer_digest=identity.tokenizer_digest,
+            chat_template_digest=identity.chat_template_digest,
+        ),
+    )
+    template = template_of(run.config.policy, tokenizer)
+    if served is not None:
+        served.architecture.check(template)
+    parameters = _read_parameters(run, ref, template)
+    digest = _verified(parameters, (identity.parameters_digest, promised))
+    return Loaded(
+        model=with_parameters(template, parameters),
+        parameters_digest=digest,
+        bytes=_bytes_of(parameters),
+        round=round_of(ref.slot.rpartition("/")[2]),
+    )
+
+
+def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
+    """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
+
+    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_checkpoint`
+    does; InputError where the folder has something in it, StalePolicy where it reads back as other
+    parameters.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} is not empty: expected a new folder for the checkpoint")
+    loaded = read_checkpoint(run, round)
+    save_hf(loaded.model, tokenizer_for(run.config.policy), folder)
+    read_folder(str(folder), loaded.parameters_digest)
+    return loaded
+
+
+def _identity(run: Run, ref: SlotRef) -> Identity:
+    try:
+        return identity_of(run, ref)
+    except KeyError as error:
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)}: its manifest does not say its {error}"
+        ) from None
+
+
+def _read_parameters(run: Run, ref: SlotRef, template: LmHeadModel) -> dict[str, np.ndarray]:
+    """Parameters on the host alone; the optimizer state and the average are dropped."""
+    optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
+    like = tree_of(state_like(template, optimizer))
+    try:
+        return restore_checkpoint(run, ref, like, unasked=UNSERVED)["parameters"]
+    except MarinRLError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptObject(f"cannot read {run.store.url_of(ref.slot)}: {error}") from error
+
+
+def _verified(parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]) -> str:
+    """The digest of the parameters: finite ones, and those that were promised."""
+    digest = digest_of(parameters)
+    for promised in promises:
+        if promised not in (None, digest):
+            raise StalePolicy(
+                f"expected parameters with the digest {promised}, found {digest}: these are other "
+                "weights than promised, or they were damaged; copy them again, or ask for theirs"
+            )
+    for name, array in parameters.items():
+        wrong = int(array.size - np.isfinite(array).sum())
+        if wrong:
+            raise InputError(f"parameter {name} has {wrong} values of {array.size} not finite")
+    return digest
+
+
+def _bytes_of(parameters: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in parameters.values())

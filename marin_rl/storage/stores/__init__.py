@@ -1,0 +1,1 @@
+"""Stores of immutable objects: local folders, buckets, memory, and the view of a forked run."""

@@ -1,0 +1,227 @@
+"""Objects in a bucket: Google Cloud Storage through gcsfs, S3 through s3fs.
+
+A create is one conditional request, sent once; "exists", 409, 5xx and silence are distinguished
+from refusals here, and judged in commits.py. Nothing is ever read from a listing cache.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fsspec import filesystem
+
+from marin_rl.errors import ConfigError, ObjectMissing, StorageError, StoreUnavailable
+from marin_rl.storage.stores.store import (
+    Keys,
+    ObjectStore,
+    PutOutcome,
+    checked,
+    children_of,
+    keys_below,
+)
+
+REQUEST_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 1800.0
+BYTES_PER_S_MIN = 2**20
+SINGLE_REQUEST_BYTES_MAX = 5 * 2**30
+PASSING_STATUSES = (408, 409, 412, 425, 429)
+READ_PAUSES_S = (0.2, 0.8)
+
+_log = logging.getLogger(__name__)
+
+
+class BucketStore(ObjectStore):
+    """A folder of a bucket on Google Cloud Storage (gcsfs) or S3 (s3fs)."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url = url
+        self.options = dict(options or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.options)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore. One conditional request, sent once: retrying is the protocol's."""
+        assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
+        try:
+            self._fs_once.pipe_file(
+                self._path(key),
+                data,
+                mode="create",
+                chunksize=SINGLE_REQUEST_BYTES_MAX,
+                timeout=_timeout_s(len(data)),
+            )
+        except _remote_errors(self._protocol) as error:
+            return self._outcome(key, error)
+        return PutOutcome.CREATED
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        for pause_s in READ_PAUSES_S:
+            with suppress(StoreUnavailable):
+                return self._read_once(key)
+            time.sleep(pause_s)
+        return self._read_once(key)
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with self._explained(key):
+            self._fs.pipe_file(self._path(key), data, timeout=_timeout_s(len(data)))
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with self._explained(prefix):
+            return keys_below(self._fs, self._base, prefix)
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with self._explained(prefix):
+            return children_of(self._fs, self._base, prefix)
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with suppress(ObjectMissing), self._explained(key):
+            self._fs.rm_file(self._path(key))
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._explained(key):
+            return int(self._fs.info(self._path(key))["size"])
+
+    def local_path(self, key: str) -> Path | None:
+        """None: nothing here is a file."""
+        return None
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return f"{self.url}/{checked(key)}"
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore."""
+        return BucketStore(self.url_of(folder), self.options)
+
+    def _read_once(self, key: str) -> bytes:
+        with self._explained(key):
+            return self._fs_once.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
+
+    @property
+    def _protocol(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def _fs(self) -> Any:
+        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid())
+
+    @property
+    def _fs_once(self) -> Any:
+        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid(), once=True)
+
+    @property
+    def _base(self) -> str:
+        return self.url.partition("://")[2]
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{checked(key)}"
+
+    def _outcome(self, key: str, error: Exception) -> PutOutcome:
+        if isinstance(error, FileExistsError):
+            return PutOutcome.EXISTS
+        if refusal := _refusal(error):
+            raise StorageError(f"cannot create {self.url_of(key)}: {refusal}") from error
+        _log.warning("no clear answer on creating %s: %s", self.url_of(key), _text(error))
+        return PutOutcome.UNKNOWN
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        """Turn the backend's errors into ours."""
+        where = f"{self.url}/{key}" if key else self.url
+        try:
+            yield
+        except _remote_errors(self._protocol) as error:
+            if isinstance(error, FileNotFoundError):
+                raise ObjectMissing(f"{where} does not exist") from None
+            if refusal := _refusal(error):
+                raise StorageError(f"{where}: {refusal}") from error
+            raise StoreUnavailable(f"{where}: {_text(error)}") from error
+
+
+@cache
+def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
+    """One filesystem per process (they do not survive a fork) and set of options.
+
+    With `once`, the filesystem sends each request a single time, so that no retry inside it can
+    run past the deadline of a commit.
+    """
+    given = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
+    if protocol == "s3" and once:
+        configured = given.get("config_kwargs", {})
+        given["config_kwargs"] = configured | {"retries": {"total_max_attempts": 1}}
+    try:
+        fs: Any = filesystem("gcs" if protocol == "gs" else protocol, **given)
+    except ImportError as error:
+        raise ConfigError(f"root: {protocol}:// needs a package that is missing: {error}") from None
+    if once:
+        _send_once(fs)
+    return fs
+
+
+def _send_once(fs: Any) -> None:
+    fs.retries = 1  # s3fs reads it at each call
+    method = getattr(type(fs), "_request", None)
+    if method is not None:  # gcsfs wraps its own count around the method: take what is inside
+        fs._request = method.__wrapped__.__get__(fs)
+
+
+def _frozen(options: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+
+
+def _timeout_s(n_bytes: int) -> float:
+    return REQUEST_TIMEOUT_S + n_bytes / BYTES_PER_S_MIN
+
+
+@cache
+def _remote_errors(protocol: str) -> tuple[type[Exception], ...]:
+    """Everything the backend raises for what happens outside; imported only when it is used."""
+    if protocol == "gs":
+        from aiohttp import ClientError as HTTPError
+        from gcsfs.retry import ChecksumError, HttpError
+        from google.auth.exceptions import GoogleAuthError
+
+        return OSError, ValueError, HTTPError, HttpError, ChecksumError, GoogleAuthError
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return OSError, BotoCoreError, ClientError
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why trying again cannot help; None when it may."""
+    if isinstance(error, FileNotFoundError):
+        return "the bucket does not exist, or you may not see it"
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return f"permission denied; check the credentials and the bucket's policy ({error})"
+    if "Credential" in type(error).__name__:
+        return f"no valid credentials: {error}"
+    status = _status(error)
+    if isinstance(error, ValueError) or (400 <= status < 500 and status not in PASSING_STATUSES):
+        return f"the request was refused: {_text(error)}"
+    return None
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status behind an error of gcsfs or s3fs; 0 where there is none."""
+    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(getattr(error, "code", ""))
+    return int(code) if code.isdigit() else 0
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,263 @@
+"""Fault injection: a store that kills its process, or fails, at a chosen operation.
+
+For tests of crash safety, and for anyone who wants to see it. Off unless MARIN_RL_FAULTS is set:
+
+    MARIN_RL_FAULTS=kill-before:17 marin-rl run configs/debug.yaml
+
+N counts, from 1 and over the whole process, what `open_store`'s stores are asked to do: create,
+read, write a part, list, list children, delete, ask for a size, and hand out the path of a local
+file, which Orbax and memory maps then work on by themselves. Of all operations those that create
+change what others see; the rest is counted because a process may die, and a network fail, anywhere.
+"""
+
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from marin_rl.errors import ConfigError, StoreUnavailable
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
+
+VARIABLE = "MARIN_RL_FAULTS"
+DELAY_S = 0.3
+AMID_S_MAX = 0.03
+
+# What may befall operation N, and what it then is to the caller.
+KINDS = {
+    "kill-before": "the process is killed before the operation",
+    "kill-amid": "killed in its middle: half of the bytes are written, under no visible name",
+    "kill-after": "killed after it took effect",
+    "fail": "it does not happen, and the store answers as one that is down",
+    "delay": f"it happens {DELAY_S:g} s late",
+    "late": f"no answer comes, and it happens {DELAY_S:g} s later, when nobody waits for it",
+    "duplicate": "the network sends it twice, and the second answer is the one that arrives",
+    "lose-reply": "it happens, but no answer comes",
+}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind`, one of KINDS, befalls operation number `at`."""
+
+    kind: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Parsed MARIN_RL_FAULTS. `log` is a file that gets a line per operation."""
+
+    faults: tuple[Fault, ...] = ()
+    log: Path | None = None
+
+
+def parse(text: str) -> Plan:
+    """The plan in `text`: KIND:N and log:FILE, separated by commas. Raises ConfigError."""
+    faults, log = list[Fault](), None
+    for item in text.split(","):
+        kind, _, rest = item.strip().partition(":")
+        if kind == "log" and rest:
+            log = Path(rest)
+        elif kind in KINDS and rest.isdigit() and int(rest) > 0:
+            faults.append(Fault(kind, int(rest)))
+        else:
+            raise ConfigError(
+                f"{VARIABLE}: expected KIND:N with N from 1 and KIND one of {', '.join(KINDS)}, or "
+                f"log:FILE, separated by commas; found {item!r}. Unset it to run without faults"
+            )
+    return Plan(faults=tuple(faults), log=log)
+
+
+class Operations:
+    """Counts the operations of a process, and says what befalls the next one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.count = 0
+        self._plan, self.lock = plan, threading.Lock()
+
+    def next(self, name: str, url: str) -> str | None:
+        """Count one more operation; the kind of its fault, or None."""
+        with self.lock:
+            self.count += 1
+            if self._plan.log is not None:
+                with self._plan.log.open("a", encoding="utf-8") as file:
+                    file.write(f"{self.count} {name} {url}\n")
+            return next((f.kind for f in self._plan.faults if f.at == self.count), None)
+
+
+_current: list[Operations] = []
+_of_process: dict[str, Operations] = {}
+
+
+@contextmanager
+def inject_faults(operations: Operations) -> Iterator[Operations]:
+    """Let stores that are opened inside count with `operations`, independent of the environment."""
+    _current.append(operations)
+    try:
+        yield operations
+    finally:
+        _current.remove(operations)
+
+
+def with_faults(store: ObjectStore) -> ObjectStore:
+    """`store` itself, or the store that suffers what MARIN_RL_FAULTS says. Raises ConfigError."""
+    if _current:
+        return FaultyStore(store, _current[-1])
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return store
+    if text not in _of_process:
+        _of_process[text] = Operations(parse(text))
+    return FaultyStore(store, _of_process[text])
+
+
+class FaultyStore(ObjectStore):
+    """Another store, one of whose operations goes wrong. Pickled, it is a new process's."""
+
+    def __init__(self, inner: ObjectStore, operations: Operations) -> None:
+        self.url = inner.url
+        self._inner, self._operations = inner, operations
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return with_faults, (self._inner,)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore."""
+        torn = self._torn(key, data)
+        with suppress(_NoAnswer):
+            return self._do("create", key, lambda: self._inner.put_if_absent(key, data), torn)
+        return PutOutcome.UNKNOWN
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+
+        def half() -> None:
+            self._inner.put_part(key, data[: len(data) // 2])
+
+        with self._explained(key):
+            self._do("write", key, lambda: self._inner.put_part(key, data), half)
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        with self._explained(key):
+            return self._do("read", key, lambda: self._inner.read(key))
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with self._explained(prefix):
+            return self._do("list", prefix, lambda: self._inner.list(prefix))
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with self._explained(prefix):
+            return self._do("children", prefix, lambda: self._inner.children(prefix))
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._explained(key):
+            self._do("delete", key, lambda: self._inner.delete(key))
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._explained(key):
+            return self._do("size", key, lambda: self._inner.size(key))
+
+    def local_path(self, key: str) -> Path | None:
+        """See ObjectStore. Counted where there is a file: the caller is about to use it."""
+        path = self._inner.local_path(key)
+        if path is None:
+            return None
+        with self._explained(key):
+            return self._do("path", key, lambda: path)
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return self._inner.url_of(key)
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore. Operations are counted together."""
+        return FaultyStore(self._inner.at(folder), self._operations)
+
+    def _do(
+        self,
+        name: str,
+        key: str,
+        operation: Callable[[], Result],
+        amid: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """The result of `operation`, unless it is the one. Raises _NoAnswer where none comes."""
+        kind = self._operations.next(name, f"{self.url}/{key}")
+        if kind == "kill-amid" and name == "path":
+            self._kill_soon()
+        elif kind is not None:
+            _befall(kind, operation, amid)
+        return operation()
+
+    def _torn(self, key: str, data: bytes) -> Callable[[], None]:
+        """Half of a file under a temporary name, as a local create leaves it; a bucket has none."""
+
+        def tear() -> None:
+            if self._inner.local_path(key) is not None:
+                folder, _, name = key.rpartition("/")
+                private = f".{name}.{secrets.token_hex(8)}.tmp"
+                self._inner.put_part(
+                    f"{folder}/{private}" if folder else private, data[: len(data) // 2]
+                )
+
+        return tear
+
+    def _kill_soon(self) -> None:
+        """Kill the process while a file is being written: at a moment that depends on the count
+        alone.
+        """
+        delay_s = random.Random(self._operations.count).uniform(0, AMID_S_MAX)
+        threading.Timer(delay_s, kill).start()
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except _NoAnswer:
+            raise StoreUnavailable(
+                f"{self.url}/{key}: no answer, for a fault was asked for ({VARIABLE})"
+            ) from None
+
+
+class _NoAnswer(Exception):
+    """The operation may or may not have happened; its caller gets no answer."""
+
+
+def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -> None:
+    """Apply a fault to an operation; returns if the operation is then to take place as always."""
+    if kind == "kill-amid":
+        amid()
+    elif kind in ("kill-after", "duplicate", "lose-reply"):
+        _quietly(operation)
+    elif kind == "delay":
+        time.sleep(DELAY_S)
+    elif kind == "late":
+        threading.Timer(DELAY_S, _quietly, (operation,)).start()
+    if kind.startswith("kill-"):
+        kill()
+    if kind in ("fail", "late", "lose-reply"):
+        raise _NoAnswer
+
+
+def _quietly(operation: Callable[[], Any]) -> None:
+    with suppress(Exception):  # the caller is gone, so the error reaches no one
+        operation()
+
+
+def kill() -> NoReturn:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL cannot be survived")

@@ -1,0 +1,169 @@
+"""The one seam to files and fsspec: `open_store` gives the store behind a URL, `probe` tries it.
+
+All stores of this library come from `open_store`; the memory backend, for tests, is here too. What
+a store is and does is in objects.py. What to do about an unknown outcome is decided in commits.py.
+"""
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fsspec import filesystem
+
+from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
+from marin_rl.storage.stores.buckets import BucketStore
+from marin_rl.storage.stores.fault_injection import with_faults
+from marin_rl.storage.stores.local import LocalStore
+from marin_rl.storage.stores.store import (
+    Keys,
+    ObjectStore,
+    PutOutcome,
+    checked,
+    children_of,
+    keys_below,
+)
+
+__all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
+
+BUCKET_SCHEMES = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
+
+_memory_lock = threading.RLock()
+
+
+def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
+    """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
+
+    `options` go to fsspec. Raises ConfigError for other schemes. Where MARIN_RL_FAULTS is set, the
+    store suffers what it says: see injection.py.
+    """
+    return with_faults(_store_at(url, options))
+
+
+def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "file", url
+    if scheme in ("file", "local"):
+        if options:
+            raise ConfigError(
+                f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
+            )
+        return LocalStore(str(Path(rest).expanduser().absolute()))
+    if scheme == "memory":
+        return MemoryStore(f"memory://{rest.strip('/')}", options)
+    if scheme in BUCKET_SCHEMES:
+        if not rest.strip("/"):
+            raise ConfigError(f"root: expected {scheme}://BUCKET or {scheme}://BUCKET/PATH")
+        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{rest.strip('/')}", options)
+    raise ConfigError(
+        f"root: expected a local path or a file://, memory://, gs:// or s3:// URL, found {url!r}"
+    )
+
+
+def probe(store: ObjectStore) -> None:
+    """Prove that the root can be written and creates objects at most once.
+
+    Creates one random key twice with different bytes, reads it, and removes it. Raises RootUnfit.
+    """
+    key = f".probe-{secrets.token_hex(8)}"
+    try:
+        outcomes = [store.put_if_absent(key, data) for data in (b"first", b"second")]
+        found = store.read(key)
+        store.delete(key)
+    except StoreUnavailable:
+        raise
+    except StorageError as error:
+        raise RootUnfit(f"{store.url} cannot hold runs: {error}") from None
+    if PutOutcome.UNKNOWN in outcomes:
+        raise StoreUnavailable(f"{store.url}: the create-if-absent probe got no clear answer")
+    # The first may say "exists" of itself, where the network sent it twice: its bytes decide.
+    if outcomes[1] is PutOutcome.CREATED or found != b"first":
+        raise RootUnfit(
+            f"{store.url} does not honour create-if-absent: expected the second create of a key to "
+            f"be refused, found {outcomes[1].value} and content {found!r}. Two processes could "
+            "overwrite each other's results there; use a local folder, gs://, or an S3 service "
+            "that supports If-None-Match"
+        )
+
+
+class MemoryStore(ObjectStore):
+    """fsspec's memory filesystem under one lock: for tests, and gone with the process."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url = url
+        self.options = dict(options or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.options)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore."""
+        path = self._path(key)
+        with _memory_lock:
+            if self._fs.exists(path):
+                return PutOutcome.EXISTS
+            self._fs.pipe_file(path, data)
+        return PutOutcome.CREATED
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        with self._missing(key), _memory_lock:
+            return bytes(self._fs.cat_file(self._path(key)))
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with _memory_lock:
+            self._fs.pipe_file(self._path(key), data)
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with _memory_lock:
+            return keys_below(self._fs, self._base, prefix)
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        with _memory_lock:
+            return children_of(self._fs, self._base, prefix)
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with _memory_lock, suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(key))
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._missing(key), _memory_lock:
+            return int(self._fs.info(self._path(key))["size"])
+
+    def local_path(self, key: str) -> Path | None:
+        """None: nothing here is a file."""
+        return None
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return f"{self.url}/{checked(key)}"
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore."""
+        return MemoryStore(self.url_of(folder), self.options)
+
+    @property
+    def _fs(self) -> Any:
+        return filesystem("memory")
+
+    @property
+    def _base(self) -> str:
+        return self.url.removeprefix("memory:/")
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{checked(key)}"
+
+    @contextmanager
+    def _missing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise ObjectMissing(f"{self.url_of(key)} does not exist") from None

@@ -1,0 +1,125 @@
+"""The store of a forked run: its own folder, and of its parents' folders what lies before the fork.
+
+Which folder a key belongs to is decided by the key alone, so a slot has one place and a listing
+shows it once. Nothing of the shared prefix can be written or deleted through a fork.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from marin_rl.errors import StorageError
+from marin_rl.storage.layout import round_of
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
+
+PLAYED = ("rollouts", "batches", "evals", "metrics")
+BEFORE = ("sft", "pairs", "reward_model")  # what there is before the first round
+KINDS = (*PLAYED, *BEFORE, "checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A run whose slots a fork reads as its own, up to the checkpoint of `through_round`.
+
+    `sha256` is that of its run.json. Of a chain of forks, each ancestor has what lies after the
+    one before it.
+    """
+
+    run_id: str
+    through_round: int
+    sha256: str
+
+
+class ForkedStore(ObjectStore):
+    """`own`, before which lie the folders of ancestors, ascending by the round they reach to."""
+
+    def __init__(self, own: ObjectStore, shared: Sequence[tuple[int, ObjectStore]]) -> None:
+        self.own, self.shared = own, tuple(shared)
+        self.url = own.url
+
+    def owner(self, key: str) -> ObjectStore:
+        """The folder that `key` lies in."""
+        place = _place(key)
+        if place is None:
+            return self.own
+        return next((store for through, store in self.shared if place <= through), self.own)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore. Raises StorageError for what is absent from the shared prefix."""
+        owner = self.owner(key)
+        if owner is self.own:
+            return owner.put_if_absent(key, data)
+        owner.size(key)  # raises ObjectMissing
+        return PutOutcome.EXISTS
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        return self.owner(key).read(key)
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore. Raises StorageError for the shared prefix."""
+        self._writable(key).put_part(key, data)
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        found = [
+            key
+            for store in (self.own, *(store for _, store in self.shared))
+            for key in store.list(prefix)
+            if self.owner(key) is store
+        ]
+        return sorted(found)
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        if not prefix:
+            kinds = {name for _, store in self.shared for name in store.children() if name in KINDS}
+            return sorted({*self.own.children(), *kinds})
+        if prefix not in KINDS:
+            return self.owner(prefix).children(prefix)
+        return sorted(
+            name
+            for store in (self.own, *(store for _, store in self.shared))
+            for name in store.children(prefix)
+            if self.owner(f"{prefix}/{name}") is store
+        )
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore. Raises StorageError for the shared prefix."""
+        self._writable(key).delete(key)
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        return self.owner(key).size(key)
+
+    def local_path(self, key: str) -> Path | None:
+        """See ObjectStore."""
+        return self.owner(key).local_path(key)
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return self.owner(key).url_of(key)
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore."""
+        return self.owner(folder).at(folder)
+
+    def _writable(self, key: str) -> ObjectStore:
+        owner = self.owner(key)
+        if owner is not self.own:
+            raise StorageError(
+                f"{owner.url_of(key)} belongs to the run that {self.own.url} was forked from: "
+                "expected to write nothing there"
+            )
+        return owner
+
+
+def _place(key: str) -> int | None:
+    """The checkpoint by which `key` is finished: what precedes a fork there is shared."""
+    kind, _, rest = key.partition("/")
+    if kind in BEFORE:
+        return 0
+    round = round_of(rest.partition("/")[0])
+    if kind not in KINDS or round is None:
+        return None
+    return round if kind == "checkpoints" else round + 1

@@ -1,0 +1,346 @@
+"""Objects as files of this machine: complete or absent, and durable once they are named.
+
+fsspec's own local "create" is not exclusive, so this backend talks to the operating system: a
+temporary file in the same folder, fsync, hard link to the final name, unlink, fsync of the folder.
+The folder of a store may be reached by links; below it none is followed, and nothing but regular
+files is opened, for a folder may come from somebody else.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from marin_rl.errors import (
+    CorruptObject,
+    ObjectMissing,
+    RootUnfit,
+    StorageError,
+    StoreUnavailable,
+)
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, checked
+from schemas.manifests import RECORD_BYTES_MAX
+
+_log = logging.getLogger(__name__)
+
+RECORDS = frozenset(("run.json", "manifest.json", "pruned.json"))  # read whole, so bounded in size
+# Not through a link, and never waiting for the other end of a pipe.
+_CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LocalStore(ObjectStore):
+    """A folder of this machine. Creation is a hard link from a complete, synced temporary file."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        """See ObjectStore. UNKNOWN only if the folder cannot be synced once the name is there."""
+        path = self._path(key)
+        with explained(path, len(data)):
+            check_way(path, key)
+            if path.exists():  # spares writing the bytes; the link below is what decides
+                return self._seen(path)
+            make_folder(path.parent)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            try:
+                _write_synced(temporary, data, os.O_EXCL)
+                outcome = _link(temporary, path)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
+        return self._seen(path, outcome)
+
+    def read(self, key: str) -> bytes:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path):
+            try:
+                check_way(path, key)
+                descriptor = open_regular(path)
+            except NotADirectoryError:  # a file where a folder would be: nothing lies below it
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
+                if path.name in RECORDS:
+                    _check_size(path, os.fstat(descriptor).st_size)
+                return file.read()
+
+    def put_part(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path, len(data)):
+            check_way(path, key)
+            make_folder(path.parent)
+            _write_synced(path, data, os.O_TRUNC)
+            _sync_folder(path.parent)
+
+    def list(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        start = self.url.rstrip("/") + "/"
+        with explained(Path(self.url, prefix)):
+            if prefix:
+                check_way(Path(self.url, checked(prefix), "below"), f"{prefix}/below")
+            found = _not_folders((start + prefix).rstrip("/"))
+            return sorted(path.removeprefix(start) for path in found)
+
+    def children(self, prefix: str = "") -> Keys:
+        """See ObjectStore."""
+        folder = Path(self.url, prefix and checked(prefix))
+        with explained(folder):
+            if prefix:
+                check_way(folder / "below", f"{prefix}/below")
+            return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path):
+            check_way(path, key)
+            path.unlink(missing_ok=True)
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        path = self._path(key)
+        with explained(path):
+            check_way(path, key)
+            return path.lstat().st_size
+
+    def local_path(self, key: str) -> Path | None:
+        """See ObjectStore."""
+        return self._path(key)
+
+    def url_of(self, key: str) -> str:
+        """See ObjectStore."""
+        return str(self._path(key))
+
+    def at(self, folder: str) -> ObjectStore:
+        """See ObjectStore."""
+        return LocalStore(str(self._path(folder)))
+
+    def _path(self, key: str) -> Path:
+        return Path(self.url, checked(key))
+
+    @staticmethod
+    def _seen(path: Path, outcome: PutOutcome = PutOutcome.EXISTS) -> PutOutcome:
+        """`outcome` once the name is durable; another's name too, for we are to build on it."""
+        try:
+            _sync_folder(path.parent)
+        except OSError as error:
+            _log.warning("cannot sync %s after creating a file in it: %s", path.parent, error)
+            return PutOutcome.UNKNOWN
+        return outcome
+
+
+def check_way(path: Path, key: str) -> None:
+    """Raise CorruptObject where a folder on the way to an object is a link.
+
+    `path` is the file of `key` in some store: what lies above its first part is the user's own.
+    """
+    folder = path.parent
+    for _ in range(key.count("/")):
+        with suppress(FileNotFoundError):
+            if stat.S_ISLNK(folder.lstat().st_mode):
+                raise not_regular(folder, "a folder")
+        folder = folder.parent
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, not reached through a link in its last place.
+
+    Raises CorruptObject for a link, pipe, socket, device or folder; OSError.
+    """
+    try:
+        descriptor = os.open(path, flags | _CAREFULLY, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise not_regular(path)
+    return descriptor
+
+
+def checked_file(path: Path, key: str) -> Path:
+    """Return the file of `key`, for a library that opens it by its name.
+
+    Raises CorruptObject for what is no regular file, or lies behind a link; ObjectMissing.
+    """
+    with explained(path):
+        check_way(path, key)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise not_regular(path)
+    return path
+
+
+def not_regular(path: Path, expected: str = "a regular file") -> CorruptObject:
+    """The error about a file of another kind than `expected`."""
+    with suppress(OSError):
+        mode = path.lstat().st_mode
+        kind = next((name for test, name in _KINDS.items() if test(mode)), "a file of another kind")
+        return CorruptObject(
+            f"{path}: expected {expected}, found {kind}; marin-rl writes none there, and follows "
+            "none below a run's folder (which may be a link itself): remove it, or restore a copy"
+        )
+    return CorruptObject(f"{path}: expected {expected}, found none")
+
+
+_KINDS = {
+    stat.S_ISLNK: "a symbolic link",
+    stat.S_ISFIFO: "a pipe (FIFO)",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISDIR: "a folder",
+    stat.S_ISREG: "a file",
+}
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that may be there already; a link in its place is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with explained(path, len(data)):
+        try:
+            _write_synced(temporary, data, os.O_EXCL)
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > RECORD_BYTES_MAX:
+        raise CorruptObject(
+            f"{path}: expected a record of {RECORD_BYTES_MAX} bytes at most, found {size} bytes"
+        )
+
+
+def _not_folders(top: str) -> Iterator[str]:
+    """Paths of everything below a folder that is no folder; links to folders are of these."""
+    waiting = [top]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        yield entry.path
+        except FileNotFoundError:  # a folder that vanishes while it is listed is empty
+            continue
+
+
+def sync_folders(folder: Path) -> None:
+    """Make the entries of `folder`, and of every folder below it, durable.
+
+    For parts that a library writes by itself, whose contents are synced already, before the
+    manifest that names them is committed.
+    """
+    for name, _, _ in os.walk(folder, onerror=_unless_gone):
+        _sync_folder(Path(name))
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder that vanishes while it is listed is empty; one that may not be read is an error."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and what is missing above it, each entry durable."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _write_synced(path: Path, data: bytes, flag: int) -> None:
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | flag)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE without folders to sync
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _link(temporary: Path, path: Path) -> PutOutcome:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return PutOutcome.EXISTS
+    except OSError as error:
+        if error.errno in _PASSING:  # a network file system may have done it all the same
+            _log.warning("no clear answer on creating %s: %s", path, error)
+            return PutOutcome.UNKNOWN
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise RootUnfit(
+                f"{path.parent}: this file system has no hard links ({error.strerror}), so files "
+                "cannot be created at most once there; use another disk or an object store"
+            ) from None
+        raise
+    return PutOutcome.CREATED
+
+
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free space there, then start the same command again",
+    errno.EDQUOT: "your disk quota is used up; free space there, then start the same command again",
+    errno.EFBIG: "the file would be larger than this process or file system allows",
+    errno.EROFS: "the file system is read-only; choose another root",
+    errno.EACCES: "permission denied; choose another root or ask for access",
+    errno.EPERM: "operation not permitted; choose another root or ask for access",
+    errno.ENOTDIR: "a file is in the way of a folder; choose another root or remove it",
+    errno.ENAMETOOLONG: "the name is too long for this file system",
+    errno.ELOOP: "links lead in a circle, or to where none may lead; remove them",
+}
+
+
+def need_room(folder: Path, n_bytes: int) -> None:
+    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
+
+    A file system that does not tell its size passes.
+    """
+    disk = os.statvfs(folder)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+@contextmanager
+def explained(path: Path, n_bytes: int | None = None) -> Iterator[None]:
+    """Turn OSErrors about a local file into our errors.
+
+    `n_bytes` is what was to be written, None when reading. Raises ObjectMissing, StoreUnavailable
+    (network file systems) or StorageError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if n_bytes is None and isinstance(error, FileNotFoundError):
+            raise ObjectMissing(f"{path} does not exist") from None
+        advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        kind = StoreUnavailable if error.errno in _PASSING else StorageError
+        if n_bytes is None:
+            raise kind(f"cannot read {path}: {advice}") from error
+        raise kind(
+            f"cannot write {n_bytes} bytes to {path}: {advice}. What is committed already is not "
+            "affected"
+        ) from error

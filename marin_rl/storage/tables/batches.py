@@ -1,0 +1,216 @@
+"""Training batches and dispositions: written step by step, committed together, read without copies.
+
+A batch part has one row group per optimizer step. Parts are closed when they reach a size, so that
+writing never holds more than a part and a step. Their bytes depend on the rollouts and the
+configuration alone; only their names carry the attempt.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.storage.commits import (
+    commit_manifest,
+    count_in,
+    manifest_of,
+    new_manifest,
+    part_of,
+    read_manifest,
+    ref_of,
+)
+from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.tables.parquet import TableReader, TableWriter, open_part
+from marin_rl.types import SlotRef, TrainingBatch
+from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
+from schemas.manifests import Manifest, Parent, Part
+from schemas.migrations import BATCHES as BATCHES_LADDER
+from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+
+BATCHES_PREFIX = "batches-"
+DISPOSITIONS_PREFIX = "dispositions-"
+PART_BYTES_MAX = 32 * 2**20
+LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
+DISPOSITIONS_ROW_GROUP_ROWS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of one optimizer step: `arrays` by column, each (B, T); names per row and segment.
+
+    `rollout_ids` and `environments` are Arrow lists of strings, one per row.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    rollout_ids: pa.ListArray
+    environments: pa.ListArray
+
+
+class BatchWriter:
+    """Streams steps into the batch parts of one slot, all rows padded to `length` tokens."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        slot: str,
+        attempt: str,
+        length: int,
+        part_bytes_max: int = PART_BYTES_MAX,
+    ) -> None:
+        self.steps = 0
+        self._store, self._slot, self._attempt = store, slot, attempt
+        self._schema, self._part_bytes_max = batches_schema(length), part_bytes_max
+        self._parts: list[Part] = []
+        self._writer = self._new_writer()
+
+    def write(self, rows: StepRows) -> None:
+        """Append the next step as one row group."""
+        if self._writer.rows and self._writer.bytes_written > self._part_bytes_max:
+            self._close_part()
+        count = len(rows.rollout_ids)
+        columns = [
+            pa.array(np.full(count, self.steps, np.int32)),
+            pa.array(np.arange(count, dtype=np.int32)),
+            *(self._fixed(name, rows.arrays[name]) for name in ARRAYS),
+            rows.rollout_ids.cast(self._schema.field("rollout_ids").type),
+            rows.environments.cast(self._schema.field("environments").type),
+        ]
+        self._writer.write(pa.table(columns, schema=self._schema))
+        self.steps += 1
+
+    def close(self) -> tuple[Part, ...]:
+        """Write what is left; the parts in order, at least one."""
+        self._close_part()
+        return tuple(self._parts)
+
+    def _fixed(self, name: str, array_BT: np.ndarray) -> pa.Array:
+        kind = self._schema.field(name).type
+        assert array_BT.dtype == kind.value_type.to_pandas_dtype(), f"{name} is {array_BT.dtype}"
+        assert array_BT.shape[1] == kind.list_size, f"{name} has rows of {array_BT.shape[1]}"
+        return pa.FixedSizeListArray.from_arrays(pa.array(array_BT.reshape(-1)), type=kind)
+
+    def _new_writer(self) -> TableWriter:
+        return TableWriter(BATCHES_LADDER, self._schema, {})
+
+    def _close_part(self) -> None:
+        name = f"{BATCHES_PREFIX}{self._attempt}-{len(self._parts):04d}.parquet"
+        data = self._writer.finish()
+        self._store.put_part(f"{self._slot}/{name}", data)
+        self._parts.append(part_of(name, data, rows=self._writer.rows))
+        self._writer = self._new_writer()
+
+
+def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Table) -> Part:
+    """Write the dispositions of a round under a name unique to `attempt`."""
+    writer = TableWriter(DISPOSITIONS_LADDER, DISPOSITIONS, {})
+    for start in range(0, max(table.num_rows, 1), DISPOSITIONS_ROW_GROUP_ROWS):
+        writer.write(table.slice(start, DISPOSITIONS_ROW_GROUP_ROWS))
+    data = writer.finish()
+    name = f"{DISPOSITIONS_PREFIX}{attempt}.parquet"
+    store.put_part(f"{slot}/{name}", data)
+    return part_of(name, data, rows=table.num_rows)
+
+
+def commit_batches(
+    run: Run,
+    round: int,
+    *,
+    attempt: str,
+    fingerprint: str,
+    parents: Sequence[Parent],
+    parts: Sequence[Part],
+    totals: Mapping[str, float],
+    extra: Mapping[str, Any],
+) -> SlotRef:
+    """Commit a round's batches, whose parts are written; another attempt's that is first wins.
+
+    Raises CommitConflict when the slot holds batches of other rollouts or settings.
+    """
+    manifest = new_manifest(
+        batches_slot(round),
+        attempt=attempt,
+        fingerprint=fingerprint,
+        parents=parents,
+        parts=parts,
+        totals=totals,
+        extra=extra,
+    )
+    winner = commit_manifest(run.store, manifest)
+    return ref_of(winner, reused=winner.attempt != attempt)
+
+
+def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
+    """The round's optimizer steps in order, one in memory at a time; arrays are read-only views.
+
+    A round without any kept rollout has none. Raises ObjectMissing, CorruptObject, NewerSchema.
+    """
+    manifest = manifest_of(run.store, ref)
+    schema = schema_of(manifest, run.store.url_of(manifest.slot))
+    for part in _parts(manifest, BATCHES_PREFIX):
+        reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
+        for index in range(reader.row_groups):
+            table = reader.group(index, schema)
+            if table.num_rows:
+                yield _training_batch(table)
+
+
+def schema_of(manifest: Manifest, source: str) -> pa.Schema:
+    """The schema of a round's batches. Raises CorruptObject naming `source`."""
+    return batches_schema(max(count_in(manifest, "length", source, at_most=LENGTH_MAX), 1))
+
+
+def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
+    """The columns step, row, rollout_ids and environments of each step, verified."""
+    names = ("step", "row", "rollout_ids", "environments")
+    full = schema_of(manifest, run.store.url_of(manifest.slot))
+    schema = pa.schema([full.field(name) for name in names])
+    for part in _parts(manifest, BATCHES_PREFIX):
+        reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
+        for index in range(reader.row_groups):
+            yield reader.group(index, schema)
+
+
+def read_dispositions(run: Run, round: int) -> pa.Table:
+    """Dispositions of every rollout of the round, in the order of the rollouts.
+
+    Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
+    """
+    found = read_manifest(run.store, batches_slot(round))
+    if found is None:
+        raise ObjectMissing(
+            f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
+        )
+    return dispositions_of(run, found[0])
+
+
+def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
+    """The dispositions that a batches manifest names, verified."""
+    parts = _parts(manifest, DISPOSITIONS_PREFIX)
+    if len(parts) != 1:
+        raise CorruptObject(
+            f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
+            f"{len(parts)}"
+        )
+    (part,) = parts
+    reader: TableReader = open_part(run.store, manifest.slot, part, DISPOSITIONS_LADDER)
+    return reader.table(DISPOSITIONS)
+
+
+def _parts(manifest: Manifest, prefix: str) -> list[Part]:
+    return [part for part in manifest.parts if part.name.startswith(prefix)]
+
+
+def _training_batch(table: pa.Table) -> TrainingBatch:
+    arrays = {name: _view(table[name]) for name in ARRAYS}
+    names = tuple(tuple(row) for row in table["rollout_ids"].to_pylist())
+    return TrainingBatch(**arrays, rollout_ids=names)
+
+
+def _view(column: pa.ChunkedArray) -> np.ndarray:
+    """(B, T) over the column's own memory."""
+    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)

@@ -1,0 +1,150 @@
+"""A round's metrics: one Parquet row per round, and one line of metrics.jsonl for `tail`.
+
+The Parquet object is committed like every other slot: the first process that finishes a round
+decides. metrics.jsonl exists on local roots only and is a convenience that only `fsck` compares.
+The names are defined in `marin_rl.metrics`; undefined ones are refused here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.metrics import is_defined
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.runs import Run, metrics_key, round_of
+from marin_rl.storage.stores.local import explained, open_regular
+from marin_rl.storage.tables.parquet import TableReader, TableWriter, digest_of, load_all
+from marin_rl.types import SlotRef
+from schemas.metrics import METRICS_IDENTITY
+from schemas.migrations import METRICS as LADDER
+
+JSONL_KEY = "metrics.jsonl"
+COLUMNS_MAX = 10_000
+FLOAT = pa.float64()
+
+
+def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
+    """Commit a round's metrics, the first attempt's if there were several.
+
+    Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
+    """
+    undefined = sorted(name for name in metrics if not is_defined(name))
+    if undefined:
+        raise ValueError(
+            f"expected metrics that are defined in marin_rl.metrics, found {', '.join(undefined)}"
+        )
+    key, attempt = metrics_key(round), new_attempt()
+    decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
+    data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
+    committed = commit_object(
+        run.store,
+        key,
+        data,
+        attempt=attempt,
+        fingerprint=decided,
+        identify=lambda found: _identify(found, run.store.url_of(key)),
+    )
+    reused = committed != data
+    if run.config.trackers.jsonl:
+        _append_line(run, round, committed, reused=reused)
+    return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=dict(metrics))
+
+
+def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
+    """One row per committed round, ascending: run_id, round, and a float64 column per metric.
+
+    Only `rounds` where they are given, which spares the listing. A metric that a round lacks is
+    null. Objects that lie elsewhere are fetched many at once. Raises CorruptObject, NewerSchema,
+    ObjectMissing.
+    """
+    if rounds is None:
+        found = (round_of(name) for name in run.store.children("metrics"))
+        rounds = (round for round in found if round is not None)
+    tables = [METRICS_IDENTITY.empty_table()]
+    keys = [metrics_key(round) for round in sorted(rounds)]
+    for key, data in zip(keys, load_all(run.store, keys), strict=True):
+        reader = TableReader(data, run.store.url_of(key), LADDER)
+        check_metrics(reader)
+        tables.append(reader.table(reader.schema))
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def check_metrics(reader: TableReader) -> None:
+    """Raise CorruptObject unless a file is one row of numbers that says of which round it is."""
+    schema = reader.schema
+    inside, identity = dict(zip(schema.names, schema.types, strict=True)), METRICS_IDENTITY.names
+    wrong = [name for name, kind in inside.items() if name not in identity and kind != FLOAT]
+    wrong += [field.name for field in METRICS_IDENTITY if inside.get(field.name) != field.type]
+    if wrong or reader.rows != 1 or len(schema.names) > COLUMNS_MAX:
+        raise CorruptObject(
+            f"{reader.source}: expected one row of run_id, round and numbers, found {reader.rows} "
+            f"rows, {len(schema.names)} columns, of them wrong: {', '.join(wrong[:5]) or 'none'}"
+        )
+
+
+def _encode(
+    run_id: str, round: int, metrics: Mapping[str, float], stamp: Mapping[str, str]
+) -> bytes:
+    names = sorted(metrics)
+    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, pa.float64()) for name in names)])
+    values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
+    writer = TableWriter(LADDER, schema, stamp)
+    identity = [pa.array([run_id]), pa.array(np.array([round], np.int32))]
+    writer.write(pa.table([*identity, *values], schema=schema))
+    return writer.finish()
+
+
+def _identify(data: bytes, source: str) -> tuple[str, str]:
+    stamp = TableReader(data, source, LADDER).stamp
+    return stamp["attempt"], stamp["fingerprint"]
+
+
+def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
+    """Append the committed row to metrics.jsonl, once, also after a line that a killed process left
+    cut.
+    """
+    path = run.store.local_path(JSONL_KEY)
+    if path is None:
+        return
+    if reused and _has_line(path, round):
+        return
+    reader = TableReader(data, JSONL_KEY, LADDER)
+    (row,) = reader.table(reader.schema).to_pylist()
+    with explained(path, len(data)):
+        _append(path, json_line(row))
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """The line of metrics.jsonl for a round's row, without its end."""
+    return json.dumps({"round": row["round"], **row}).encode()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Raises CorruptObject where no regular file is in the place: what it leads to is not ours."""
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        torn = b"" if _ends_a_line(path) else b"\n"
+        file.write(torn + line + b"\n")
+
+
+def _has_line(path: Path, round: int) -> bool:
+    with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
+        start = f'{{"round": {round}, '.encode()
+        return any(line.startswith(start) and line.endswith(b"}\n") for line in file)
+    return False
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Return True where the file is empty, or its last byte is a newline."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"

@@ -1,0 +1,227 @@
+"""Preference pairs as files: what people give, checked row by row, and a run's own committed copy.
+
+A file is JSONL or Parquet. Everything in it is checked before any of it is used; an error names the
+row and the field. A run keeps what it trains on in the slot `pairs`, tokens included, so that it
+goes on when the file is gone, and so that a changed file is noticed.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from marin_rl.errors import InputError
+from marin_rl.storage.commits import (
+    commit_manifest,
+    manifest_of,
+    new_attempt,
+    new_manifest,
+    part_of,
+    ref_of,
+)
+from marin_rl.storage.runs import Run, pairs_slot
+from marin_rl.storage.tables.parquet import TableWriter, open_part
+from marin_rl.types import Message, PreferencePair, SlotRef, Split
+from schemas.migrations import PAIRS as LADDER
+from schemas.pairs import PAIRS
+
+TOKEN_COLUMNS = ("chosen_token_ids", "rejected_token_ids")
+
+TokenIds = list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFile:
+    """The pairs of a file, and the SHA-256 of its bytes."""
+
+    pairs: tuple[PreferencePair, ...]
+    sha256: str
+
+
+def read_pairs(path: str | Path) -> PairFile:
+    """Every pair of a JSONL or Parquet file. Raises InputError naming the row and the field."""
+    file = Path(path)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"reward_model.pairs: cannot read {file}: {error}") from None
+    rows = _parquet_rows(file, data) if file.suffix == ".parquet" else _json_rows(file, data)
+    pairs: list[PreferencePair] = []
+    seen: set[str] = set()
+    for where, raw in rows:
+        pair = _pair(raw, where)
+        if pair.id in seen:
+            raise InputError(f"{where}, field id: {pair.id!r} is there twice")
+        seen.add(pair.id)
+        pairs.append(pair)
+    if not pairs:
+        raise InputError(f"{file} has no rows: expected preference pairs")
+    return PairFile(pairs=tuple(pairs), sha256=hashlib.sha256(data).hexdigest())
+
+
+def write_pairs(path: str | Path, pairs: Sequence[PreferencePair]) -> None:
+    """Write pairs so that `read_pairs` gives them back: JSON lines, or Parquet by the suffix."""
+    file = Path(path)
+    if file.suffix == ".parquet":
+        file.write_bytes(encode_pairs(pairs))
+        return
+    rows = ({k: v for k, v in _row(pair).items() if v is not None} for pair in pairs)
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def encode_pairs(pairs: Sequence[PreferencePair], stamp: Mapping[str, str] | None = None) -> bytes:
+    """The Parquet bytes of pairs, in their order."""
+    writer = TableWriter(LADDER, PAIRS, stamp or {})
+    writer.write(pa.Table.from_pylist([_row(pair) for pair in pairs], schema=PAIRS))
+    return writer.finish()
+
+
+def commit_pairs(
+    run: Run,
+    pairs: Sequence[PreferencePair],
+    *,
+    decided: str,
+    extra: Mapping[str, Any],
+) -> SlotRef:
+    """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
+
+    Raises CommitConflict when the run has others.
+    """
+    attempt, slot = new_attempt(), pairs_slot()
+    data = encode_pairs(pairs, {"attempt": attempt})
+    name = f"pairs-{attempt}.parquet"
+    run.store.put_part(f"{slot}/{name}", data)
+    held_out = sum(pair.split == "eval" for pair in pairs)
+    ours = new_manifest(
+        slot,
+        attempt=attempt,
+        fingerprint=decided,
+        parts=[part_of(name, data, rows=len(pairs))],
+        totals={"pairs": len(pairs), "held_out": held_out},
+        extra=extra,
+    )
+    winner = commit_manifest(run.store, ours)
+    return ref_of(winner, reused=winner.attempt != attempt)
+
+
+def committed_pairs(run: Run, ref: SlotRef) -> list[PreferencePair]:
+    """The pairs of a run, verified. Raises CorruptObject, ObjectMissing."""
+    manifest = manifest_of(run.store, ref)
+    tables = (open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts)
+    rows = [row for reader in tables for row in reader.table(PAIRS).to_pylist()]
+    return [_noun(row) for row in rows]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class _PairRow(BaseModel):
+    """Row of a user's file of pairs; the names are those of `schemas.pairs`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    id: str | None = Field(default=None, min_length=1)
+    prompt: str | None = None
+    messages: list[_Message] | None = Field(default=None, min_length=1)
+    chosen: str
+    rejected: str
+    margin: float | None = Field(default=None, ge=0)
+    split: Split | None = None
+    source: str | None = None
+    chosen_id: str | None = None
+    rejected_id: str | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+    chosen_token_ids: TokenIds | None = Field(default=None, min_length=1)
+    rejected_token_ids: TokenIds | None = Field(default=None, min_length=1)
+    tokenizer_digest: str | None = None
+    chat_template_digest: str | None = None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> "_PairRow":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected exactly one of the fields prompt and messages")
+        tokens = (self.chosen_token_ids, self.rejected_token_ids)
+        digests = (self.tokenizer_digest, self.chat_template_digest)
+        if len({item is None for item in (*tokens, *digests)}) > 1:
+            raise ValueError(
+                "expected chosen_token_ids, rejected_token_ids, tokenizer_digest and "
+                "chat_template_digest all together, or none of them"
+            )
+        if self.chosen == self.rejected and tokens[0] == tokens[1]:
+            raise ValueError("the fields chosen and rejected hold the same answer")
+        return self
+
+
+def _pair(raw: object, where: str) -> PreferencePair:
+    try:
+        row = _PairRow.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        known = f" (known: {', '.join(_PairRow.model_fields)})"
+        unknown = known if first["type"] == "extra_forbidden" else ""
+        found = f", found {first['input']!r:.80}" if place and not unknown else ""
+        field = f", field {place}" if place else ""
+        raise InputError(f"{where}{field}: {first['msg']}{unknown}{found}") from None
+    tree = row.model_dump(exclude={"prompt"})
+    if row.prompt is not None:
+        tree["messages"] = [{"role": "user", "content": row.prompt}]
+    if row.id is None:
+        text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *map(tree.get, _IDS)])
+        tree["id"] = hashlib.sha256(text).hexdigest()[:16]
+    try:
+        return _noun(tree)
+    except OverflowError:
+        raise InputError(f"{where}: a token id does not fit in 32 bits") from None
+
+
+_IDS = ("chosen_id", "rejected_id")
+
+
+def _noun(row: Mapping[str, Any]) -> PreferencePair:
+    values = dict(row)
+    values["messages"] = tuple(Message(**message) for message in row["messages"])
+    for name in TOKEN_COLUMNS:
+        if row[name] is not None:
+            values[name] = np.array(row[name], np.int32)
+    return PreferencePair(**values)
+
+
+def _row(pair: PreferencePair) -> dict[str, Any]:
+    row = {field.name: getattr(pair, field.name) for field in fields(pair)}
+    row["messages"] = [{"role": m.role, "content": m.content} for m in pair.messages]
+    for name in TOKEN_COLUMNS:
+        if row[name] is not None:
+            row[name] = row[name].tolist()
+    return row
+
+
+def _json_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:
+    for place, line in enumerate(data.splitlines(), start=1):
+        if line.strip():
+            where = f"{file}, line {place}"
+            try:
+                yield where, orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise InputError(f"{where} is not JSON: {error}") from None
+
+
+def _parquet_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{file} cannot be read as Parquet: {error}") from error
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{file}, row {index}", {k: v for k, v in row.items() if v is not None}

@@ -1,0 +1,292 @@
+"""Tables as Parquet bytes and back: the encodings, the stamp in the footer, and the checks.
+
+The stamp (format, schema version, and what the caller adds) is Parquet key-value metadata, so a
+file says what it is without its manifest. Everything read is verified: SHA-256 against a manifest
+where there is one, page checksums, format, version, columns. Raises CorruptObject or NewerSchema
+naming the file.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.local import checked_file, explained
+from marin_rl.storage.tables.decoded_size import check_decoded
+from schemas import Malformed, NewerVersion
+from schemas.manifests import Part
+from schemas.migrations import Ladder
+
+ROW_GROUP_ROWS = 1000
+FETCHES_MAX = 16  # small objects that are fetched from elsewhere at once
+STAMP_PREFIX = "marin_rl."
+_WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
+
+# Encodings that beat the defaults, by the name of the column: ids are too many for a dictionary,
+# logprobs share their exponent bytes, positions differ by one.
+ENCODINGS: Mapping[str, str] = {
+    "token_ids": "PLAIN",
+    "chosen_token_ids": "PLAIN",
+    "rejected_token_ids": "PLAIN",
+    "logprobs": "BYTE_STREAM_SPLIT",
+    "policy_logprobs": "BYTE_STREAM_SPLIT",
+    "trainer_logprobs": "BYTE_STREAM_SPLIT",
+    "sampler_logprobs": "BYTE_STREAM_SPLIT",
+    "reference_logprobs": "BYTE_STREAM_SPLIT",
+    "old_logprobs": "BYTE_STREAM_SPLIT",
+    "entropies": "BYTE_STREAM_SPLIT",
+    "ratios": "BYTE_STREAM_SPLIT",
+    "values": "BYTE_STREAM_SPLIT",
+    "old_values": "BYTE_STREAM_SPLIT",
+    "positions": "DELTA_BINARY_PACKED",
+}
+
+
+class TableWriter:
+    """Collects tables of one schema into the bytes of one Parquet file, a row group per call."""
+
+    def __init__(self, ladder: Ladder, schema: pa.Schema, stamp: Mapping[str, str]) -> None:
+        values = {"format": ladder.format, "schema_version": str(ladder.newest)}
+        values |= dict(sorted(stamp.items()))  # in one order, so that equal files have equal bytes
+        self.schema = schema.with_metadata({STAMP_PREFIX + k: v for k, v in values.items()})
+        self.rows = 0
+        self._sink = pa.BufferOutputStream()
+        self._writer = pq.ParquetWriter(self._sink, self.schema, **_options(schema))
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes so far, without the footer."""
+        return self._sink.tell()
+
+    def write(self, table: pa.Table) -> None:
+        """Append `table` as one row group. Its schema must be the writer's, metadata aside."""
+        assert table.schema.equals(self.schema), "a table is written under another schema"
+        self.rows += table.num_rows
+        self._writer.write_table(table.cast(self.schema), row_group_size=max(table.num_rows, 1))
+
+    def finish(self) -> bytes:
+        """Write the footer; the bytes of the file."""
+        self._writer.close()
+        return self._sink.getvalue().to_pybytes()
+
+
+class TableReader:
+    """One Parquet file of a known format, read by row groups.
+
+    `stamp` is what the footer says of it, `schema` its columns as they are in the file.
+    Raises CorruptObject where the bytes are not such a file, NewerSchema where the version is not
+    known here; both name `source`.
+    """
+
+    def __init__(self, data: pa.Buffer | bytes, source: str, ladder: Ladder) -> None:
+        self.source, self.ladder = source, ladder
+        with corruption_named(source):
+            buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
+            self._buffer = buffer
+            self._file = pq.ParquetFile(pa.BufferReader(buffer), page_checksum_verification=True)
+            self.stamp = _stamp(self._file, source, ladder)
+            self.schema = self._file.schema_arrow
+
+    @property
+    def rows(self) -> int:
+        """Rows of the file."""
+        return self._file.metadata.num_rows
+
+    @property
+    def row_groups(self) -> int:
+        """Row groups of the file."""
+        return self._file.num_row_groups
+
+    def group(self, index: int, schema: pa.Schema) -> pa.Table:
+        """Row group `index`, upgraded, with exactly the columns of `schema`."""
+        return self._read([index], schema)
+
+    def table(self, schema: pa.Schema) -> pa.Table:
+        """All rows, upgraded, with exactly the columns of `schema`."""
+        return self._read(list(range(self.row_groups)), schema)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise CorruptObject unless the columns are, or become by upgrades, those of `schema`."""
+        self._read([], schema)
+
+    def rewritten(self) -> bytes | None:
+        """The bytes that writing all rows again gives; None if another writer made the file.
+
+        What is deterministic comes out equal, so a difference is damage that no checksum inside the
+        file covers. Raises CorruptObject where rows cannot be read, or no writer of ours is named.
+        """
+        created_by = str(self._file.metadata.created_by)
+        if _WRITER.fullmatch(created_by) is None:
+            raise CorruptObject(
+                f"{self.source}: expected Arrow's name as its writer, found {created_by!r}"
+            )
+        values = {key: value for key, value in self.stamp.items() if key != "format"}
+        writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
+        with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, range(self.row_groups), self.schema.names)
+            tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
+        for table in tables:
+            writer.write(table.replace_schema_metadata())
+        data = writer.finish()
+        ours = pq.read_metadata(pa.BufferReader(data)).created_by
+        return data if ours == created_by else None
+
+    def _read(self, groups: list[int], schema: pa.Schema) -> pa.Table:
+        held = set(self.schema.names)
+        columns = [name for name in schema.names if name in held]
+        with corruption_named(self.source):
+            check_decoded(self._buffer, self._file, groups, columns)
+            raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
+            table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
+        found = set(table.column_names)
+        missing = [name for name in schema.names if name not in found]
+        if missing:
+            raise CorruptObject(f"{self.source}: columns {', '.join(missing)} are missing")
+        table = table.select(schema.names).replace_schema_metadata()
+        if not table.schema.equals(schema.remove_metadata()):
+            raise CorruptObject(
+                f"{self.source}: expected the columns\n{schema.remove_metadata()}\nfound\n"
+                f"{table.schema}"
+            )
+        return table
+
+
+def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> TableReader:
+    """A reader over a part whose SHA-256 has been checked against its manifest.
+
+    Local files are mapped, not read into memory. Raises CorruptObject, NewerSchema, ObjectMissing.
+    """
+    key = f"{slot}/{part.name}"
+    source = store.url_of(key)
+    data = load(store, key)
+    if data.size != part.bytes:  # spares hashing what may be of any size
+        raise CorruptObject(
+            f"{source}: expected {part.bytes} bytes, found {data.size}: the file was truncated or "
+            "altered after it was committed; restore it from a copy"
+        )
+    return TableReader(verified(data, part.sha256, source), source, ladder)
+
+
+def load(store: ObjectStore, key: str) -> pa.Buffer:
+    """The object as a buffer: mapped where the store is local, else read whole."""
+    path = store.local_path(key)
+    if path is None:
+        return pa.py_buffer(store.read(key))
+    with explained(checked_file(path, key)):
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
+            return pa.py_buffer(b"")
+        return pa.memory_map(str(path)).read_buffer()
+
+
+def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
+    """Each object as a buffer, in order; those that lie elsewhere are fetched many at once."""
+    if not keys or store.local_path(keys[0]) is not None:
+        yield from (load(store, key) for key in keys)
+        return
+    with ThreadPoolExecutor(FETCHES_MAX) as pool:
+        yield from pool.map(lambda key: load(store, key), keys)
+
+
+def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+    """As `load_all`, with None for what is no file that anyone may read."""
+    if not keys or store.local_path(keys[0]) is None:
+        yield from load_all(store, keys)
+        return
+    for key in keys:
+        try:
+            yield load(store, key)
+        except CorruptObject:
+            yield None
+
+
+def digest_of(data: pa.Buffer | bytes) -> str:
+    """SHA-256 of the bytes, in hexadecimal."""
+    return hashlib.sha256(memoryview(data)).hexdigest()
+
+
+def verified(data: pa.Buffer, sha256: str, source: str) -> pa.Buffer:
+    """`data` if it has this digest. Raises CorruptObject naming `source`."""
+    found = digest_of(data)
+    if found != sha256:
+        raise CorruptObject(
+            f"{source}: expected SHA-256 {sha256}, found {found} over {data.size} bytes: the file "
+            "was truncated or altered after it was committed; restore it from a copy"
+        )
+    return data
+
+
+# Beside its own errors Arrow raises these about bytes that somebody made up.
+_UNREADABLE = (pa.ArrowException, OSError, Malformed, ValueError, TypeError, ArithmeticError)
+
+
+@contextmanager
+def corruption_named(source: str) -> Iterator[None]:
+    """Turn what a reader of broken bytes raises into CorruptObject or NewerSchema."""
+    try:
+        yield
+    except NewerVersion as error:
+        raise NewerSchema(f"{source}: {error}") from None
+    except _UNREADABLE as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CorruptObject(f"{source} is not a readable Parquet file: {reason}") from None
+
+
+def select(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """The fields named by `columns`, in that order; all of them for None."""
+    if columns is None:
+        return schema
+    return pa.schema([schema.field(name) for name in columns])
+
+
+def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
+    raw = file.metadata.metadata or {}
+    stamp = {
+        key.decode().removeprefix(STAMP_PREFIX): value.decode()
+        for key, value in raw.items()
+        if key.startswith(STAMP_PREFIX.encode())
+    }
+    if stamp.get("format") != ladder.format:
+        raise CorruptObject(
+            f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
+        )
+    version = stamp.get("schema_version", "")
+    if not (version.isascii() and version.isdigit() and len(version) < 10):
+        raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
+    ladder.check(int(version))
+    return stamp
+
+
+def _options(schema: pa.Schema) -> dict[str, Any]:
+    leaves = [path for field in schema for path in _leaves(field.name, field.type)]
+    encodings = {path: ENCODINGS[top] for top, path in _tops(leaves) if top in ENCODINGS}
+    return {
+        "compression": "zstd",
+        "compression_level": 3,
+        "use_dictionary": [path for path in leaves if path not in encodings],
+        "column_encoding": encodings,
+        "write_page_index": True,
+        "write_page_checksum": True,
+    }
+
+
+def _tops(leaves: Sequence[str]) -> Iterator[tuple[str, str]]:
+    return ((path.partition(".")[0], path) for path in leaves)
+
+
+def _leaves(path: str, kind: pa.DataType) -> Iterator[str]:
+    """Paths of the Parquet columns below a field, as the writer's options name them."""
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        yield from _leaves(f"{path}.list.element", kind.value_type)
+    elif pa.types.is_struct(kind):
+        for index in range(kind.num_fields):
+            child = kind.field(index)
+            yield from _leaves(f"{path}.{child.name}", child.type)
+    else:
+        yield path

@@ -1,0 +1,157 @@
+"""Reward tables for a round's rollouts: versioned, committed by one create, never changed.
+
+`rewards/round-00003/NAME-v0001.parquet` has the rewards by the first version of the function NAME.
+The same function over the same rollouts finds its table; another one under the name gets the next
+version. The footer says which function, by the digest of its source, and which rollouts.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from marin_rl.errors import CommitConflict, ConfigError, ObjectMissing
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.layout import round_name
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.parquet import TableReader, TableWriter, digest_of, load
+from schemas.migrations import REWARDS as LADDER
+from schemas.rewards import REWARDS
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,59}")
+VERSIONS_MAX = 9999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSource:
+    """Sources of a reward table: the function, the digest of its source, the sealed rollouts."""
+
+    function: str
+    source_sha256: str
+    rollouts_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTable:
+    """A committed table: where it is, its version under its name, and its digest."""
+
+    key: str
+    version: int
+    sha256: str
+    reused: bool
+
+
+def commit_rewards(
+    run: Run, round: int, name: str, source: RewardSource, table: pa.Table
+) -> RewardTable:
+    """Commit a table under the first version of `name` that is free, or is the same already.
+
+    Raises ConfigError for a name that is none, CommitUnknown, StorageError.
+    """
+    _check_name(name)
+    decided = _fingerprint(source)
+    attempt = new_attempt()
+    stamp = {
+        "attempt": attempt,
+        "fingerprint": decided,
+        "function": source.function,
+        "rollouts_sha256": source.rollouts_sha256,
+        "source_sha256": source.source_sha256,
+    }
+    writer = TableWriter(LADDER, REWARDS, stamp)
+    writer.write(table)
+    data = writer.finish()
+    for version in range(1, VERSIONS_MAX + 1):
+        key = _key(round, name, version)
+        source_url = run.store.url_of(key)
+        try:
+            found = commit_object(
+                run.store,
+                key,
+                data,
+                attempt=attempt,
+                fingerprint=decided,
+                identify=lambda other, url=source_url: _identify(other, url),
+            )
+        except CommitConflict:
+            continue  # another function had this name before
+        return RewardTable(key=key, version=version, sha256=digest_of(found), reused=found != data)
+    raise ConfigError(f"all {VERSIONS_MAX} versions of {name!r} are taken: choose another name")
+
+
+def committed_rewards(
+    run: Run, round: int, name: str, source: RewardSource
+) -> tuple[RewardTable, pa.Table] | None:
+    """The table that `source` gave under `name` before, and its rows; None where there is none.
+
+    Raises ConfigError for a name that is none, CorruptObject, NewerSchema.
+    """
+    _check_name(name)
+    decided = _fingerprint(source)
+    for item in _versions(run, round, name):
+        key = f"{_folder(round)}/{item}.parquet"
+        data = load(run.store, key)
+        reader = TableReader(data, run.store.url_of(key), LADDER)
+        if reader.stamp.get("fingerprint") == decided:
+            version = int(item.rpartition("-v")[2])
+            found = RewardTable(key=key, version=version, sha256=digest_of(data), reused=True)
+            return found, reader.table(REWARDS)
+    return None
+
+
+def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
+    """The rewards of the newest version of a table, or of `NAME-v0002`, by rollout id.
+
+    Raises ObjectMissing naming the tables there are, CorruptObject, NewerSchema.
+    """
+    there = _there(run, round)
+    versions = [name] if name in there else _versions(run, round, name)
+    if not versions:
+        raise ObjectMissing(
+            f"{run.store.url_of(_folder(round))}: no reward table {name!r}; found "
+            f"{', '.join(there) or 'none'}; `marin-rl rescore` makes one"
+        )
+    key = f"{_folder(round)}/{versions[-1]}.parquet"
+    table = TableReader(load(run.store, key), run.store.url_of(key), LADDER).table(REWARDS)
+    names, rewards = (table[column].to_pylist() for column in ("rollout_id", "reward"))
+    return dict(zip(names, rewards, strict=True))
+
+
+def _fingerprint(source: RewardSource) -> str:
+    return fingerprint(
+        "rewards",
+        {
+            "function": source.function,
+            "source": source.source_sha256,
+            "rollouts": source.rollouts_sha256,
+        },
+    )
+
+
+def _check_name(name: str) -> None:
+    if NAME.fullmatch(name) is None:
+        raise ConfigError(f"expected a name like lengths-2 (a-z, 0-9, _ . -), found {name!r}")
+
+
+def _there(run: Run, round: int) -> list[str]:
+    return [item.removesuffix(".parquet") for item in run.store.children(_folder(round))]
+
+
+def _versions(run: Run, round: int, name: str) -> list[str]:
+    """`NAME-v0001` and the like that are there, ascending."""
+    pattern = re.compile(rf"{re.escape(name)}-v\d{{4}}")
+    return sorted(item for item in _there(run, round) if pattern.fullmatch(item))
+
+
+def _folder(round: int) -> str:
+    return f"rewards/{round_name(round)}"
+
+
+def _key(round: int, name: str, version: int) -> str:
+    return f"{_folder(round)}/{name}-v{version:04d}.parquet"
+
+
+def _identify(data: bytes, source: str) -> tuple[str, str]:
+    stamp = TableReader(data, source, LADDER).stamp
+    return stamp["attempt"], stamp["fingerprint"]

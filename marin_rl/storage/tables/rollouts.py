@@ -1,0 +1,327 @@
+"""Rollout shards: nouns to Parquet and back, their commit, and the manifest that seals a round.
+
+A shard is one object and its own commit; its attempt and fingerprint are in the Parquet footer. A
+round is sealed once all its shards are there, by a manifest with their digests and totals. Readers
+of rounds go through that manifest and verify what it says.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.storage.commits import (
+    check_fingerprint,
+    commit_manifest,
+    commit_object,
+    fingerprint,
+    new_attempt,
+    new_manifest,
+    read_manifest,
+    ref_of,
+)
+from marin_rl.storage.runs import Run, rollouts_slot, shard_key
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.tables.parquet import (
+    ROW_GROUP_ROWS,
+    TableReader,
+    TableWriter,
+    digest_of,
+    load,
+    open_part,
+    select,
+    verified,
+)
+from marin_rl.storage.tables.records import check_groups, groups_of, rollout_table
+from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
+from schemas.manifests import Manifest, Parent, Part
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import ROLLOUTS, SCHEMA_VERSION
+
+__all__ = [
+    "commit_shard", "decode_shard", "encode_shard", "groups_of", "identify_shard",
+    "iter_row_groups", "iter_shards", "rollouts_manifest", "seal_round", "shard_ref",
+]  # fmt: skip
+
+SUMMARY_COLUMNS = (
+    "group_id", "reward", "status", "n_prompt_tokens", "n_completion_tokens",
+    "policy_version_min", "policy_version_max",
+)  # fmt: skip
+
+
+def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
+    groups: Sequence[RolloutGroup],
+    *,
+    run_id: str,
+    round: int,
+    shard: int,
+    attempt: str,
+    replica: str,
+    fingerprint: str,
+    policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
+) -> bytes:
+    """The Parquet bytes of a shard: one row per rollout, groups adjacent in one row group.
+
+    `stamp` is what else the footer says: which reward model judged it, where one did.
+    Raises ValueError naming the rollout whose arrays disagree, InputError where an example's
+    metadata is not JSON.
+    """
+    check_groups(groups)
+    constants = {
+        "run_id": run_id,
+        "round": round,
+        "shard": shard,
+        "attempt": attempt,
+        "replica": replica,
+        "policy_digest": policy.parameters_digest,
+        "tokenizer_digest": policy.tokenizer_digest,
+        "chat_template_digest": policy.chat_template_digest,
+        "model": policy.model,
+    }
+    writer = TableWriter(
+        LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint, **(stamp or {})}
+    )
+    for part in _row_groups(groups):
+        writer.write(rollout_table(part, constants))
+    return writer.finish()
+
+
+def decode_shard(
+    data: bytes | pa.Buffer, columns: Sequence[str] | None = None, *, source: str = "rollout shard"
+) -> pa.Table:
+    """The rows of a shard, upgraded to the newest schema; only `columns` where they are given.
+
+    Raises CorruptObject or NewerSchema naming `source`.
+    """
+    return TableReader(data, source, LADDER).table(select(ROLLOUTS, columns))
+
+
+def identify_shard(data: bytes | pa.Buffer, source: str = "rollout shard") -> tuple[str, str]:
+    """(attempt, fingerprint) of a shard, from its footer. Raises CorruptObject, NewerSchema."""
+    stamp = TableReader(data, source, LADDER).stamp
+    missing = {"attempt", "fingerprint"} - set(stamp)
+    if missing:
+        raise CorruptObject(f"{source}: the footer names no {' and no '.join(sorted(missing))}")
+    return stamp["attempt"], stamp["fingerprint"]
+
+
+def commit_shard(
+    run: Run,
+    round: int,
+    shard: int,
+    groups: Sequence[RolloutGroup],
+    fingerprint: str,
+    policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
+) -> SlotRef:
+    """Commit a shard by one create; where another attempt was first, its shard is adopted.
+
+    Raises CommitConflict, CommitUnknown, StorageError, and what `encode_shard` raises.
+    """
+    key, attempt = shard_key(round, shard), new_attempt()
+    data = encode_shard(
+        groups,
+        run_id=run.run_id,
+        round=round,
+        shard=shard,
+        attempt=attempt,
+        replica=f"{socket.gethostname()}:{os.getpid()}",
+        fingerprint=fingerprint,
+        policy=policy,
+        stamp=stamp,
+    )
+    committed = commit_object(
+        run.store,
+        key,
+        data,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        identify=lambda found: identify_shard(found, run.store.url_of(key)),
+    )
+    return _shard_ref(run.store, key, committed, reused=committed != data)
+
+
+def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | None:
+    """The shard if it is committed, None if not. Raises CommitConflict on another fingerprint."""
+    key = shard_key(round, shard)
+    source = run.store.url_of(key)
+    try:
+        data = load(run.store, key)
+    except ObjectMissing:
+        return None
+    attempt, found = identify_shard(data, source)
+    check_fingerprint(source, attempt, found, fingerprint)
+    return _shard_ref(run.store, key, data, reused=True)
+
+
+def seal_round(
+    run: Run, round: int, shards: Sequence[SlotRef], parents: Sequence[Parent | SlotRef]
+) -> SlotRef:
+    """Commit the manifest of a round's rollouts: every shard once, in order.
+
+    Each shard is read back and compared with its reference. Raises ValueError when a shard is
+    missing or foreign, CorruptObject when one differs, CommitConflict when the round is sealed
+    with other shards or parents.
+    """
+    shards = sorted(shards, key=lambda ref: ref.slot)
+    _check_shards(run, round, shards)
+    slot = rollouts_slot(round)
+    above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
+    content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
+    decided = fingerprint("rollouts", content, above, SCHEMA_VERSION)
+    found = read_manifest(run.store, slot)
+    if found is not None and found[0].fingerprint == decided:
+        return ref_of(found[0], reused=True)
+    parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
+    learned = run.config.environment.reward_model is not None
+    ours = new_manifest(
+        slot,
+        attempt=new_attempt(),
+        fingerprint=decided,
+        parents=above,
+        parts=parts,
+        totals=_summary(pa.concat_tables(summaries)),
+        extra={"reward_model": _judges(run.store, shards)} if learned else {},
+    )
+    winner = commit_manifest(run.store, ours)
+    return ref_of(winner, reused=winner.attempt != ours.attempt)
+
+
+def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
+    """The manifest that seals a round, being `ref` where that is given.
+
+    Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
+    """
+    slot = rollouts_slot(round)
+    found = read_manifest(run.store, slot)
+    if found is None:
+        raise ObjectMissing(f"{run.store.url_of(slot)}: the rollouts of this round are not sealed")
+    manifest, sha256 = found
+    if ref is not None and (ref.slot, ref.sha256) != (slot, sha256):
+        raise CorruptObject(
+            f"{run.store.url_of(slot)}: expected {ref.slot} with SHA-256 {ref.sha256}, found "
+            f"{sha256}: the reference is of another run or round"
+        )
+    return manifest
+
+
+def iter_row_groups(
+    run: Run, manifest: Manifest, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The row groups of a sealed round in shard order, verified; one is in memory at a time."""
+    schema = select(ROLLOUTS, columns)
+    for part in manifest.parts:
+        reader = open_part(run.store, manifest.slot, part, LADDER)
+        for index in range(reader.row_groups):
+            yield reader.group(index, schema)
+
+
+def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The shards of a sealed round in order, verified against its manifest.
+
+    Raises ObjectMissing, CorruptObject or NewerSchema naming the file.
+    """
+    schema = select(ROLLOUTS, columns)
+    manifest = rollouts_manifest(run, round)
+    for part in manifest.parts:
+        yield open_part(run.store, manifest.slot, part, LADDER).table(schema)
+
+
+def _row_groups(groups: Sequence[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
+    """Cut into runs of about ROW_GROUP_ROWS rollouts, never inside a group."""
+    part: list[RolloutGroup] = []
+    rows = 0
+    for group in groups:
+        if part and rows + len(group.rollouts) > ROW_GROUP_ROWS:
+            yield part
+            part, rows = [], 0
+        part.append(group)
+        rows += len(group.rollouts)
+    if part:
+        yield part
+
+
+def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
+    expected = [shard_key(round, i) for i in range(run.config.rollouts.shards_per_round)]
+    found = [ref.slot for ref in shards]
+    if found != sorted(expected):
+        raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {found}")
+
+
+def _shard_ref(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
+    table = decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key))
+    summary = _summary(table)
+    return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
+
+
+def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
+    source = store.url_of(ref.slot)
+    data = verified(load(store, ref.slot), ref.sha256, source)
+    table = decode_shard(data, SUMMARY_COLUMNS, source=source)
+    names = ("reward", "policy_version_min", "policy_version_max")
+    bounds = {name: _finite_bounds(table[name]) for name in names}
+    part = Part(
+        name=ref.slot.rpartition("/")[2],
+        bytes=data.size,
+        sha256=ref.sha256,
+        rows=table.num_rows,
+        minima={name: found[0] for name, found in bounds.items() if found},
+        maxima={name: found[1] for name, found in bounds.items() if found},
+    )
+    return part, table
+
+
+def _judges(store: ObjectStore, shards: Sequence[SlotRef]) -> list[str]:
+    """The digests of the reward models that judged some shards, as their footers name them."""
+    sources = ((load(store, ref.slot), store.url_of(ref.slot)) for ref in shards)
+    stamps = (TableReader(data, source, LADDER).stamp for data, source in sources)
+    return sorted({stamp["reward_model"] for stamp in stamps if "reward_model" in stamp})
+
+
+def _summary(table: pa.Table) -> dict[str, float]:
+    """Totals of rollouts: counts, and the bounds of rewards and policy versions where any are."""
+    counts = {
+        "rows": table.num_rows,
+        "groups": pc.count_distinct(table["group_id"]).as_py(),
+        "tokens": _sum(table["n_prompt_tokens"]) + _sum(table["n_completion_tokens"]),
+        "completion_tokens": _sum(table["n_completion_tokens"]),
+        "errors": _sum(pc.is_in(table["status"], pa.array(["error", "aborted"]))),
+    }
+    bounds = {}
+    rewards = _finite(table["reward"])
+    if len(rewards):
+        bounds["reward_mean"] = pc.mean(rewards).as_py()
+        bounds["reward_min"], bounds["reward_max"] = _bounds(rewards)
+    if table.num_rows:
+        bounds["policy_version_min"] = pc.min(table["policy_version_min"]).as_py()
+        bounds["policy_version_max"] = pc.max(table["policy_version_max"]).as_py()
+    return {name: float(value) for name, value in (counts | bounds).items()}
+
+
+def _sum(column: Any) -> int:
+    return pc.sum(column).as_py() or 0
+
+
+def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    column = column.drop_null()
+    if pa.types.is_floating(column.type):
+        column = column.filter(pc.is_finite(column))
+    return column
+
+
+def _finite_bounds(column: pa.ChunkedArray) -> tuple[float, float] | None:
+    column = _finite(column)
+    return _bounds(column) if len(column) else None
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[float, float]:
+    found = pc.min_max(column).as_py()
+    return float(found["min"]), float(found["max"])

@@ -1,0 +1,206 @@
+"""Per-token scores of a trained round: written step by step during training, read by step.
+
+They are parts of the checkpoint that the round ended in, not a slot of their own: the one create of
+the checkpoint's manifest commits both, so that there is never a trained round without its scores,
+nor scores of an attempt whose parameters another attempt's replaced; and a round that is already
+committed is not scored again. A slot of its own would be lost whenever a process dies between the
+two commits. Encoding and writing happen in a thread, while the device takes the next step.
+
+Of a round with several epochs, the scores are those of the first pass over each token.
+
+Axes: B rows of a step, T positions, N trained tokens, S segments.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Int32
+
+from marin_rl.storage.commits import part_of
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.parquet import TableReader, TableWriter, open_part
+from schemas.manifests import Manifest, Part
+from schemas.migrations import SCORES as LADDER
+from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
+
+SCORES_PREFIX = "scores-"
+PART_BYTES_MAX = 32 * 2**20
+STEPS_WAITING_MAX = 2
+EOS_STAMP = "eos_token_id"
+VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredStep:
+    """Scores of the tokens of one optimizer step: arrays (B, T), read where `mask` is True.
+
+    `floats` holds the columns `schemas.scores.FLOATS`, of a critic `VALUED` and of an optimal token
+    baseline `WEIGHED`; those that may be null may be None. `rollout_ids[b]` names the segments of
+    row b in order.
+    """
+
+    rollout_ids: tuple[tuple[str, ...], ...]
+    mask: Bool[np.ndarray, "B T"]
+    segment_ids: Int32[np.ndarray, "B T"]
+    positions: Int32[np.ndarray, "B T"]
+    clipped: Bool[np.ndarray, "B T"]
+    floats: Mapping[str, np.ndarray | None]
+
+
+class ScoresWriter:
+    """Streams the steps of a round into the score parts of a slot, from a thread of its own.
+
+    `parts` waits for what is still being written; leaving the block without it writes no more.
+    """
+
+    def __init__(self, run: Run, round: int, attempt: str, eos_token_id: int | None) -> None:
+        self._store, self._slot = run.store, checkpoint_slot(round + 1)
+        self._round, self._attempt = round, attempt
+        self._stamp = {"attempt": attempt, EOS_STAMP: str(eos_token_id)}
+        self._parts: list[Part] = []
+        self._writer: TableWriter | None = None
+        self._steps = 0
+        self._waiting: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scores")
+
+    def __enter__(self) -> "ScoresWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def write(self, scored: ScoredStep) -> None:
+        """Append the next step as one row group. Raises what writing an earlier step raised."""
+        while len(self._waiting) >= STEPS_WAITING_MAX:
+            self._waiting.pop(0).result()
+        self._waiting.append(self._pool.submit(self._append, self._steps, scored))
+        self._steps += 1
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in order, all of them durable; none for a round without steps."""
+        self._waiting.append(self._pool.submit(self._close_part))
+        while self._waiting:
+            self._waiting.pop(0).result()
+        return tuple(self._parts)
+
+    def _append(self, step: int, scored: ScoredStep) -> None:
+        if self._writer is not None and self._writer.bytes_written > PART_BYTES_MAX:
+            self._close_part()
+        table = score_table(self._round, step, scored)
+        if self._writer is None:
+            self._writer = scores_writer(table.schema, self._stamp)
+        self._writer.write(table)
+
+    def _close_part(self) -> None:
+        if self._writer is None:
+            return
+        name = f"{SCORES_PREFIX}{self._attempt}-{len(self._parts):04d}.parquet"
+        data = self._writer.finish()
+        self._store.put_part(f"{self._slot}/{name}", data)
+        self._parts.append(part_of(name, data, rows=self._writer.rows))
+        self._writer = None
+
+
+def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
+    """A writer of the version that the schema is of."""
+    version = next(number for number, known in VERSIONS.items() if schema.equals(known))
+    return TableWriter(LADDER, schema, {**stamp, "schema_version": str(version)})
+
+
+def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
+    """One row per segment of a step, in the order of rows and segments.
+
+    Of version 1 where the step has no critic and no optimal token baseline.
+    """
+    schema = _schema_of(scored)
+    optional = [name for name in (*VALUED, *WEIGHED) if name in schema.names]
+    names = [name for row in scored.rollout_ids for name in row]
+    held = np.array([len(row) for row in scored.rollout_ids], np.int32)
+    rows, first = np.repeat(np.arange(len(held), dtype=np.int32), held), np.cumsum(held) - held
+    places = np.arange(len(names), dtype=np.int32) - np.repeat(first, held).astype(np.int32)
+    row_N, position_N = np.nonzero(scored.mask)
+    segment_N = scored.segment_ids[row_N, position_N] - 1
+    assert (segment_N < held[row_N]).all(), "every trained segment has a name"
+    assert (np.diff(first[row_N] + segment_N) >= 0).all(), "segments lie in the order of names"
+    counts = np.bincount(first[row_N] + segment_N, minlength=len(names))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
+    def listed(name: str, array_BT: np.ndarray | None) -> pa.Array:
+        kind = schema.field(name).type
+        if array_BT is None:
+            return pa.nulls(len(names), kind)
+        values = np.ascontiguousarray(array_BT[row_N, position_N])
+        return pa.ListArray.from_arrays(offsets, pa.array(values, kind.value_type), type=kind)
+
+    columns: dict[str, Any] = {
+        "round": pa.array(np.full(len(names), round, np.int32)),
+        "rollout_id": pa.array(names, pa.string()),
+        "step": pa.array(np.full(len(names), step, np.int32)),
+        "row": pa.array(rows),
+        "segment": pa.array(places + 1),
+        "positions": listed("positions", scored.positions),
+        "clipped": listed("clipped", scored.clipped),
+        **{name: listed(name, scored.floats[name]) for name in FLOATS},
+        **{name: listed(name, scored.floats.get(name)) for name in optional},
+    }
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _schema_of(scored: ScoredStep) -> pa.Schema:
+    """Return the schema of the lowest version that has the columns of a step."""
+    if scored.floats.get("squared_score_norms") is not None:
+        return SCORES
+    return SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """The scores of one optimizer step, flat: N tokens, the S segments' counts and places.
+
+    `floats` has an array (N) per column, or None where it is null; `eos_token_id` is the trainer's.
+    """
+
+    step: int
+    rollout_ids: tuple[str, ...]
+    counts: Int32[np.ndarray, " S"]
+    positions: Int32[np.ndarray, " N"]
+    clipped: Bool[np.ndarray, " N"]
+    floats: Mapping[str, np.ndarray | None]
+    eos_token_id: int | None
+
+
+def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
+    """The scores that a checkpoint's manifest names, verified, a step at a time.
+
+    Raises ObjectMissing, CorruptObject, NewerSchema.
+    """
+    for part in manifest.parts:
+        if part.name.startswith(SCORES_PREFIX):
+            reader = open_part(run.store, manifest.slot, part, LADDER)
+            for index in range(reader.row_groups):
+                yield _step_scores(reader, reader.group(index, SCORES).combine_chunks())
+
+
+def _step_scores(reader: TableReader, table: pa.Table) -> StepScores:
+    eos = reader.stamp.get(EOS_STAMP, "None")
+    lists = table["positions"].combine_chunks()
+    return StepScores(
+        step=table["step"][0].as_py(),
+        rollout_ids=tuple(table["rollout_id"].to_pylist()),
+        counts=np.diff(lists.offsets.to_numpy()).astype(np.int32),
+        positions=lists.flatten().to_numpy(),
+        clipped=_flat(table["clipped"]),
+        floats={
+            name: None if name in NULLABLE and table[name].null_count else _flat(table[name])
+            for name in (*FLOATS, *VALUED, *WEIGHED)
+        },
+        eos_token_id=None if eos == "None" else int(eos),
+    )
+
+
+def _flat(column: pa.ChunkedArray) -> np.ndarray:
+    return column.combine_chunks().flatten().to_numpy(zero_copy_only=False)

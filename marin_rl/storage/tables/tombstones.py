@@ -1,0 +1,97 @@
+"""The tombstone of a slot: which parts retention has removed, and by which rule.
+
+A pruned checkpoint keeps its manifest, so its digests, totals and place in the lineage stay; its
+arrays are gone. `pruned.json` next to the manifest says so. It is created before the first file is
+deleted, and like everything visible it never changes: what it names may be absent, nothing else.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.storage.commits import commit_object, new_attempt
+from marin_rl.storage.stores.filesystem import ObjectStore
+from schemas import Malformed, NewerVersion
+from schemas.manifests import Manifest, Part, open_record, sealed_json
+from schemas.records import TombstoneRecord
+
+FORMAT = "marin-rl/pruned"
+VERSION = 1
+PRUNED = "pruned.json"
+
+
+def array_parts(manifest: Manifest) -> list[Part]:
+    """Parts of a checkpoint that Orbax wrote: the files below the attempt's folder."""
+    folder = f"{manifest.attempt}/"
+    return [part for part in manifest.parts if part.name.startswith(folder)]
+
+
+def prunable_parts(manifest: Manifest) -> list[str]:
+    """Parts of a checkpoint that retention may delete: its arrays, never the scores."""
+    return [part.name for part in array_parts(manifest)]
+
+
+def commit_tombstone(
+    store: ObjectStore, manifest: Manifest, rule: Mapping[str, Any]
+) -> frozenset[str]:
+    """Say that the arrays of a committed checkpoint may be gone; the names that are said to be.
+
+    Raises what `commit_object` raises.
+    """
+    attempt = new_attempt()
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "slot": manifest.slot,
+        "manifest": manifest.sha256,
+        "parts": prunable_parts(manifest),
+        "rule": dict(rule),
+        "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "attempt": attempt,
+    }
+    key = f"{manifest.slot}/{PRUNED}"
+    source = store.url_of(key)
+
+    def identify(data: bytes) -> tuple[str, str]:
+        found = _parsed(data, source)
+        return str(found["attempt"]), str(found["manifest"])
+
+    data = commit_object(
+        store,
+        key,
+        sealed_json(record),
+        attempt=attempt,
+        fingerprint=manifest.sha256,
+        identify=identify,
+    )
+    return frozenset(_parsed(data, source)["parts"])
+
+
+def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> frozenset[str]:
+    """Names of the parts that a tombstone says are gone; none without a tombstone.
+
+    `sha256` is that of the slot's manifest. Raises CorruptObject, also for a tombstone of another
+    manifest; NewerSchema.
+    """
+    key = f"{slot}/{PRUNED}"
+    try:
+        data = store.read(key)
+    except ObjectMissing:
+        return frozenset()
+    found = _parsed(data, store.url_of(key))
+    if sha256 is not None and found["manifest"] != sha256:
+        raise CorruptObject(
+            f"{store.url_of(key)}: expected the tombstone of the manifest {sha256}, found that of "
+            f"{found['manifest']}"
+        )
+    return frozenset(found["parts"])
+
+
+def _parsed(data: bytes, source: str) -> dict[str, Any]:
+    try:
+        return open_record(data, TombstoneRecord, format=FORMAT, version=VERSION)
+    except NewerVersion as error:
+        raise NewerSchema(f"{source}: {error}") from None
+    except Malformed as error:
+        raise CorruptObject(f"{source}: {error}") from None

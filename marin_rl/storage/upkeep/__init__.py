@@ -1,0 +1,1 @@
+"""Care of finished work: inventory, fsck, gc, audit, forks and archives."""

@@ -1,0 +1,341 @@
+"""A run as one file: a tar with the digests of its contents, which can be checked anywhere.
+
+The same committed objects always give the same bytes: entries are sorted,
+and carry no times, owners or modes of their own. `contents.json` comes first; its root hash is over
+the name, size and SHA-256 of every other entry.
+"""
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from marin_rl.errors import CorruptObject, InputError, NewerSchema
+from marin_rl.storage.commits import parse_manifest
+from marin_rl.storage.runs import RUN_KEY, Run, ancestors_in, parse_record
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.store import is_private
+from marin_rl.storage.tables.parquet import digest_of, load
+from marin_rl.storage.tables.tombstones import PRUNED
+from marin_rl.storage.upkeep.integrity import Fault
+from marin_rl.storage.upkeep.inventory import MANIFEST, Inventory, Slot, is_shard, take_inventory
+from marin_rl.storage.upkeep.tarballs import ArchiveEntry, opened_archive
+from schemas import Malformed, NewerVersion
+from schemas.manifests import Manifest, canonical_json, open_record, sealed_json, sha256_of
+from schemas.records import ContentsRecord
+
+FORMAT = "marin-rl/export"
+VERSION = 2  # 2 is a fork's: slots lie with the run that has them; other archives are written as 1
+CONTENTS = "contents.json"
+BLOCK_BYTES = 2**20
+SAMPLE_SHARDS = 1  # of the first and of the last round
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of an archive."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archived:
+    """Result of an export: the root hash, the number of objects, and their bytes."""
+
+    path: Path
+    root_hash: str
+    objects: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Result of checking an archive. `faults` is empty where everything matches its digests.
+
+    `left_out` counts parts that its manifests name and that were not exported.
+    """
+
+    root_hash: str
+    run_id: str
+    objects: int
+    bytes: int
+    left_out: int
+    faults: tuple[Fault, ...]
+
+
+def root_hash_of(entries: list[Entry]) -> str:
+    """The one digest that names everything in an archive."""
+    listed = [[entry.name, entry.bytes, entry.sha256] for entry in sorted(entries, key=_by_name)]
+    return sha256_of(canonical_json(listed))
+
+
+def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archived:
+    """Write run.json, manifests, metrics and sample rollouts, or every committed object.
+
+    A fork's archive has what it shares with its ancestors too, each slot with the run that has it
+    and that run's run.json, so what is unpacked is a root in which the fork is whole. Raises
+    CorruptObject where a part is not what its manifest says; nothing is left at `target` then.
+    """
+    inventory = take_inventory(run.store)
+    sources = _sources(run, inventory, everything=everything)
+    entries = [_entry(name, store, key) for name, (store, key) in sorted(sources.items())]
+    record = {
+        "format": FORMAT,
+        "version": VERSION if run.ancestors else 1,
+        "run_id": run.run_id,
+        "everything": everything,
+        "root_hash": root_hash_of(entries),
+        "lineage": _lineage(_manifests_of(inventory)),
+        "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
+    }
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
+            _add(tar, CONTENTS, sealed_json(record))
+            for entry in entries:
+                data = load(*sources[entry.name])
+                if digest_of(data) != entry.sha256:
+                    raise CorruptObject(f"{entry.name} changed while it was exported: run fsck")
+                _add(tar, entry.name, memoryview(data))
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Archived(
+        path=target,
+        root_hash=str(record["root_hash"]),
+        objects=len(entries),
+        bytes=sum(entry.bytes for entry in entries),
+    )
+
+
+def verify_archive(path: Path, expected: str | None = None) -> Verified:
+    """Check an archive by itself: every digest, the root hash, parts and parents of manifests.
+
+    `expected` is the root hash that somebody promised. Nothing is unpacked, and no more is read
+    than the file has. Raises InputError for what is no archive of a run, and for entries that
+    must not be unpacked.
+    """
+    with opened_archive(path) as entries:
+        contents = _contents(path, next(entries, None))
+        read = _read(entries, contents)
+    faults = [*read.faults, *_misplaced(read, contents)]
+    listed = {name for name, _, _ in contents["entries"]}
+    faults += [Fault("missing", name, CONTENTS) for name in sorted(listed - set(read.found))]
+    root_hash = root_hash_of(list(read.found.values()))
+    promised = [("contents.json", contents["root_hash"])]
+    promised += [("the promise", expected)] if expected is not None else []
+    for who, value in promised:
+        if value != root_hash:
+            detail = f"{who} says root hash {value}, found {root_hash}"
+            faults.append(Fault("altered", str(path), detail))
+    if contents["lineage"] != _lineage(manifest for manifest, _ in read.manifests.values()):
+        faults.append(Fault("altered", CONTENTS, "its lineage is not that of the manifests"))
+    links, left_out = _links(read.manifests, read.found, complete=contents["everything"])
+    return Verified(
+        root_hash=root_hash,
+        run_id=contents["run_id"],
+        objects=len(read.found),
+        bytes=sum(entry.bytes for entry in read.found.values()),
+        left_out=left_out,
+        faults=(*faults, *links),
+    )
+
+
+def _manifests_of(inventory: Inventory) -> Iterator[Manifest]:
+    for slot in inventory.slots:
+        if slot.manifest is not None:
+            yield slot.manifest
+
+
+def _lineage(manifests: Iterable[Manifest]) -> dict[str, dict[str, str]]:
+    """By slot, the SHA-256 of the manifest of each slot that it was made from."""
+    return {
+        manifest.slot: {parent.slot: parent.sha256 for parent in manifest.parents}
+        for manifest in manifests
+    }
+
+
+Sources = dict[str, tuple[ObjectStore, str]]
+
+
+def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
+    """Source of each entry, by its name in the archive."""
+    for slot in inventory.slots:
+        if slot.fault is not None:
+            raise slot.fault
+    names = [RUN_KEY, *(key for key in inventory.keys if _is_table(key))]
+    for slot in inventory.slots:
+        if slot.manifest is not None:
+            names += [slot.key(name) for name in (MANIFEST, PRUNED) if name in slot.names]
+            names += [slot.key(name) for name in _parts(slot, inventory, everything=everything)]
+        elif everything and slot.kind == "rollouts":
+            names += [slot.key(name) for name in slot.names if is_shard(name)]
+    sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
+    top = open_store(run.config.root, run.config.storage_options)
+    for ancestor in run.ancestors:
+        sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
+    return sources
+
+
+def _is_table(key: str) -> bool:
+    """Tables that are commits of their own."""
+    return key.partition("/")[0] in ("metrics", "rewards") and not is_private(key)
+
+
+def _parts(slot: Slot, inventory: Inventory, *, everything: bool) -> Iterator[str]:
+    assert slot.manifest is not None, "only committed slots have parts"
+    gone = slot.pruned - set(slot.names)
+    names = [part.name for part in slot.manifest.parts if part.name not in gone]
+    if everything:
+        yield from names
+    elif slot.kind == "rollouts":
+        sealed = [s.number for s in inventory.of_kind("rollouts") if s.manifest is not None]
+        if slot.number in (sealed[0], sealed[-1]):
+            yield from sorted(names)[:SAMPLE_SHARDS]
+
+
+def _entry(name: str, store: ObjectStore, key: str) -> Entry:
+    data = load(store, key)
+    return Entry(name, data.size, digest_of(data))
+
+
+def _by_name(entry: Entry) -> str:
+    return entry.name
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes | memoryview) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data))
+
+
+def _contents(path: Path, first: ArchiveEntry | None) -> dict[str, Any]:
+    if first is None or first.name != CONTENTS:
+        raise InputError(f"{path}: expected {CONTENTS} as its first entry: no export of a run")
+    data = first.read_record()
+    try:
+        contents = open_record(data, ContentsRecord, format=FORMAT, version=VERSION)
+    except NewerVersion as error:
+        raise NewerSchema(f"{path}: {error}") from None
+    except Malformed as error:
+        raise InputError(f"{path}: {CONTENTS}: {error}") from None
+    names = [name for name, _, _ in contents["entries"]]
+    repeated = len(names) - len(set(names))
+    if repeated or not all("/" in name for name in names):
+        raise InputError(f"{path}: {CONTENTS}: expected names like RUN/run.json, each once")
+    return contents
+
+
+@dataclass(slots=True)
+class _Contained:
+    """Contents of an archive: entries, manifests, the ancestors of its run, and faults."""
+
+    found: dict[str, Entry] = field(default_factory=dict)
+    manifests: dict[str, tuple[Manifest, str]] = field(default_factory=dict)
+    ancestors: frozenset[str] = frozenset()
+    faults: list[Fault] = field(default_factory=list)
+
+
+def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Contained:
+    """Every entry hashed, in one pass."""
+    listed = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
+    own = f"{contents['run_id']}/{RUN_KEY}"
+    read = _Contained()
+    for member in entries:
+        if member.name in read.found or member.name not in listed:
+            detail = f"{CONTENTS} names no such object, or once"
+            read.faults.append(Fault("orphan", member.name, detail))
+            continue
+        if member.name == own or member.name.endswith(f"/{MANIFEST}"):
+            data = member.read_record()
+            entry = Entry(member.name, len(data), sha256_of(data))
+            _read_record(read, member.name, data, own)
+        else:
+            entry = Entry(member.name, member.size, _streamed(member.read))
+        read.found[member.name] = entry
+        if (entry.bytes, entry.sha256) != listed[member.name]:
+            detail = f"{CONTENTS} says SHA-256 {listed[member.name][1]}, found {entry.sha256}"
+            read.faults.append(Fault("altered", member.name, detail))
+    return read
+
+
+def _read_record(read: _Contained, name: str, data: bytes, own: str) -> None:
+    """Keep a manifest, or the ancestors that the run's own record names."""
+    try:
+        if name == own:
+            ancestors = ancestors_in(parse_record(data, name))
+            read.ancestors = frozenset(ancestor.run_id for ancestor in ancestors)
+        else:
+            read.manifests[name] = parse_manifest(data, name), sha256_of(data)
+    except CorruptObject as error:
+        read.faults.append(Fault("altered", name, str(error)))
+    except NewerSchema as error:
+        read.faults.append(Fault("newer version", name, str(error)))
+
+
+def _misplaced(read: _Contained, contents: Mapping[str, Any]) -> Iterator[Fault]:
+    """Entries that unpacking would put where no file of this run belongs."""
+    runs = {contents["run_id"], *read.ancestors}
+    for name in read.found:
+        if name.partition("/")[0] not in runs:
+            detail = f"lies with neither run {contents['run_id']!r} nor one of its ancestors"
+            yield Fault("orphan", name, detail)
+        for folder in (name[:at] for at, sign in enumerate(name) if sign == "/"):
+            if folder in read.found:
+                yield Fault("orphan", name, f"lies below {folder}, which is a file")
+    for name, (manifest, _) in read.manifests.items():
+        if name.partition("/")[2] != f"{manifest.slot}/{MANIFEST}":
+            yield Fault("altered", name, f"is the manifest of {manifest.slot}")
+
+
+def _streamed(read: Callable[[int], bytes]) -> str:
+    """SHA-256 of what a file still gives, however much."""
+    digest = hashlib.sha256()
+    while block := read(BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _links(
+    manifests: Mapping[str, tuple[Manifest, str]], found: Mapping[str, Entry], *, complete: bool
+) -> tuple[list[Fault], int]:
+    """Check the parts and parents that manifests name, as far as these are in the archive."""
+    faults: list[Fault] = []
+    left_out = 0
+    by_slot = {manifest.slot: sha256 for manifest, sha256 in manifests.values()}
+    for name, (manifest, _) in manifests.items():
+        folder = name.removesuffix(f"/{MANIFEST}")
+        absent = [part for part in manifest.parts if f"{folder}/{part.name}" not in found]
+        left_out += len(absent)
+        if complete and f"{folder}/{PRUNED}" not in found:
+            told = f"{name} names it"
+            faults += [Fault("missing", f"{folder}/{part.name}", told) for part in absent]
+        faults += _altered_parts(name, manifest, found)
+        faults += _wrong_parents(name, manifest, by_slot)
+    return faults, left_out
+
+
+def _altered_parts(name: str, manifest: Manifest, found: Mapping[str, Entry]) -> Iterator[Fault]:
+    folder = name.removesuffix(f"/{MANIFEST}")
+    for part in manifest.parts:
+        entry = found.get(f"{folder}/{part.name}")
+        if entry is not None and entry.sha256 != part.sha256:
+            detail = f"{name} says SHA-256 {part.sha256}, found {entry.sha256}"
+            yield Fault("altered", entry.name, detail)
+
+
+def _wrong_parents(name: str, manifest: Manifest, by_slot: Mapping[str, str]) -> Iterator[Fault]:
+    """By the SHA-256 of each slot's manifest: a slot has one place, of whichever run it is."""
+    for parent in manifest.parents:
+        above = by_slot.get(parent.slot)
+        if above is None:
+            place = f"{name.removesuffix(f'{manifest.slot}/{MANIFEST}')}{parent.slot}/{MANIFEST}"
+            yield Fault("missing", place, f"{name} was made from it")
+        elif above != parent.sha256:
+            detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {above}"
+            yield Fault("wrong parent", name, detail)

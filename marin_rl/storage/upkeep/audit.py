@@ -1,0 +1,260 @@
+"""Audit: conservation of rollouts, checked from the files alone, with the names of offenders.
+
+Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
+the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
+run; tokens add up as rollouts do, by environment and policy version; every digest holds. Nothing
+is changed here.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, batches_slot, round_of
+from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
+from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
+from marin_rl.storage.upkeep.inventory import MANIFEST
+from marin_rl.storage.upkeep.totals import Balance, balances, token_offences
+from schemas.batches import DISPOSITION_KINDS
+from schemas.manifests import Manifest
+
+NAMES_MAX = 20
+COLUMNS = (
+    "rollout_id", "run_id", "round", "environment", "policy_version_min", "n_prompt_tokens",
+    "n_completion_tokens",
+)  # fmt: skip
+
+Offences = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundAudit:
+    """Audit of one round: counts of rollouts, and offending names by kind of offence.
+
+    `balances` have the same by environment and policy version.
+    """
+
+    round: int
+    generated: int = 0
+    consumed: int = 0
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+    offences: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    balances: tuple[Balance, ...] = field(default=(), compare=False)
+
+    @property
+    def balanced(self) -> bool:
+        """True if everything adds up."""
+        return not self.offences
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line per kind of offence, with NAMES_MAX names at most and how many more there are."""
+        return tuple(f"{kind}: {', '.join(_first(names))}" for kind, names in self.offences.items())
+
+
+def audit_run(run: Run) -> Iterator[RoundAudit]:
+    """Audit every round that was processed, and no rollout twice across them.
+
+    A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
+    or its metrics say that it had: its rollouts went somewhere.
+    """
+    seen: dict[str, int] = {}
+    sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
+    followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
+    latest = max(followed | _rounds(run, "metrics"), default=-1)
+    for round in sorted({*range(latest + 1), *sampled, *batched}):
+        if round <= latest or _has_batches(run, round):
+            yield _audited(run, round, seen)
+
+
+def _rounds(run: Run, kind: str) -> set[int]:
+    found = (round_of(name) for name in run.store.children(kind))
+    return {number for number in found if number is not None}
+
+
+def _has_batches(run: Run, round: int) -> bool:
+    """True if batches are committed, also by a manifest that cannot be read."""
+    return MANIFEST in run.store.children(batches_slot(round))
+
+
+def audit_round(run: Run, round: int) -> RoundAudit:
+    """Audit one round. Raises ObjectMissing while its batches are not committed."""
+    if not _has_batches(run, round):
+        raise ObjectMissing(
+            f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
+        )
+    return _audited(run, round, {})
+
+
+def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
+    """The audit of a round; `seen` maps what earlier rounds consumed to their number, and grows."""
+    try:
+        return _compare(run, round, seen)
+    except (CorruptObject, NewerSchema, ObjectMissing) as error:
+        return RoundAudit(round=round, offences={"unreadable": (str(error),)})
+
+
+def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
+    batches = read_manifest(run.store, batches_slot(round))
+    if batches is None:
+        raise ObjectMissing(
+            f"{run.store.url_of(batches_slot(round))} is not committed, though later slots are: "
+            "nothing says where its rollouts went; run fsck"
+        )
+    rollouts = rollouts_manifest(run, round)
+    generated = pa.concat_tables(iter_row_groups(run, rollouts, COLUMNS))
+    dispositions = dispositions_of(run, batches[0])
+    counts = Counter(dispositions["disposition"].to_pylist())
+    consumed = dispositions.filter(pc.equal(dispositions["disposition"], "consumed"))
+    offences = {
+        **_foreign(run, rollouts, generated),
+        **_identities(generated["rollout_id"].to_pylist(), dispositions),
+        **_states(dispositions),
+        **_places(consumed, _batch_places(run, batches[0])),
+        **_twice(consumed["rollout_id"].to_pylist(), round, seen),
+        **_lineage(rollouts, batches[0]),
+        **_totals(rollouts, batches[0], generated.num_rows, counts),
+    }
+    for kind, names in token_offences(generated, dispositions).items():
+        offences |= _offence(kind, names)
+    return RoundAudit(
+        round=round,
+        generated=generated.num_rows,
+        **{kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
+        offences=offences,
+        balances=balances(generated, dispositions),
+    )
+
+
+def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
+    """Rows of another run or round, and shard objects that the round's manifest does not name."""
+    round = round_of(manifest.slot.rpartition("/")[2])
+    assert round is not None, f"expected a slot of a round, found {manifest.slot}"
+    played_by = run.at_round(round).run_id
+    wrong = pc.or_(
+        pc.not_equal(generated["run_id"], played_by), pc.not_equal(generated["round"], round)
+    )
+    named = {part.name for part in manifest.parts}
+    there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
+    return {
+        **_offence(
+            "rows of another run or round", generated.filter(wrong)["rollout_id"].to_pylist()
+        ),
+        **_offence("shards outside the manifest", (name for name in there if name not in named)),
+    }
+
+
+def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
+    disposed = dispositions["rollout_id"].to_pylist()
+    return {
+        **_offence("generated more than once", _repeated(generated)),
+        **_offence("without a disposition", sorted(set(generated) - set(disposed))),
+        **_offence("disposed of but never generated", sorted(set(disposed) - set(generated))),
+        **_offence("disposed of more than once", _repeated(disposed)),
+    }
+
+
+def _states(dispositions: pa.Table) -> Offences:
+    """Rows that contradict themselves: a place without being consumed, a drop without a reason."""
+    consumed = pc.equal(dispositions["disposition"], "consumed")
+    step, row, segment = (pc.is_valid(dispositions[name]) for name in ("step", "row", "segment"))
+    everywhere = pc.and_(pc.and_(step, row), segment)
+    anywhere = pc.or_(pc.or_(step, row), segment)
+    unknown = pc.invert(pc.is_in(dispositions["disposition"], pa.array(DISPOSITION_KINDS)))
+    misplaced = pc.if_else(consumed, pc.invert(everywhere), anywhere)
+    unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
+    names = dispositions["rollout_id"]
+    return {
+        **_offence("of unknown disposition", names.filter(unknown).to_pylist()),
+        **_offence("consumed without a place, or the reverse", names.filter(misplaced).to_pylist()),
+        **_offence(
+            "dropped without a reason, or the reverse", names.filter(unreasoned).to_pylist()
+        ),
+    }
+
+
+def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int]]:
+    """(rollout_id, step, row, segment) of everything that stands in the batches."""
+    return [
+        (name, step, row, segment)
+        for table in iter_batch_names(run, manifest)
+        for step, row, names in zip(
+            table["step"].to_pylist(),
+            table["row"].to_pylist(),
+            table["rollout_ids"].to_pylist(),
+            strict=True,
+        )
+        for segment, name in enumerate(names, start=1)
+    ]
+
+
+def _places(consumed: pa.Table, found: list[tuple[str, int, int, int]]) -> Offences:
+    columns = (consumed[name].to_pylist() for name in ("rollout_id", "step", "row", "segment"))
+    told = set(zip(*columns, strict=True))
+    return {
+        **_offence("not in the batches where told", sorted(str(x[0]) for x in told - set(found))),
+        **_offence("in the batches but not told", sorted(x[0] for x in set(found) - told)),
+        **_offence("in the batches more than once", _repeated([x[0] for x in found])),
+    }
+
+
+def _twice(consumed: list[str], round: int, seen: dict[str, int]) -> Offences:
+    again = [f"{name} (round {seen[name]})" for name in consumed if name in seen]
+    seen.update(dict.fromkeys(consumed, round))
+    return _offence("consumed in an earlier round", again)
+
+
+def _lineage(rollouts: Manifest, batches: Manifest) -> Offences:
+    named = {(parent.slot, parent.sha256) for parent in batches.parents}
+    wrong = (rollouts.slot, rollouts.sha256) not in named
+    return _offence("batches made from other rollouts", [batches.slot] if wrong else [])
+
+
+def _totals(
+    rollouts: Manifest, batches: Manifest, generated: int, counts: Mapping[str, int]
+) -> Offences:
+    expected = {
+        f"{rollouts.slot} rows": (rollouts.totals.get("rows"), generated),
+        f"{batches.slot} rollouts/generated": (
+            batches.totals.get("rollouts/generated"), generated,
+        ),
+        **{
+            f"{batches.slot} rollouts/{kind}": (
+                batches.totals.get(f"rollouts/{kind}"), counts.get(kind, 0),
+            )
+            for kind in DISPOSITION_KINDS
+        },
+    }  # fmt: skip
+    return _offence(
+        "manifest totals",
+        (
+            f"{name}: says {said}, counted {count}"
+            for name, (said, count) in expected.items()
+            if said != count
+        ),
+    )
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def _offence(kind: str, names: Iterable[str]) -> Offences:
+    """{kind: names}, or nothing where there are none."""
+    listed = tuple(names)
+    return {kind: listed} if listed else {}
+
+
+def _first(names: tuple[str, ...]) -> tuple[str, ...]:
+    more = len(names) - NAMES_MAX
+    return (*names[:NAMES_MAX], f"and {more} more") if more > 0 else names

@@ -1,0 +1,231 @@
+"""Forks: a new run that begins with the rounds of another, without a copy; and which runs read
+others.
+
+A fork is a run.json that names its ancestors. Everything before the fork is read from their
+folders, so a run must not delete what another run under the same root still reaches.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marin_rl.config import Config, ObjectiveConfig, differences, override, parse_config
+from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import (
+    RUN_KEY,
+    Run,
+    ancestors_in,
+    checkpoint_slot,
+    create_record,
+    is_run_name,
+    latest_checkpoint,
+    metrics_key,
+    place_named,
+    read_record,
+    refuse_other_content,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.forked_store import Ancestor
+from marin_rl.storage.tables.tombstones import pruned_parts
+from schemas.manifests import sha256_of
+from schemas.records import ANCESTORS_MAX
+
+# What checkpoint 0 is made of, and where the fork's parents are looked for: a fork has them too.
+SHARED_KEYS = ("policy", "sft", "reward_model", "seed", "root", "storage_options")
+
+
+def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()) -> Run:
+    """A new run that has the rounds of `parent` before `round`, and goes on from its checkpoint.
+
+    Nothing is copied. `overrides` change what the fork does from there on. Free if the same fork
+    exists. Raises ConfigError for overrides that would have made another prefix, or when the name
+    is taken; ObjectMissing when the checkpoint is not committed, or when arrays are pruned: its
+    own, or those of the reference policy of the fork's objective.
+    """
+    config = _forked_config(parent, run_id, overrides)
+    needed = sorted({round, *reference_checkpoints(config.objective, round)})
+    for number in needed:
+        _check_whole(parent, number)
+    _check_closed(parent, round)
+    ancestors = _chain(parent, round)
+    own = open_store(config.root, config.storage_options).at(run_id)
+    found = read_record(own)
+    if found is None:
+        found = create_record(own, config, ancestors)
+    if ancestors_in(found) != ancestors:
+        raise ConfigError(
+            f"run {run_id!r} exists and is no fork of {parent.run_id!r} from round {round} "
+            f"({own.url_of(RUN_KEY)}): choose another --run-id"
+        )
+    refuse_other_content(config)
+    run = Run.open(config.root, run_id, config.storage_options)
+    try:
+        for number in needed:  # again, for gc may have begun in between; from now on it sees us
+            _check_whole(run, number)
+    except ObjectMissing as error:
+        raise ObjectMissing(
+            f"{error}. That happened while the fork was made: it cannot be played, and keeps other "
+            f"checkpoints from being given up. Delete {own.url}, then fork from another round"
+        ) from None
+    return run
+
+
+def reference_checkpoints(objective: ObjectiveConfig, round: int) -> frozenset[int]:
+    """Checkpoint of round `round`'s reference policy; empty where KL has no weight, or an average
+    is used.
+    """
+    if objective.kl_coefficient == 0 or objective.reference == "average":
+        return frozenset()
+    if objective.reference == "first":
+        return frozenset({0})
+    every = objective.reference_every_rounds
+    return frozenset({round // every * every})
+
+
+def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config:
+    tree = parent.config.model_dump(mode="json")
+    config = parse_config(override(tree, [*overrides, f"run_id={run_id}"]), "fork")
+    if config.run_id == parent.run_id:
+        raise ConfigError(f"a fork needs a name of its own, found that of its parent, {run_id!r}")
+    changed = [
+        line
+        for line in differences(tree, config.model_dump(mode="json"))
+        if re.split(r"[.:]", line)[0] in SHARED_KEYS or line.startswith("training.critic")
+    ]
+    references = {parent.config.objective.reference, config.objective.reference}
+    if "average" in references and len(references) > 1:
+        changed.append("objective.reference: to or from average, which checkpoints hold arrays for")
+    if changed:
+        raise ConfigError(
+            "a fork shares what its parent did before it, which these keys decided:\n  "
+            + "\n  ".join(changed)
+            + "\nStart a new run to change them"
+        )
+    return config
+
+
+def _check_whole(run: Run, round: int) -> None:
+    """Raise ObjectMissing unless a checkpoint that the fork needs is there with arrays."""
+    slot = checkpoint_slot(round)
+    if read_manifest(run.store, slot) is None:
+        latest = latest_checkpoint(run)
+        raise ObjectMissing(
+            f"{run.store.url_of(slot)} is not committed: expected a checkpoint to fork from; the "
+            f"latest of run {run.run_id!r} is {latest.slot if latest else 'not there yet'}"
+        )
+    if pruned_parts(run.store, slot):
+        raise ObjectMissing(
+            f"{run.store.url_of(slot)} was given up by retention: expected a checkpoint with its "
+            "arrays, to fork from or for the KL to it; one without pruned.json has them"
+        )
+
+
+def _check_closed(parent: Run, round: int) -> None:
+    """Raise ObjectMissing if the last shared round has no metrics, which a fork cannot write."""
+    if round == 0:
+        return
+    key = metrics_key(round - 1)
+    if key.rpartition("/")[2] not in parent.store.children("metrics"):
+        raise ObjectMissing(
+            f"{parent.store.url_of(key)} is not committed: expected round {round - 1} to be closed "
+            f"before a fork from its checkpoint; continue run {parent.run_id!r} first"
+        )
+
+
+def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
+    """Runs that have the rounds before `round`, ascending; `parent` only if it has any of them
+    itself.
+    """
+    before = [item for item in parent.ancestors if item.through_round < round]
+    after = [item for item in parent.ancestors if item.through_round >= round]
+    if len(before) >= ANCESTORS_MAX:
+        raise ConfigError(f"expected a chain of at most {ANCESTORS_MAX} forks, found more")
+    if after:
+        return (*before, Ancestor(after[0].run_id, round, after[0].sha256))
+    own = sha256_of(parent.folder.read(RUN_KEY))
+    return (*before, Ancestor(parent.run_id, round, own))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Part of another run that a run reads: all up to a checkpoint (-1: nothing), and a slot it
+    names.
+    """
+
+    through_round: int
+    start: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Parts of one run that the runs under the same root read, each by its name."""
+
+    reaches: Mapping[str, Reach]
+
+    @property
+    def by(self) -> tuple[str, ...]:
+        """The names of those that read anything."""
+        found = self.reaches.items()
+        return tuple(name for name, reach in found if reach.start or reach.through_round >= 0)
+
+    def has(self, slot: str) -> bool:
+        """True if some run reads this slot's files."""
+        kind, _, name = slot.partition("/")
+        number = int(name.rpartition("-")[2]) if kind == "checkpoints" else 0
+        return any(slot == r.start or number <= r.through_round for r in self.reaches.values())
+
+    def proves(self, slot: str) -> bool:
+        """True if some run could only be made while this slot was committed."""
+        if slot.startswith("checkpoints/"):
+            return self.has(slot)
+        return any(slot == reach.start for reach in self.reaches.values())
+
+
+def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowed:
+    """Parts of `run` that its neighbours read: forks, and runs that start from a checkpoint of it.
+
+    Neighbours in `known` are not read again, for a run.json never changes. One may have been
+    deleted and made again under its name, though, so nothing is to be deleted on that ground.
+    Raises CorruptObject, NewerSchema or StorageError for a neighbour that cannot be read, since it
+    may be one; a folder that may not be looked into is passed over if no run can have its name.
+    """
+    top = open_store(run.config.root, run.config.storage_options)
+    found: dict[str, Reach] = {}
+    for name in top.children():
+        if name == run.run_id:
+            continue
+        try:
+            reach = (known or {}).get(name) or _reach(top.at(name), run.run_id)
+        except (CorruptObject, NewerSchema):
+            raise
+        except StorageError as error:
+            if error.transient or is_run_name(name):
+                raise
+            continue  # a folder of others, such as lost+found
+        if reach is not None:
+            found[name] = reach
+    return Borrowed(found)
+
+
+def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
+    """Part of `run_id` that a neighbour reads; None for what is no run, or no longer exists."""
+    record = read_record(neighbour)
+    if record is None:
+        return None
+    policy = record["config"].get("policy", {})
+    if not isinstance(policy, Mapping):
+        raise CorruptObject(
+            f"{neighbour.url_of(RUN_KEY)}: expected a section as its configuration's policy, found "
+            f"{str(policy)[:100]!r}"
+        )
+    rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
+    return Reach(max(rounds, default=-1), _start_in(policy, run_id))
+
+
+def _start_in(policy: Mapping[str, Any], run_id: str) -> str | None:
+    """Slot of `run_id` that a run starts from, under any spelling of the root."""
+    named = str(policy.get("checkpoint") or "")
+    _, owner, kind, slot = place_named(named)
+    return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None

@@ -1,0 +1,390 @@
+"""fsck: is everything that a run committed still there, unchanged, and of one piece?
+
+Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
+threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
+round, metrics) are read whole and written again in memory, which must give the same bytes, and must
+hold what their names say. Nothing is changed, and only a failing store can end
+the search: everything else that is wrong becomes a Fault.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+
+from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
+from marin_rl.storage.runs import (
+    RUN_KEY,
+    ancestors_in,
+    check_run_id,
+    metrics_key,
+    read_record,
+    round_of,
+    stored_config,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
+from marin_rl.storage.stores.store import is_private
+from marin_rl.storage.tables.batches import schema_of
+from marin_rl.storage.tables.metrics import check_metrics
+from marin_rl.storage.tables.parquet import TableReader, digest_of, load
+from marin_rl.storage.tables.tombstones import pruned_parts
+from marin_rl.storage.upkeep.integrity import (
+    Fault,
+    Kind,
+    fork_faults,
+    gap_faults,
+    link_faults,
+    special_faults,
+    unnamed_faults,
+)
+from marin_rl.storage.upkeep.inventory import (
+    MANIFEST,
+    PAIRS,
+    Inventory,
+    Slot,
+    is_shard,
+    scored_slot,
+    take_inventory,
+)
+from marin_rl.storage.upkeep.metrics_lines import MetricsLines, read_lines
+from schemas.batches import DISPOSITIONS
+from schemas.manifests import Manifest, Part, canonical_json, sha256_of
+from schemas.metrics import METRICS_IDENTITY
+from schemas.migrations import BATCHES, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
+from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+from schemas.migrations import PAIRS as PAIRS_LADDER
+from schemas.pairs import PAIRS as PAIRS_SCHEMA
+from schemas.rewards import REWARDS as REWARDS_SCHEMA
+from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
+from schemas.scores import SCORES as SCORES_SCHEMA
+
+REMOTE_WORKERS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Result of fsck: objects, bytes that were hashed, wall seconds, and the faults.
+
+    `pruned` counts parts that retention removed, as their tombstones say.
+    """
+
+    objects: int
+    bytes: int
+    seconds: float
+    pruned: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def whole(self) -> bool:
+        """True if there is no fault that matters."""
+        return all(fault.harmless for fault in self.faults)
+
+
+def check_run(
+    root: str,
+    run_id: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    workers: int | None = None,
+) -> Checked:
+    """Check a run, what it shares with its ancestors included. Opens it even if run.json is broken.
+
+    Raises ObjectMissing when there is no such folder, ConfigError for what can be no run's name,
+    StoreUnavailable, StorageError.
+    """
+    began = time.monotonic()
+    check_run_id(run_id)
+    top = open_store(root, options)
+    own = top.at(run_id)
+    if not own.children():
+        raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
+    name, ancestors, faults = _identity(top, own)
+    store = own
+    if ancestors:
+        store = ForkedStore(own, [(a.through_round, top.at(a.run_id)) for a in ancestors])
+    inventory = take_inventory(store)
+    lines = read_lines(store, inventory)
+    jobs = [
+        *_part_jobs(store, inventory),
+        *_loose_jobs(store, inventory, partial(_player, name, ancestors), lines),
+    ]
+    local = store.local_path(RUN_KEY) is not None
+    with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
+        found = list(pool.map(_outcome, jobs))
+    manifests = [slot for slot in inventory.slots if slot.manifest is not None]
+    faults += [fault for _, fault in found if fault is not None]
+    faults += chain(
+        _unreadable(store, inventory),
+        link_faults(store, inventory),
+        gap_faults(store, inventory),
+        fork_faults(store, inventory, ancestors),
+        unnamed_faults(store, inventory),
+        lines.faults,
+        lines.unclosed(store, inventory),
+    )
+    seen = {fault.place for fault in faults}
+    faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
+    return Checked(
+        objects=1 + len(manifests) + len(jobs),
+        bytes=sum(size for size, _ in found),
+        seconds=time.monotonic() - began,
+        pruned=sum(len(_gone(slot)) for slot in manifests),
+        faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
+    )
+
+
+def _identity(
+    top: ObjectStore, own: ObjectStore
+) -> tuple[str | None, tuple[Ancestor, ...], list[Fault]]:
+    """Run id and ancestors by run.json, and the faults of that record."""
+    place = own.url_of(RUN_KEY)
+    try:
+        record = read_record(own)
+    except (CorruptObject, NewerSchema) as error:
+        return None, (), [_of_record(own, RUN_KEY, error)]
+    if record is None:
+        return None, (), [Fault("missing", place, "the record that makes this folder a run")]
+    ancestors, faults = ancestors_in(record), list[Fault]()
+    try:
+        stored_config(record, place)
+    except Exception as error:  # noqa: BLE001 - a validator meets values of any kind here
+        faults.append(Fault("malformed", place, _in_words(error)))
+    for ancestor in ancestors:
+        key = f"{ancestor.run_id}/{RUN_KEY}"
+        try:
+            found = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
+        except ObjectMissing:
+            faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
+            continue
+        except CorruptObject as error:
+            faults.append(Fault("malformed", top.url_of(key), str(error)))
+            continue
+        if found != ancestor.sha256:
+            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
+            faults.append(Fault("wrong parent", place, detail))
+    return record["run_id"], ancestors, faults
+
+
+def _player(name: str | None, ancestors: Sequence[Ancestor], round: int) -> str | None:
+    """The run that played a round; None where run.json does not say."""
+    return next((a.run_id for a in ancestors if round < a.through_round), name)
+
+
+Check = Callable[[], tuple[int, Fault | None]]
+Job = tuple[str, Check]  # the place that is checked comes first
+
+
+def _outcome(job: Job) -> tuple[int, Fault | None]:
+    """Bytes read, and what is wrong; what could not even be read is a fault as well."""
+    place, check = job
+    try:
+        return check()
+    except CorruptObject as error:
+        return 0, Fault("malformed", place, str(error))
+    except MarinRLError:
+        raise  # of storage itself
+    except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
+        return 0, Fault("malformed", place, _in_words(error))
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MarinRLError):
+        return str(error)
+    return f"cannot be read: {type(error).__name__}: {str(error)[:1000]}"
+
+
+def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
+    for slot in inventory.slots:
+        if slot.manifest is not None:
+            gone = _gone(slot)
+            for part in slot.manifest.parts:
+                if part.name not in gone:
+                    place = store.url_of(slot.key(part.name))
+                    yield place, partial(_check_part, store, slot, part)
+
+
+def _gone(slot: Slot) -> frozenset[str]:
+    """Parts that are not there, as the slot's tombstone says."""
+    return slot.pruned - set(slot.names)
+
+
+def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault | None]:
+    """Bytes hashed, and what is wrong with one part."""
+    place = store.url_of(slot.key(part.name))
+    try:
+        data = load(store, slot.key(part.name))
+    except ObjectMissing:
+        if part.name in pruned_parts(store, slot.slot, slot.sha256):
+            return 0, None  # retention took it since the listing
+        return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    if data.size != part.bytes:
+        told = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
+        return 0, Fault("truncated" if data.size < part.bytes else "altered", place, told)
+    found = digest_of(data)
+    if found != part.sha256:
+        told = (
+            f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
+            f"{found}"
+        )
+        return data.size, Fault("altered", place, told)
+    assert slot.manifest is not None, "only committed slots have parts"
+    manifest = slot.manifest
+
+    def look() -> None:
+        shape = _shape_of(manifest, part, place)
+        if shape is not None:
+            TableReader(data, place, shape[0]).check(shape[1])
+
+    return data.size, _explained(place, look)
+
+
+def _shape_of(manifest: Manifest, part: Part, place: str) -> tuple[Ladder, pa.Schema] | None:
+    """Schema that a part must have; None for opaque parts, such as arrays."""
+    kind = manifest.slot.partition("/")[0]
+    if not part.name.endswith(".parquet"):
+        return None
+    if kind in ("rollouts", "evals"):
+        return ROLLOUTS, ROLLOUTS_SCHEMA
+    if kind == PAIRS:
+        return PAIRS_LADDER, PAIRS_SCHEMA
+    if part.name.startswith("scores-"):
+        return SCORES, SCORES_SCHEMA
+    if part.name.startswith("dispositions-"):
+        return DISPOSITIONS_LADDER, DISPOSITIONS
+    if part.name.startswith("batches-"):
+        return BATCHES, schema_of(manifest, place)
+    return None
+
+
+Player = Callable[[int], str | None]
+Look = Callable[[TableReader], Fault | None]
+
+
+def _loose_jobs(
+    store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
+) -> Iterator[Job]:
+    """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
+    for slot in inventory.of_kind("rollouts"):
+        named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
+        for name in slot.names:
+            if is_shard(name) and name not in named:
+                told = {"run_id": player(slot.number), "round": slot.number, "shard": _shard(name)}
+                look = partial(_misplaced, told=told)
+                key = slot.key(name)
+                check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
+                yield store.url_of(key), check
+    sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
+    for key in inventory.keys:
+        round = round_of(key.rpartition("/")[2])
+        if round is not None and key == metrics_key(round):
+            told = {"run_id": player(round), "round": round}
+            look = partial(_wrong_metrics, told=told, lines=lines)
+            check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
+            yield store.url_of(key), check
+        if key.startswith("rewards/") and not is_private(key):
+            look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
+            check = partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
+            yield store.url_of(key), check
+
+
+def _wrong_metrics(
+    reader: TableReader, told: Mapping[str, str | int | None], lines: MetricsLines
+) -> Fault | None:
+    """Metrics of another round, or other ones than metrics.jsonl repeats."""
+    check_metrics(reader)
+    fault = _misplaced(reader, told)
+    return lines.compared(reader, int(told["round"] or 0)) if fault is None else fault
+
+
+def _shard(name: str) -> int:
+    return int(name.removeprefix("shard-").removesuffix(".parquet"))
+
+
+def _check_loose(
+    store: ObjectStore, key: str, ladder: Ladder, schema: pa.Schema, look: Look
+) -> tuple[int, Fault | None]:
+    """Bytes read, and what is wrong with them, or else what `look` finds."""
+    place = store.url_of(key)
+    data = load(store, key)
+    if bytes(memoryview(data)[-4:]) != b"PAR1":
+        return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
+
+    def read() -> Fault | None:
+        reader = TableReader(data, place, ladder)
+        reader.check(schema)
+        again = reader.rewritten()
+        if again is not None and again != data.to_pybytes():
+            raise CorruptObject(f"{place}: its rows, written again, give other bytes")
+        return look(reader)
+
+    return data.size, _explained(place, read, "altered")
+
+
+def _misplaced(reader: TableReader, told: Mapping[str, str | int | None]) -> Fault | None:
+    """A whole file whose rows are not of the run, round or shard that its name says."""
+    names = [name for name, value in told.items() if value is not None]
+    table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
+    for name in names:
+        found = sorted(set(table[name].to_pylist()) - {told[name]}, key=str)
+        if found:
+            detail = f"expected rows of {name} {told[name]!r}, found {found[0]!r}: it is another's"
+            return Fault("altered", reader.source, detail)
+    return None
+
+
+def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | None:
+    """A reward table about other rollouts than those that lie there."""
+    scored = reader.stamp.get("rollouts_sha256")
+    if rollouts is None or rollouts.sha256 in (None, scored):
+        return None
+    detail = f"is about rollouts with SHA-256 {scored}, {rollouts.slot} has {rollouts.sha256}"
+    return Fault("wrong parent", reader.source, detail)
+
+
+def _explained(
+    place: str, look: Callable[[], Fault | None], otherwise: Kind = "malformed"
+) -> Fault | None:
+    """Return the fault that `look` returns, or one for the error that it raised."""
+    try:
+        return look()
+    except NewerSchema as error:
+        return Fault("newer version", place, str(error))
+    except CorruptObject as error:
+        return Fault(otherwise, place, str(error))
+    except MarinRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
+        return Fault(otherwise, place, _in_words(error))
+
+
+def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    for slot in inventory.slots:
+        if slot.fault is not None:
+            yield _of_record(store, slot.key(slot.damaged), slot.fault)
+
+
+def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
+    """Fault of a sealed record. One whose seal is broken was altered, also if it claims a newer
+    version.
+    """
+    kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
+    if kind == "newer version" and not _sealed(store.read(key)):
+        kind = "altered"
+    return Fault(kind, store.url_of(key), str(error))
+
+
+def _sealed(data: bytes) -> bool:
+    try:
+        record = json.loads(data)
+        digest = record.pop("digest")
+        return digest == sha256_of(canonical_json(record))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return False

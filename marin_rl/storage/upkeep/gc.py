@@ -1,0 +1,350 @@
+"""gc: delete what no committed slot of a run can reach, and what a rule of retention prunes.
+
+Four reasons, each safe for its own:
+
+- `unreferenced`: lies in a committed slot and its manifest does not name it. Safe at any time: an
+  attempt that is late finds the slot committed and adopts it.
+- `uncommitted`: an attempt's files in a slot without a manifest. Safe once that attempt can commit
+  no more: its process is gone, which the run's lock proves on one machine, or it is older than
+  ATTEMPT_LIFETIME_S, after which `commit_manifest` refuses it. A slot that others were made from,
+  that a round's metrics mention, or that another run reads, was committed, and lost its manifest:
+  what is left of it stays, for the manifest may reappear.
+- `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
+- `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
+  of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
+  and here a tombstone stands before every neighbour is read, so one of the two always sees the
+  other. Results of an earlier look in this process only spare tombstones.
+
+Everything that is visible to a glob (shards, manifests, metrics) is a commit, and stays.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+
+from marin_rl.config import RetentionConfig, parse_config
+from marin_rl.errors import CorruptObject, ObjectMissing, RunLocked, StorageError
+from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
+from marin_rl.storage.runs import (
+    LOCK_KEY,
+    RETENTION,
+    Run,
+    checkpoint_slot,
+    latest_checkpoint,
+    latest_sft,
+    round_of,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.locks import is_free
+from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
+from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
+from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
+
+Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
+
+Found = TypeVar("Found")
+
+CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
+
+_known: dict[str, Mapping[str, Reach]] = {}  # by run: what its neighbours were found to read of it
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One object to delete: its key in the run, its bytes, and why."""
+
+    key: str
+    bytes: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Garbage that gc collected, and `deleted`, False in a dry run.
+
+    `live` says that another process works on the run, whose files were therefore let alone;
+    `skipped` are slots whose manifests cannot be read, or are gone although something proves that
+    they were committed; in those nothing is ever deleted. `unread` says which neighbour cannot be
+    read: it may be a fork, so that nothing of a checkpoint was pruned; empty where all can be.
+    """
+
+    garbage: tuple[Garbage, ...]
+    live: bool
+    skipped: tuple[str, ...]
+    deleted: bool
+    unread: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all garbage."""
+        return sum(item.bytes for item in self.garbage)
+
+
+def collect(
+    run: Run,
+    rule: RetentionConfig | None = None,
+    *,
+    dry_run: bool = False,
+    now: datetime | None = None,
+) -> Collection:
+    """Delete the garbage of a run, or only name it. Forks are looked up among the runs of its root.
+
+    `rule` is by default the one that the run goes by now, see `rule_of`; the last two checkpoints
+    always stay, for a round that was interrupted is played again from the one before the last.
+    A neighbouring run that cannot be read may be a fork of this one: then no checkpoint is given
+    up, and all else is deleted. `now` is UTC and given by tests. Raises StorageError,
+    StoreUnavailable.
+    """
+    rule, moment = rule or rule_of(run), now or datetime.now(UTC)
+    with _alone(run, dry_run=dry_run) as alone:
+        inventory = take_inventory(run.folder)
+        open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
+        asked = {_slot_name(key) for key, _ in open_items}
+        read_by_others, unread = _or_none(lambda: _borrowed_among(run, asked), asked)
+        items = [
+            *_unreferenced(inventory),
+            *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
+            *(_temporary(run, inventory, rule, moment) if alone else ()),
+        ]
+        retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
+        found = [*_measured(run.folder, items), *retired]
+        if not dry_run:
+            found = _delete(run, inventory, rule, found)
+    return Collection(
+        garbage=tuple(sorted(found, key=lambda item: item.key)),
+        live=not alone,
+        skipped=tuple(sorted(_damaged(inventory) | read_by_others)),
+        deleted=not dry_run,
+        unread=unread or unread_too,
+    )
+
+
+def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
+    """Result of a look at the neighbours; `none` and the reason where one cannot be read."""
+    try:
+        return look(), ""
+    except StorageError as error:
+        if error.transient:
+            raise
+        return none, str(error)
+
+
+def retire(run: Run) -> None:
+    """Prune checkpoints as the configuration asks; nothing where it asks to keep all.
+
+    Called after every round: it looks from the latest checkpoint down to one that was pruned
+    before, never at the whole run. Raises as `collect` does.
+    """
+    rule = run.config.retention
+    if rule.checkpoints_last is None:
+        return
+    inventory = Inventory(keys=(), slots=_latest_checkpoints(run))
+    _delete(run, inventory, rule, _retired(run, inventory, rule))
+
+
+def _latest_checkpoints(run: Run) -> list[Slot]:
+    """From the latest checkpoint down to the first that has no arrays any more, ascending."""
+    numbers = (round_of(name) for name in run.folder.children("checkpoints"))
+    found: list[Slot] = []
+    for number in sorted((number for number in numbers if number is not None), reverse=True):
+        slot = checkpoint_slot(number)
+        names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
+        found.append(read_slot(run.folder, slot, names))
+        if found[-1].pruned and found[-1].pruned.isdisjoint(names):
+            break
+    return found[::-1]
+
+
+def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
+    """The rule that the run goes by now, with what is asked for in its place. Raises ConfigError.
+
+    A continued run may change it: its latest checkpoint records which rule was meant, and
+    run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
+    unless something is asked for: then raises CorruptObject.
+    """
+    asked = {"checkpoints_last": last, "checkpoints_every": every}
+    given = {name: value for name, value in asked.items() if value is not None}
+    try:
+        own = _recorded_rule(run) or run.config.retention.model_dump(mode="json")
+    except CorruptObject:
+        if given:
+            raise
+        return RetentionConfig(age_s=run.config.retention.age_s)
+    return parse_config({"retention": {**own, **given}}, "retention").retention
+
+
+def _recorded_rule(run: Run) -> dict[str, Any] | None:
+    """That of the run's own latest checkpoint, also of its warm start; an ancestor's is not its."""
+    latest = latest_checkpoint(run) or latest_sft(run)
+    if latest is None or run.owner_of(latest.slot) != run.run_id:
+        return None
+    rule = manifest_of(run.store, latest).extra.get(RETENTION)
+    if not isinstance(rule, dict | None):
+        raise CorruptObject(
+            f"{run.store.url_of(latest.slot)}: expected a mapping as {RETENTION}, found "
+            f"{str(rule)[:100]!r}"
+        )
+    return rule
+
+
+@contextmanager
+def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
+    """Hold the run; False where another process of this machine does. A dry run only looks."""
+    if dry_run:
+        path = run.folder.local_path(LOCK_KEY)
+        yield path is None or is_free(path)
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(run.lock())
+            alone = True
+        except RunLocked:
+            alone = False
+        yield alone
+
+
+def _unreferenced(inventory: Inventory) -> Iterator[tuple[str, Reason]]:
+    for slot in inventory.slots:
+        if slot.manifest is not None:
+            for name in slot.unnamed():
+                if attempt_in(name) is not None:
+                    yield slot.key(name), "unreferenced"
+
+
+def _uncommitted(
+    run: Run, inventory: Inventory, rule: RetentionConfig, now: datetime, *, alone: bool
+) -> Iterator[tuple[str, Reason]]:
+    """Objects of attempts that can commit no more."""
+    locked = alone and run.folder.local_path(LOCK_KEY) is not None
+    oldest_s = rule.age_s if locked else ATTEMPT_LIFETIME_S + CLOCKS_APART_S
+    damaged = _damaged(inventory)
+    for slot in inventory.slots:
+        if slot.manifest is not None or slot.slot in damaged:
+            continue
+        for name in slot.unnamed():
+            attempt = attempt_in(name)
+            if attempt is not None and attempt_age_s(attempt, now) > oldest_s:
+                yield slot.key(name), "uncommitted"
+
+
+def _damaged(inventory: Inventory) -> set[str]:
+    """Slots whose manifests cannot be read, or are gone although the run's files prove them."""
+    return {s.slot for s in inventory.slots if s.fault is not None or s.slot in inventory.lost}
+
+
+def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
+    """Those of some uncommitted slots that another run could only be made from once committed."""
+    asked = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
+    if not asked:
+        return asked
+    borrowed = borrowed_from(run)
+    return {slot for slot in asked if borrowed.proves(slot)}
+
+
+def _temporary(
+    run: Run, inventory: Inventory, rule: RetentionConfig, now: datetime
+) -> Iterator[tuple[str, Reason]]:
+    for key in inventory.temporary:
+        path = run.folder.local_path(key)
+        if path is None:
+            continue  # object stores have no temporary names, but for a probe's few bytes
+        with suppress(FileNotFoundError):
+            if now.timestamp() - path.lstat().st_mtime > rule.age_s:
+                yield key, "temporary"
+
+
+def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
+    """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
+    found: list[Garbage] = []
+    for slot in _checkpoints(inventory):
+        if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
+            there = set(slot.names)
+            parts = {part.name: part.bytes for part in slot.manifest.parts}
+            names = slot.pruned or prunable_parts(slot.manifest)
+            found += [
+                Garbage(slot.key(name), parts[name], "retention")
+                for name in sorted(names)
+                if name in there
+            ]
+    return _unpinned(run, inventory, found, known=_known.get(run.folder.url, {}))
+
+
+def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
+    """True if the rule keeps a checkpoint; of the warm start, only the last ones are kept."""
+    last, every = rule.checkpoints_last, rule.checkpoints_every
+    if last is None:
+        return True
+    committed = [s.number for s in inventory.of_kind(slot.kind) if s.manifest is not None]
+    if slot.number in sorted(committed)[-last:]:
+        return True
+    return slot.kind == "checkpoints" and every is not None and slot.number % every == 0
+
+
+def _checkpoints(inventory: Inventory) -> list[Slot]:
+    return [*inventory.of_kind("checkpoints"), *inventory.of_kind("sft")]
+
+
+def _unpinned(
+    run: Run, inventory: Inventory, found: list[Garbage], *, known: Mapping[str, Reach]
+) -> list[Garbage]:
+    """Without what the run's own objective or a fork still reads; see `borrowed_from`."""
+    if not any(item.reason == "retention" for item in found):
+        return found
+    borrowed = borrowed_from(run, known)
+    _known[run.folder.url] = borrowed.reaches
+    pinned = {checkpoint_slot(round) for round in _references(run, inventory)}
+    pinned |= {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
+    return [i for i in found if i.reason != "retention" or _slot_name(i.key) not in pinned]
+
+
+def _references(run: Run, inventory: Inventory) -> set[int]:
+    """Rounds of the checkpoints that later rounds use as reference policies."""
+    latest = max((slot.number for slot in inventory.of_kind("checkpoints")), default=0)
+    rounds = max(latest - 1, 0), latest  # the last one may be played again
+    return {
+        number for round in rounds for number in reference_checkpoints(run.config.objective, round)
+    }
+
+
+def _delete(
+    run: Run, inventory: Inventory, rule: RetentionConfig, found: list[Garbage]
+) -> list[Garbage]:
+    """Delete, tombstones first; what was really deleted."""
+    slots = {slot.slot: slot for slot in inventory.slots}
+    retired = {_slot_name(item.key) for item in found if item.reason == "retention"}
+    for name in sorted(retired):
+        slot = slots[name]
+        if not slot.pruned and slot.manifest is not None:
+            commit_tombstone(run.folder, slot.manifest, rule.model_dump(mode="json"))
+    gone = _unpinned(run, inventory, found, known={})
+    for item in gone:
+        run.folder.delete(item.key)
+        _remove_empty(run.folder, item.key)
+    return gone
+
+
+def _measured(store: ObjectStore, items: Iterable[tuple[str, Reason]]) -> Iterator[Garbage]:
+    """With sizes; what vanished meanwhile is left out."""
+    for key, reason in items:
+        with suppress(ObjectMissing):
+            yield Garbage(key, store.size(key), reason)
+
+
+def _slot_name(key: str) -> str:
+    return "/".join(key.split("/")[:2])
+
+
+def _remove_empty(store: ObjectStore, key: str) -> None:
+    """Local folders that a deletion left empty, up to the run's own."""
+    path, top = store.local_path(key), store.local_path(LOCK_KEY)
+    if path is None or top is None:
+        return
+    for folder in path.parents:
+        if folder == top.parent:
+            return
+        try:
+            folder.rmdir()
+        except OSError:  # not empty, or already removed
+            return

@@ -1,0 +1,200 @@
+"""Faults of a run: their kinds, and those that manifests and names alone show.
+
+Links of the lineage that lead nowhere or elsewhere, commits that later ones prove there have been,
+objects that nothing commits. Bytes are fsck.py's. Nothing is read here but the inventory.
+"""
+
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from marin_rl.storage.commits import attempt_in
+from marin_rl.storage.layout import (
+    batches_slot,
+    checkpoint_slot,
+    evals_slot,
+    metrics_key,
+    rollouts_slot,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.forked_store import KINDS, Ancestor
+from marin_rl.storage.stores.local import not_regular
+from marin_rl.storage.upkeep.inventory import (
+    MANIFEST,
+    Inventory,
+    Slot,
+    is_shard,
+    made_by,
+    scored_slot,
+)
+
+TOP_FILES = frozenset(("run.json", ".lock", "metrics.jsonl", "learning-curve.png", *KINDS))
+
+Kind = Literal[
+    "missing", "truncated", "altered", "malformed", "newer version", "wrong parent", "orphan",
+    "leftover",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong, and the object it is wrong with.
+
+    missing: named but not there; truncated: shorter than committed; altered: other bytes than
+    committed; malformed: not what its format promises; newer version: written by newer software;
+    wrong parent: a link of the lineage leads elsewhere; orphan: visible, but nothing commits it;
+    leftover: an attempt's file that nothing names, which is harmless and which gc deletes.
+    """
+
+    kind: Kind
+    place: str
+    detail: str
+
+    @property
+    def harmless(self) -> bool:
+        """True if the run is complete in spite of this fault."""
+        return self.kind == "leftover"
+
+
+def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Parents that are not there, are others, or could not be parents of this slot."""
+    slots = {slot.slot: slot for slot in inventory.slots}
+    for slot in inventory.slots:
+        if slot.manifest is None:
+            continue
+        place = store.url_of(slot.key(MANIFEST))
+        names = [parent.slot for parent in slot.manifest.parents]
+        if not _possible(slot, names):
+            yield Fault(
+                "wrong parent", place, f"cannot be made from {', '.join(names) or 'nothing'}"
+            )
+        for parent in slot.manifest.parents:
+            found = slots.get(parent.slot)
+            if found is None or (found.manifest is None and found.fault is None):
+                where = store.url_of(f"{parent.slot}/{MANIFEST}")
+                yield Fault("missing", where, f"{place} was made from it")
+            elif found.manifest is not None and found.sha256 != parent.sha256:
+                detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {found.sha256}"
+                yield Fault("wrong parent", place, detail)
+
+
+def _possible(slot: Slot, parents: Sequence[str]) -> bool:
+    """True if a slot may be made from these parents."""
+    number = slot.number
+    match slot.kind:
+        case "batches":
+            return list(parents) == [rollouts_slot(number)]
+        case "evals":
+            return list(parents) == [checkpoint_slot(number)]
+        case "rollouts":
+            return len(parents) == 1 and parents[0] in map(checkpoint_slot, range(number + 1))
+        case "checkpoints" if number:
+            return list(parents) == [checkpoint_slot(number - 1), batches_slot(number - 1)]
+        case "checkpoints" | "sft":
+            return all(parent.startswith("sft/") for parent in parents)
+        case _:  # a reward model and its pairs
+            return all(parent.partition("/")[0] in ("pairs", "reward_model") for parent in parents)
+
+
+def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Commits that later ones prove there have been, but for parents: see `link_faults`."""
+    named = {
+        parent.slot for slot in inventory.slots if slot.manifest for parent in slot.manifest.parents
+    }
+    lost = inventory.lost - named
+    for slot, told in _told_by_tables(inventory).items():
+        if slot in lost:
+            yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), told)
+    for round, detail in sorted(_closed_before(inventory).items()):
+        if round not in inventory.closed:
+            yield Fault("missing", store.url_of(metrics_key(round)), detail)
+
+
+def _closed_before(inventory: Inventory) -> dict[int, str]:
+    """Rounds that were closed before something else was committed, and what that was."""
+    batches = {s.number: s.slot for s in inventory.of_kind("batches") if s.manifest and s.number}
+    checkpoints = {s.number for s in inventory.of_kind("checkpoints") if s.manifest or s.fault}
+    proofs = {n - 1: f"{slot} was made after that round was closed" for n, slot in batches.items()}
+    return proofs | {
+        number - 1: f"{checkpoint_slot(number + 1)} was trained after that round was closed"
+        for number in checkpoints
+        if number >= 1 and number + 1 in checkpoints
+    }
+
+
+def _told_by_tables(inventory: Inventory) -> dict[str, str]:
+    """Slots that tables outside any manifest prove to have been committed, with the proof."""
+    told: dict[str, str] = {}
+    for round in sorted(inventory.closed):
+        why = f"{metrics_key(round)} says that the round was trained"
+        told |= dict.fromkeys(made_by(round), why)
+    for round in sorted(inventory.evaluated):
+        told[evals_slot(round)] = f"{metrics_key(round)} has what the evaluation measured"
+    for key in inventory.keys:
+        if (slot := scored_slot(key)) is not None:
+            told.setdefault(slot, f"{key} was made from it")
+    return told
+
+
+def fork_faults(
+    store: ObjectStore, inventory: Inventory, ancestors: Sequence[Ancestor]
+) -> Iterator[Fault]:
+    """A fork that has played nothing, and whose parent gave up what it would begin with."""
+    if not ancestors:
+        return
+    parent = ancestors[-1]
+    for slot in inventory.of_kind("checkpoints"):
+        if slot.number > parent.through_round and slot.manifest is not None:
+            return
+    for slot in inventory.of_kind("checkpoints"):
+        if slot.number == parent.through_round and slot.pruned - set(slot.names):
+            yield Fault(
+                "missing",
+                store.url_of(slot.slot),
+                f"run {parent.run_id!r} gave up its arrays before it could see the fork, which "
+                f"cannot be played and keeps other checkpoints from being given up: delete "
+                f"{store.url}, and fork from a checkpoint that has arrays",
+            )
+
+
+def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Objects among the slots that nothing commits."""
+    for slot in inventory.slots:
+        if slot.fault is None:
+            for name in slot.unnamed():
+                yield _loose_end(store, slot, name)
+            for name in _extra_shards(slot):
+                detail = "a shard that the manifest of its round does not name"
+                yield Fault("orphan", store.url_of(slot.key(name)), detail)
+    for key in inventory.strays:
+        yield Fault("orphan", store.url_of(key), "lies among the slots, but in none")
+
+
+def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Links, pipes, devices and the like where marin-rl has files; in local runs alone."""
+    for key in inventory.keys:
+        if key in TOP_FILES or key.partition("/")[0] in KINDS:
+            path = store.local_path(key)
+            if path is None:
+                return
+            try:
+                if not stat.S_ISREG(path.lstat().st_mode):  # no listing has what lies behind links
+                    yield Fault("malformed", str(path), str(not_regular(path)))
+            except FileNotFoundError:
+                continue  # gone since the listing
+
+
+def _loose_end(store: ObjectStore, slot: Slot, name: str) -> Fault:
+    attempt, place = attempt_in(name), store.url_of(slot.key(name))
+    if attempt is None:
+        return Fault("orphan", place, "no manifest names it, and no attempt wrote it")
+    told = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
+    return Fault("leftover", place, f"of attempt {attempt}, {told}")
+
+
+def _extra_shards(slot: Slot) -> Iterable[str]:
+    if slot.manifest is None or slot.kind != "rollouts":
+        return []
+    named = {part.name for part in slot.manifest.parts}
+    return [name for name in slot.names if is_shard(name) and name not in named]

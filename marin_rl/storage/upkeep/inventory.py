@@ -1,0 +1,301 @@
+"""Inventory of a run's folder, sorted by slot: the basis of gc and fsck. Changes nothing.
+
+A slot is a folder of a known kind and number. What its manifest names, what was pruned from it, and
+which attempt wrote the rest, is recorded here; what is to be done about it is not.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+
+from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import (
+    batches_slot,
+    checkpoint_slot,
+    evals_slot,
+    metrics_key,
+    rollouts_slot,
+    round_of,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.store import is_private
+from marin_rl.storage.tables.parquet import TableReader, load_readable
+from marin_rl.storage.tables.tombstones import PRUNED, pruned_parts
+from schemas.manifests import Manifest
+from schemas.migrations import METRICS
+
+MANIFEST = "manifest.json"
+KINDS: Mapping[str, str] = {
+    "rollouts": "round", "batches": "round", "checkpoints": "round", "evals": "round",
+    "sft": "step", "reward_model": "step",
+}  # fmt: skip
+PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
+_SHARD = re.compile(r"shard-\d{4,}\.parquet")
+_NUMBERED = re.compile(r"(round|step)-\d{5,}")
+
+
+def is_temporary(key: str) -> bool:
+    """True for what a killed writer or probe leaves behind."""
+    return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
+
+
+def is_shard(name: str) -> bool:
+    """True for a rollout shard, which is a commit of its own."""
+    return _SHARD.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One slot: `names` of its objects relative to it, its manifest if it is committed.
+
+    `fault` says why the manifest or the tombstone, which `damaged` names, cannot be read; such a
+    slot is neither committed nor uncommitted.
+    `pruned` are the parts that retention has removed, or is about to.
+    """
+
+    slot: str
+    names: tuple[str, ...]
+    manifest: Manifest | None = None
+    sha256: str | None = None
+    fault: CorruptObject | NewerSchema | None = None
+    damaged: str = ""
+    pruned: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """The folder it lies in: rollouts, batches, checkpoints, evals, …"""
+        return self.slot.partition("/")[0]
+
+    @property
+    def number(self) -> int:
+        """Its round, or its step; 0 for what has neither."""
+        return _number(self.slot)
+
+    def key(self, name: str) -> str:
+        """The key of one of its objects."""
+        return f"{self.slot}/{name}"
+
+    def unnamed(self) -> list[str]:
+        """Objects that are neither commits, nor parts, nor temporary."""
+        named = {MANIFEST, PRUNED}
+        if self.manifest is not None:
+            named |= {part.name for part in self.manifest.parts}
+        return [
+            name
+            for name in self.names
+            if name not in named
+            and not is_temporary(name)
+            and not (self.kind == "rollouts" and is_shard(name))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """All keys of a run, fresh when it was taken; `slots` by name, ascending.
+
+    `evaluated` are rounds whose metrics tell of an evaluation that is not committed.
+    """
+
+    keys: tuple[str, ...]
+    slots: Sequence[Slot]
+    evaluated: frozenset[int] = frozenset()
+
+    @cached_property
+    def closed(self) -> frozenset[int]:
+        """Rounds that have metrics."""
+        return _closed_rounds(self.keys)
+
+    @cached_property
+    def lost(self) -> frozenset[str]:
+        """Slots that are not committed, though others prove that they were."""
+        slots = {slot.slot: slot for slot in self.slots}
+        evals = {evals_slot(round) for round in self.evaluated}
+        return frozenset(_proven(slots, self.keys) | evals)
+
+    @cached_property
+    def temporary(self) -> list[str]:
+        """Files of killed writers and probes, wherever they lie."""
+        return [key for key in self.keys if is_temporary(key)]
+
+    @cached_property
+    def strays(self) -> list[str]:
+        """Objects below a folder of slots that lie in no slot."""
+        tops = {*KINDS, "metrics"}
+        return [
+            key
+            for key in self.keys
+            if key.partition("/")[0] in tops and "/" in key and _slot_of(key) is None
+            if not is_private(key) and not _is_metrics(key)
+        ]
+
+    def of_kind(self, kind: str) -> list[Slot]:
+        """The slots of one kind, ascending."""
+        return [slot for slot in self.slots if slot.kind == kind]
+
+
+def take_inventory(store: ObjectStore) -> Inventory:
+    """List a run once and read every manifest. Raises StoreUnavailable, StorageError.
+
+    A listing is no instant: a round that is played meanwhile may be in it by its later commits
+    alone. What those prove to be committed is looked for again before it counts as absent.
+    """
+    keys = set(store.list())
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        slot = _slot_of(key)
+        if slot is not None:
+            found.setdefault(slot, []).append(key.removeprefix(f"{slot}/"))
+    slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in found.items()}
+    looked: set[str] = set()
+    while late := _proven(slots, keys) - looked:
+        looked |= late
+        _look_again(store, late, keys, slots)
+    if closed := _metrics_due(slots) - keys:
+        with suppress(CorruptObject):  # a link in the folder's place, which fsck names
+            keys |= closed & set(store.list("metrics"))
+    evaluated = _evaluated(store, keys, slots)
+    _look_again(store, map(evals_slot, evaluated), keys, slots)
+    return Inventory(
+        keys=tuple(sorted(keys)),
+        slots=[slots[slot] for slot in sorted(slots, key=_order)],
+        evaluated=frozenset(r for r in evaluated if not _is_seen(slots, evals_slot(r))),
+    )
+
+
+def _look_again(
+    store: ObjectStore, late: Iterable[str], keys: set[str], slots: dict[str, Slot]
+) -> None:
+    """Add what lies in slots by now."""
+    for slot in late:
+        try:
+            there = store.list(slot)
+        except CorruptObject as fault:  # a link in the place of the slot's folder
+            slots[slot] = Slot(slot=slot, names=(), fault=fault, damaged=MANIFEST)
+            continue
+        keys.update(there)
+        if there:
+            names = [key.removeprefix(f"{slot}/") for key in there]
+            slots[slot] = read_slot(store, slot, names)
+
+
+def _proven(slots: Mapping[str, Slot], keys: Iterable[str]) -> set[str]:
+    """Slots that must be committed and were not seen so.
+
+    Parents, what a closed round made, and rollouts that were scored again; for evaluations, see
+    `_evaluated`.
+    """
+    listed = list(keys)
+    named = {
+        parent.slot
+        for slot in slots.values()
+        if slot.manifest is not None
+        for parent in slot.manifest.parents
+    }
+    made = {slot for round in _closed_rounds(listed) for slot in made_by(round)}
+    scored = {slot for key in listed if (slot := scored_slot(key)) is not None}
+    return {slot for slot in named | made | scored if not _is_seen(slots, slot)}
+
+
+def made_by(round: int) -> tuple[str, ...]:
+    """The slots that every round that is closed has committed."""
+    return rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1)
+
+
+def scored_slot(key: str) -> str | None:
+    """The slot of the rollouts that a reward table is about; None for other keys."""
+    top, _, rest = key.partition("/")
+    round = round_of(rest.partition("/")[0])
+    if top != "rewards" or round is None or is_private(key) or not key.endswith(".parquet"):
+        return None
+    return rollouts_slot(round)
+
+
+def _evaluated(
+    store: ObjectStore, keys: Iterable[str], slots: Mapping[str, Slot]
+) -> frozenset[int]:
+    """Rounds whose metrics tell of an evaluation that was not seen committed."""
+    rounds = [r for r in sorted(_closed_rounds(keys)) if not _is_seen(slots, evals_slot(r))]
+    found = load_readable(store, [metrics_key(round) for round in rounds])
+    return frozenset(
+        round
+        for round, data in zip(rounds, found, strict=True)
+        if data is not None and _tells_evaluation(data, store.url_of(metrics_key(round)))
+    )
+
+
+def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
+    """True if a round's metrics include an evaluation; unreadable ones have none."""
+    try:
+        names = TableReader(metrics, source, METRICS).schema.names
+    except (CorruptObject, NewerSchema):
+        return False
+    return any(name.startswith("eval/") for name in names)
+
+
+def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
+    """True if a slot is committed, also by a manifest that cannot be read."""
+    found = slots.get(slot)
+    return found is not None and (found.manifest is not None or found.fault is not None)
+
+
+def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
+    rounds = (round_of(key.rpartition("/")[2]) for key in keys if _is_metrics(key))
+    return frozenset(round for round in rounds if round is not None)
+
+
+def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
+    """Metrics of the rounds after which another one was trained."""
+    committed = [slot for slot in slots.values() if slot.sha256]
+    rounds = {slot.number for slot in committed if slot.kind == "checkpoints"}
+    due = {round for round in rounds if round and round + 1 in rounds}
+    due |= {slot.number for slot in committed if slot.kind == "batches" and slot.number}
+    return {metrics_key(round - 1) for round in due}
+
+
+def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:
+    """A slot with the objects `names`, its manifest read if one is among them."""
+    listed = tuple(names)
+    if MANIFEST not in listed:
+        return Slot(slot=slot, names=listed)
+    looked_at = MANIFEST
+    try:
+        read = read_manifest(store, slot)
+        if read is None:
+            return Slot(slot=slot, names=listed)
+        looked_at = PRUNED
+        gone = pruned_parts(store, slot, read[1]) if PRUNED in listed else frozenset()
+    except (CorruptObject, NewerSchema) as fault:
+        return Slot(slot=slot, names=listed, fault=fault, damaged=looked_at)
+    return Slot(slot=slot, names=listed, manifest=read[0], sha256=read[1], pruned=gone)
+
+
+def _slot_of(key: str) -> str | None:
+    parts = key.split("/")
+    if parts[0] == PAIRS and len(parts) == 2:
+        return PAIRS
+    if len(parts) < 3 or parts[0] not in KINDS:
+        return None
+    match = _NUMBERED.fullmatch(parts[1])
+    if match is None or match[1] != KINDS[parts[0]]:
+        return None
+    return f"{parts[0]}/{parts[1]}"
+
+
+def _order(slot: str) -> tuple[str, int]:
+    return slot.partition("/")[0], _number(slot)
+
+
+def _number(slot: str) -> int:
+    return 0 if slot == PAIRS else int(slot.rpartition("-")[2])
+
+
+def _is_metrics(key: str) -> bool:
+    top, _, name = key.partition("/")
+    return top == "metrics" and re.fullmatch(r"round-\d{5,}\.parquet", name) is not None

@@ -1,0 +1,226 @@
+"""Many runs in processes of their own, without importing everything for each of them.
+
+    with ForkServer(log) as fork_server:
+        fork_server.run(config, faults={"create run/run.json #1": "kill-before"})   # [-9]
+
+One child process imports what a run needs, starts no thread and touches no device; for each run it
+forks, so that a run costs its own work and not ten seconds of imports. A fork is a process like any
+other to `kill -9`, to file locks and to JAX, which begins in it. How long it lives before it is
+killed is counted in its own processor time: on a busy machine it gets as far as on an idle one.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+from support.debug_run import REPOSITORY
+from support.fault_names import NamedOperations
+
+from marin_rl.config import Config, parse_config
+from marin_rl.storage.stores.fault_injection import inject_faults
+
+ROOMS = (
+    "flows.rl_loop",
+    "flows.session",
+    "marin_rl.batching.sequences",
+    "marin_rl.compilation",
+    "marin_rl.environments.echo",
+    "marin_rl.serving.weights.canary",
+    "marin_rl.inference.endpoints",
+    "marin_rl.planning",
+    "marin_rl.serving.app",
+    "marin_rl.serving.server",
+    "marin_rl.training.loop",
+    "marin_rl.training.sft",
+    "fastapi",
+    "gcsfs",
+    "openai.resources",
+    "s3fs",
+    "uvicorn.protocols.http.auto",
+)
+RUN_S_MAX = 240.0
+POLL_S = 0.002
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ForkServer:
+    """A process that forks runs. `environment` is added to what this process hands on.
+
+    Of the last run, `cpu_s` is the processor time of each process, `others_killed` the times at
+    which other processes were killed, in seconds since the epoch.
+    """
+
+    def __init__(self, log: Path, **environment: str) -> None:
+        self.log = log
+        self.cpu_s: list[float] = []
+        self.others_killed: list[float] = []
+        self._environment = {**os.environ, **environment}
+
+    def __enter__(self) -> Self:
+        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parents[1])])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=REPOSITORY,
+            env={**self._environment, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(RUN_S_MAX)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def run(
+        self,
+        config: Config,
+        *,
+        copies: int = 1,
+        life_s: float | None = None,
+        beside: Mapping[int, float] | None = None,
+        trace: tuple[Path, str, float] | None = None,
+        limit_s: float = RUN_S_MAX,
+        faults: Mapping[str, str] | None = None,
+        met: Path | None = None,
+    ) -> list[int]:
+        """Run `config` in `copies` processes at once; returns the exit code of each.
+
+        The code is minus the signal that ended the process. Processes that have had `life_s`
+        seconds of processor time are killed, as are those whose ids are in `beside` when the first
+        process has had as many seconds as it says there. `trace` is a folder, a glob in it, and
+        seconds by the clock that processes still live once a file matches. After `limit_s`, those
+        are killed that were to live so long, and others aborted. `faults` and `met` are those of
+        fault_names.py.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {
+            "config": config.model_dump(mode="json"),
+            "faults": dict(faults or {}),
+            "met": None if met is None else str(met),
+            "log": str(self.log),
+            "copies": copies,
+            "life_s": life_s,
+            "beside": [*(beside or {}).items()],
+            "trace": None if trace is None else (str(trace[0]), *trace[1:]),
+            "limit_s": limit_s,
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        ends: list[int]
+        answer = self._process.stdout.readline()
+        ends, self.cpu_s, self.others_killed = json.loads(answer)
+        return ends
+
+    def said(self) -> str:
+        """The end of what the runs printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+
+def main() -> None:
+    """Import, then fork a run per line of standard input and print how each ended."""
+    for name in ROOMS:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(_watched(order)), flush=True)
+
+
+def _watched(order: dict[str, Any]) -> tuple[list[int], list[float], list[float]]:
+    """Fork the processes of an order; their ends, processor times, and when others were killed."""
+    ends: dict[int, tuple[int, float] | None] = {}
+    for _ in range(order["copies"]):
+        child = os.fork()
+        if child == 0:
+            _live(order)
+        ends[child] = None
+    beside, killed = list(order["beside"]), list[float]()
+    traced = _Trace(order["trace"])
+    deadline = time.monotonic() + order["limit_s"]
+    while None in ends.values():
+        for child in [child for child, end in ends.items() if end is None]:
+            lived_s = _cpu_s(child)
+            for other in [other for other in beside if lived_s >= other[1]]:
+                os.kill(other[0], signal.SIGKILL)
+                beside.remove(other)
+                killed.append(time.time())
+            _end_in_time(child, lived_s, order["life_s"], late=time.monotonic() > deadline)
+            if traced.passed():
+                os.kill(child, signal.SIGKILL)
+            done, status, usage = os.wait4(child, os.WNOHANG)
+            if done:
+                ends[child] = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        time.sleep(POLL_S)
+    known = [end for end in ends.values() if end is not None]
+    return [code for code, _ in known], [cpu_s for _, cpu_s in known], killed
+
+
+class _Trace:
+    """True once a delay has passed since a file matched a glob; never without one."""
+
+    def __init__(self, asked: tuple[str, str, float] | None) -> None:
+        self._asked, self._seen = asked, None
+
+    def passed(self) -> bool:
+        if self._asked is None:
+            return False
+        folder, pattern, delay_s = self._asked
+        if self._seen is None and next(Path(folder).glob(pattern), None) is not None:
+            self._seen = time.monotonic()
+        return self._seen is not None and time.monotonic() - self._seen >= delay_s
+
+
+def _end_in_time(child: int, lived_s: float, life_s: float | None, *, late: bool) -> None:
+    """Kill a child that was to live so long; one that hangs must not look like one of those."""
+    if life_s is not None and (late or lived_s >= life_s):
+        os.kill(child, signal.SIGKILL)
+    elif late:
+        os.kill(child, signal.SIGABRT)
+
+
+def _cpu_s(process: int) -> float:
+    """Seconds of processor time that a child, which is not waited for yet, has had."""
+    numbers = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / TICKS_PER_S
+
+
+def _live(order: dict[str, Any]) -> None:
+    """Body of a fork: play one run and exit, without waiting for threads."""
+    descriptor = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    code = 1
+    try:
+        config = parse_config(order["config"])
+        with _suffering(config, order):
+            importlib.import_module("flows.rl_loop").start(config)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        os._exit(code)
+
+
+def _suffering(config: Config, order: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The faults of an order; nothing stands before the stores where it has none."""
+    if not order["faults"]:
+        return nullcontext()
+    met = None if order["met"] is None else Path(order["met"])
+    return inject_faults(NamedOperations(config.root, order["faults"], met))
+
+
+if __name__ == "__main__":
+    main()

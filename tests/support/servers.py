@@ -1,0 +1,90 @@
+"""Small servers of a tiny model, and two ways to talk to them: as JSON, and byte by byte."""
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from support.tiny_models import tiny_model
+
+from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
+from marin_rl.serving.server import PolicyServer
+from marin_rl.tokenizers import character_tokenizer
+
+CONTEXT = 96
+ENGINE = EngineConfig(slots=8, chunk_steps=4, prefill_rows=4)
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+
+@contextmanager
+def serving(server: ServerConfig | None = None, **options: Any) -> Iterator[PolicyServer]:
+    """A started server with these limits, stopped at the end."""
+    config = InferenceConfig(engine=ENGINE, server=server or ServerConfig())
+    given = {"context_length": CONTEXT, "weight_version": 3, "parameters_digest": "0123456789"}
+    running = PolicyServer(tiny_model(), character_tokenizer(), config, **(given | options))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    """A request for a few tokens."""
+    return {"model": "policy", "messages": MESSAGES, "max_tokens": 4, "seed": 1, **fields}
+
+
+def talk(
+    server: PolicyServer | str,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, dict[str, str], Any]:
+    """One request: status, headers by lower-case name, and the JSON (or text) of the answer."""
+    url = server if isinstance(server, str) else server.base_url
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    try:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, headers or {})
+        response = connection.getresponse()
+        read = response.read()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        is_json = named.get("content-type", "").startswith("application/json")
+        return response.status, named, json.loads(read) if is_json and read else read.decode()
+    finally:
+        connection.close()
+
+
+def asks_well(server: PolicyServer, headers: dict[str, str] | None = None) -> bool:
+    """True if an ordinary request is answered as it should be."""
+    status, _, answer = talk(server, "POST", CHAT, chat_body(), headers)
+    return status == 200 and answer["usage"]["completion_tokens"] >= 1
+
+
+def raw(server: PolicyServer, timeout_s: float | int = 30) -> socket.socket:
+    """A bare connection."""
+    parts = urlsplit(server.base_url)
+    assert parts.hostname
+    assert parts.port
+    return socket.create_connection((parts.hostname, parts.port), timeout=timeout_s)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes; what a reset took is missing."""
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionError:
+        pass
+    return data
+
+
+def status_of(answer: bytes) -> int:
+    """The status of a raw answer; 0 if there is none."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0

@@ -1,0 +1,67 @@
+"""Runs with committed checkpoints without training: random weights by seed, the rest real."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.config import Config, load_config
+from marin_rl.storage.checkpoints import commit_checkpoint
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
+from marin_rl.training.model import build_model, matrix_mask, named_parameters, with_parameters
+from marin_rl.training.optimizer import make_optimizer, policy_adamw
+from marin_rl.training.state import Identity, fresh_state, tree_of
+from marin_rl.types import SlotRef
+
+DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
+
+
+def small_config(root: Path | str, *overrides: str) -> Config:
+    """configs/debug.yaml below `root`."""
+    return load_config(DEBUG, [f"root={root}", *overrides])
+
+
+def small_run(root: Path | str, *overrides: str) -> Run:
+    """A run of the debug configuration without a checkpoint."""
+    return Run.create_or_open(small_config(root, *overrides))
+
+
+def weights(run: Run, seed: int) -> LmHeadModel:
+    """The model of a run with weights of its own, large enough to make every token count."""
+    model = build_model(run.config.policy, len(character_tokenizer()), seed)
+    scaled = {name: np.asarray(array) * 8 for name, array in named_parameters(model).items()}
+    norms = {name: array / 8 for name, array in scaled.items() if "norm" in name}
+    return with_parameters(model, scaled | norms)
+
+
+def commit(
+    run: Run,
+    round: int,
+    model: LmHeadModel | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> SlotRef:
+    """Commit a model (default: that of seed `round`) as the checkpoint of a round."""
+    model = model or weights(run, round)
+    optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(model))
+    state = fresh_state(named_parameters(model), optimizer, seed=round)
+    identity = Identity.of(state, TokenizerIdentity.of(character_tokenizer()))
+    return commit_checkpoint(
+        run,
+        checkpoint_slot(round),
+        tree_of(state),
+        content={"round": round},
+        parents=(),
+        totals={},
+        extra=identity.as_dict() | dict(extra or {}),
+    )
+
+
+def parts(run: Run, round: int) -> list[Path]:
+    """The files of a committed checkpoint but its manifest, the largest first."""
+    folder = run.store.local_path(checkpoint_slot(round))
+    assert folder is not None
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
