@@ -155,7 +155,7 @@ def engine_alone(server: Any, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _request(body: dict[str, Any], prompt: Any) -> Any:
-    from marin_rl.inference.slots import GenerationRequest
+    from marin_rl.inference.generation import GenerationRequest
     from marin_rl.types import Sampling
 
     sampling = Sampling(max_tokens=body["max_tokens"], seed=body["seed"])

@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
-from marin_rl.machine import machine_key
-from marin_rl.memory import (
+from marin_rl.machine import (
     M_MMAP_THRESHOLD,
     M_TOP_PAD,
     M_TRIM_THRESHOLD,
     give_back_freed_memory,
     glibc,
+    machine_key,
     share_one_heap,
 )
 

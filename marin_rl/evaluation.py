@@ -173,7 +173,7 @@ def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
     config = _run_config(opened, target, asked)
     settings, environment = settled(config, asked)
     if found.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
-        from marin_rl.serving.in_process import serving, weights_of_slot
+        from marin_rl.serving.launch import serving, weights_of_slot
 
         with serving(weights_of_slot(opened, found), settings) as policy:
             return _answered((policy, PolicyClient), settings, environment)
@@ -222,7 +222,7 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
 
 
 def _of_folder(folder: Path, target: Target, asked: Asked) -> Evaluated:
-    from marin_rl.serving.in_process import serving, weights_in_folder
+    from marin_rl.serving.launch import serving, weights_in_folder
 
     config, environment = settled(_folder_config(folder, target, asked), asked)
     with serving(weights_in_folder(folder), config) as policy:

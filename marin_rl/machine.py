@@ -1,11 +1,15 @@
-"""The facts of a machine that computed bits depend on, and the least size of XLA's thread pool.
+"""The machine: facts that bits depend on, the least size of XLA's thread pool, glibc's allocator.
 
 XLA's CPU client sizes its pool once, when JAX starts: by the environment variable NPROC, else by
 the cores that the process may use. A pool of one thread adds up products in another order than a
 larger one, so a process on one core gets a pool of THREADS_MIN. Owns that floor, and the facts that
 manifests record and comparisons name. Imports no JAX: commands that read a run need none.
+
+By default every thread that allocates gets a heap of its own, and what one freed no other uses: a
+run has dozens of threads, and its training steps would leave such a heap full of holes in each.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -196,3 +200,32 @@ def _device() -> str:
         return ""
     # no import: the data side reads facts too, and never depends on JAX
     return str(sys.modules["jax"].local_devices()[0].device_kind)
+
+
+# mallopt(3): parameter numbers.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+
+
+@cache
+def share_one_heap() -> bool:
+    """Let all threads allocate from one heap; True where that was done.
+
+    Threads that allocated before keep theirs, so this goes before any library that starts some.
+    """
+    library = glibc()
+    return library is not None and bool(library.mallopt(M_ARENA_MAX, 1))
+
+
+def give_back_freed_memory() -> None:
+    """Hand what is free back to the kernel, once: a program's compilation or a step's blocks."""
+    library = glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def glibc() -> ctypes.CDLL | None:
+    """The C library of this process, where it is glibc."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marin_rl.errors import MarinRLError
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.types import ServedPolicy, SlotRef
@@ -81,7 +81,7 @@ class RunRuntime:
         from marin_rl.compilation import enable_compilation_cache
         from marin_rl.rollouts.rewards import reward_model_slot_of
         from marin_rl.tokenizers import TokenizerIdentity
-        from marin_rl.training.reward_scoring import LearnedReward
+        from marin_rl.training.preference import LearnedReward
 
         enable_compilation_cache()
         names = TokenizerIdentity.of(self.tokenizer)

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from marin_rl.memory import glibc
+from marin_rl.machine import glibc
 
 # malloc_info(3) tells of every heap: threads that allocate side by side would get one each.
 HEAPS = """
 import ctypes, sys, tempfile, threading
-from marin_rl.memory import glibc, share_one_heap
+from marin_rl.machine import glibc, share_one_heap
 if sys.argv[1] == "shared":
     assert share_one_heap()
 library = glibc()
@@ -45,7 +45,7 @@ def test_threads_allocate_from_one_heap():
 # As a step leaves them: many blocks freed, and among them small ones that stay.
 GAPS = """
 from pathlib import Path
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.compilation import keep_freed_memory
 import ctypes
 assert keep_freed_memory()

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from marin_rl.analysis.tokens import column_of, token_kl, trained
-from marin_rl.batching.advantages import WHITENING_VARIANCE_MIN
-from marin_rl.batching.returns import gae, rewards_of
+from marin_rl.batching.advantages import WHITENING_VARIANCE_MIN, gae, rewards_of
 from marin_rl.config import CriticConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN

@@ -17,8 +17,12 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float64, Int64
 
-from marin_rl.batching.advantages import AdvantageChoice, group_statistics, round_advantages
-from marin_rl.batching.returns import discounted_returns
+from marin_rl.batching.advantages import (
+    AdvantageChoice,
+    discounted_returns,
+    group_statistics,
+    round_advantages,
+)
 
 RETURNS, ADVANTAGES = "returns", "advantages"  # columns that come before a rollout's one number
 READ = ("loss_mask", "turns")  # what `with_turns` needs

@@ -30,7 +30,7 @@ from marin_rl.commands.options import (
 )
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError
-from marin_rl.memory import share_one_heap
+from marin_rl.machine import share_one_heap
 
 INTERRUPTED = 130  # what shells report of a process that Ctrl-C ended
 

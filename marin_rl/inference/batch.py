@@ -2,7 +2,7 @@
 
 Owns the small arrays that every chunk starts from, what each sequence has produced so far, and when
 it is finished: a stop token, a stop string, or its limit of tokens. Leaves out the device
-(`decoder`, `sampling`) and the order in which requests come (`engine`, `job_queue`).
+(`decoder`, `sampling`) and the order in which requests come (`engine`, `scheduler`).
 
 Axes: S slots, C steps of a chunk, N stop tokens of a slot, K likeliest tokens.
 """
@@ -17,10 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from marin_rl.inference.logits_state import ExtraRows, checked_mask
-from marin_rl.inference.logprobs import Report
-from marin_rl.inference.sampling import SlotSampling, seed_words
-from marin_rl.inference.slots import (
+from marin_rl.inference.generation import (
     STOP_TOKENS_MAX,
     Delta,
     GenerationRequest,
@@ -29,6 +26,9 @@ from marin_rl.inference.slots import (
     Sample,
     TokenConstraint,
 )
+from marin_rl.inference.logits_state import ExtraRows, checked_mask
+from marin_rl.inference.logprobs import Report
+from marin_rl.inference.sampling import SlotSampling, seed_words
 from marin_rl.inference.stops import Decode, StopWatch
 
 NO_TOKEN = -1

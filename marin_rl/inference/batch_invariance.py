@@ -29,10 +29,10 @@ from marin_rl.inference import decoder
 from marin_rl.inference.batch import RunningBatch, SlotInputs
 from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.decoder import Cache
+from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Asked
 from marin_rl.inference.programs import PROGRAMS, ChunkInputs, Limits
-from marin_rl.inference.slots import TOP_LOGPROBS_MAX
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 from marin_rl.machine import machine_facts
 

@@ -3,7 +3,7 @@
 Owns the order of things: requests join free slots between chunks, a chunk of decode steps runs on
 the device without returning to Python, finished ones leave, and new weights take the old ones'
 place between two chunks by a change of reference. Leaves out what may come in and who waits
-(`job_queue`), what a sequence is (`batch`), what is computed (`runner` and what it calls), and
+(`scheduler`), what a sequence is (`batch`), what is computed (`runner` and what it calls), and
 HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
@@ -34,12 +34,11 @@ from marin_rl.errors import InferenceError
 from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
 from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.job_queue import JobQueue, RequestBounds
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
-from marin_rl.inference.scheduler import Schedule, schedule
-from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.scheduler import JobQueue, RequestBounds, Schedule, schedule
 from marin_rl.inference.stops import Decode
 
 # An idle engine waits for a round's other requests until none came for QUIET_S, GATHER_S at most.

@@ -2,7 +2,7 @@
 
 Owns the arrays of bias, penalties, masks and reports: filled as samples are scheduled, emptied as
 they leave. Each group has a neutral twin on the device, made once: while no slot uses it in a lane,
-its chunk copies nothing. Leaves out what they mean (`logits_processors`, `logprobs`).
+its chunk copies nothing. Leaves out what they mean (`sampling`, `logprobs`).
 
 Axes: S slots, B biased tokens, T positions of a slot, W words of 32 tokens.
 """
@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import UInt32
 
 from marin_rl.inference.cpu_streams import Lanes
-from marin_rl.inference.logits_processors import Bias, LogitsParams, Mask, Penalties
+from marin_rl.inference.generation import LOGIT_BIAS_MAX, GenerationRequest
 from marin_rl.inference.logprobs import Asked
-from marin_rl.inference.slots import LOGIT_BIAS_MAX, GenerationRequest
+from marin_rl.inference.sampling import Bias, LogitsParams, Mask, Penalties
 
 WORD_BITS = 32
 

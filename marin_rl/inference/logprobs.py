@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.sampling import Drawn
-from marin_rl.inference.slots import TOP_LOGPROBS_MAX
 
 
 class Asked(NamedTuple):

@@ -17,10 +17,9 @@ from jaxtyping import Array, Float32, Int32
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import SlotInputs
 from marin_rl.inference.decoder import Cache
-from marin_rl.inference.logits_processors import TokenHistory, adjust
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
-from marin_rl.inference.sampling import sample, uniforms
+from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,

@@ -35,6 +35,7 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.decoder import Cache
+from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.logits_state import ExtraRows, Extras
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
@@ -46,9 +47,8 @@ from marin_rl.inference.programs import (
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.scoring import prompt_scores, score_tokens
-from marin_rl.inference.slots import PromptScores
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 
 BUCKET_MIN = 16
 

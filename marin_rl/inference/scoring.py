@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from marin_rl.inference import decoder
+from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.logprobs import likeliest, log_softmax, top_count
-from marin_rl.inference.slots import PromptScores
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 
 # Entries of the largest tile of logits: 16 MB.

@@ -1,11 +1,16 @@
-"""A server in a process of its own: which model to load, then serve until a signal.
+"""Launch a server: in a process of its own until a signal, or in this one for one task.
 
-Behind `marin-rl serve`. What is served first goes the way of every later update: read whole,
-verified, and rehearsed before the port opens. Inside a run the server lives in the flow's process
-instead and takes the trainer's arrays (see `marin_rl.runtime`).
+The first is behind `marin-rl serve`; `serve_folder` and its like serve a model for work outside a
+run's rounds, where no trainer has the weights and so no canary can compare. What is served first
+goes the way of every later update: read whole, verified, and rehearsed before the port opens.
+Inside a run the server lives in the flow's process instead and takes the trainer's arrays (see
+`marin_rl.runtime`).
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,12 +21,18 @@ from marin_rl.config import Config
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, serve_forever
 from marin_rl.serving.weights.canary import rehearse
-from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
-from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following
+from marin_rl.serving.weights.checkpoint_loader import (
+    Loaded,
+    read_checkpoint,
+    read_folder,
+    read_slot,
+)
 from marin_rl.serving.weights.update_roots import with_update_root
-from marin_rl.serving.weights.weight_updates import canary_ids
+from marin_rl.serving.weights.weight_updates import POLL_S, canary_ids, following
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizers import load_tokenizer, tokenizer_for
+from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
+from marin_rl.training.model import LmHeadModel, load_hf, parameters_digest
+from marin_rl.types import ServedPolicy, SlotRef
 
 
 def serve_checkpoint(
@@ -98,3 +109,63 @@ def proven_server(
 def _announce(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A model in memory with its tokenizer, and where they are from."""
+
+    model: LmHeadModel
+    tokenizer: PreTrainedTokenizerBase
+    parameters_digest: str
+    source: SlotRef
+
+
+def weights_in_folder(folder: Path) -> Weights:
+    """A Hugging Face folder. Raises InputError for one that is unfit."""
+    model = load_hf(folder)
+    return Weights(
+        model=model,
+        tokenizer=load_tokenizer(folder),
+        parameters_digest=parameters_digest(model),
+        source=SlotRef(slot=str(folder), sha256=""),
+    )
+
+
+def weights_of_slot(run: Run, ref: SlotRef) -> Weights:
+    """A committed checkpoint, a warm start's too. Raises as `loading.read_slot` does."""
+    loaded = read_slot(run, ref)
+    return Weights(
+        model=loaded.model,
+        tokenizer=tokenizer_for(run.config.policy),
+        parameters_digest=loaded.parameters_digest,
+        source=ref,
+    )
+
+
+@contextmanager
+def serving(weights: Weights, config: Config) -> Iterator[ServedPolicy]:
+    """The model behind the OpenAI protocol, on loopback, until the context ends."""
+    enable_compilation_cache()
+    names = TokenizerIdentity.of(weights.tokenizer)
+    server = PolicyServer(
+        weights.model,
+        weights.tokenizer,
+        config.inference,
+        context_length=config.policy.context_length,
+        parameters_digest=weights.parameters_digest,
+        dtype=jnp.dtype(config.policy.compute_dtype),
+    )
+    try:
+        server.start()
+        yield ServedPolicy(
+            endpoints=(server.base_url,),
+            model=server.model_id,
+            weight_version=0,
+            parameters_digest=weights.parameters_digest,
+            tokenizer_digest=names.tokenizer_digest,
+            chat_template_digest=names.chat_template_digest,
+            checkpoint=weights.source,
+        )
+    finally:
+        server.stop()

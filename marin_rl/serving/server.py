@@ -26,11 +26,11 @@ from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import STOP_TOKENS_MAX
+from marin_rl.inference.generation import STOP_TOKENS_MAX
 from marin_rl.serving.app import Service, create_app
 from marin_rl.serving.http.access_log import AccessLog, Stream
 from marin_rl.serving.http.addresses import check_reach, listen
-from marin_rl.serving.http.api_keys import Keys
+from marin_rl.serving.http.auth import Keys
 from marin_rl.serving.http.connections import Connections, raise_files_limit
 from marin_rl.serving.http.middleware import Middleware
 from marin_rl.serving.http.origins import Origins

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config
 from marin_rl.errors import NonFiniteUpdate
-from marin_rl.training.cpu_streams import lanes_of
 from marin_rl.training.critic import make_critic
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
 from marin_rl.training.model import matrix_mask, with_gradient_checkpointing
@@ -40,6 +39,7 @@ from marin_rl.training.step import (
     make_values,
     step_arrays,
 )
+from marin_rl.training.step_types import lanes_of
 from marin_rl.training.token_metrics import TokenMeasures
 from marin_rl.types import TrainingBatch
 

@@ -16,7 +16,7 @@ from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.checkpoints import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float32
 
-from marin_rl.batching.returns import rewards_of
+from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import token_gae, whitened
 from marin_rl.training.reference_policy import reward_penalty, token_penalty

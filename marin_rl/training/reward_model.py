@@ -33,7 +33,7 @@ from marin_rl.storage.commits import find_commit, fingerprint
 from marin_rl.storage.runs import Run, committed, pairs_slot, reward_model_slot
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.heads import ScalarModel
+from marin_rl.training.critic import ScalarModel
 from marin_rl.training.loop import already_committed, check_finite
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import (
@@ -44,11 +44,12 @@ from marin_rl.training.model import (
 )
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, sft_adamw
 from marin_rl.training.preference import (
+    SequenceScorer,
     make_preference_step,
+    padded_length,
     pair_arrays,
     preference_totals,
 )
-from marin_rl.training.reward_scoring import SequenceScorer, padded_length
 from marin_rl.training.sft import STEPS_PER_EVENT, made_ahead
 from marin_rl.training.state import (
     Identity,

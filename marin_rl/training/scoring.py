@@ -24,9 +24,8 @@ from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.gemma import GemmaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.training.attention import RowAttention, Sight, sight_of
+from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
 from marin_rl.training.losses import scores_of_logits
-from marin_rl.training.rotary import Rotation, with_rotation
 
 TOKENS_PER_CHUNK = 256
 UNROLLED_LAYERS_MAX = 8

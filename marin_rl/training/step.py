@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import compiled_apart
-from marin_rl.training.cpu_streams import side_by_side
 from marin_rl.training.critic import Critic, CriticState, Parameters
 from marin_rl.training.gradients import (
     ForwardOutputs,
@@ -36,7 +35,7 @@ from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.step_loss import Metrics, measures_of, report, row_weights
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step_types import StepArrays, StepSettings, side_by_side
 from marin_rl.training.token_baseline import squared_score_norms
 from marin_rl.training.token_metrics import TokenMeasures
 from marin_rl.types import TrainingBatch

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int64
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import ObjectiveConfig
-from marin_rl.training.heads import SquaredProbabilities
+from marin_rl.training.critic import SquaredProbabilities
 from marin_rl.training.losses import correction_weights
 from marin_rl.training.reference_policy import group_numbers
 from marin_rl.training.scoring import token_logprobs_and_values

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.serving.api.requests import (
     ChatBody,
     ChatTokensBody,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from marin_rl.batching.returns import discounted_returns, gae, rewards_of
+from marin_rl.batching.advantages import discounted_returns, gae, rewards_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
 

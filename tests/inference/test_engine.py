@@ -22,9 +22,9 @@ from support.slow_cases import others_slow
 from support.tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import PROGRAMS, compiled_layers
 from marin_rl.inference.scoring import score_tokens
-from marin_rl.inference.slots import GenerationRequest
 from marin_rl.types import Sampling
 
 

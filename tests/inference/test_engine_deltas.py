@@ -20,8 +20,8 @@ from support.tiny_models import tiny_model
 
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.runner import Policy
-from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
 
 
 class Listener:

@@ -11,7 +11,7 @@ from support.tiny_models import VOCABULARY, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine, EngineStats
-from marin_rl.inference.slots import Delta, GenerationRequest
+from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.types import Sampling
 
 

@@ -13,8 +13,8 @@ from support.slow_cases import others_slow
 from support.tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.inference.scoring import tile_length
-from marin_rl.inference.slots import GenerationRequest, Sample
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -17,7 +17,7 @@ from marin_rl.inference.attention import SHARE
 from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.decoder import BLOCK_MIN
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import Delta, GenerationRequest
+from marin_rl.inference.generation import Delta, GenerationRequest
 
 pytestmark = pytest.mark.bits
 

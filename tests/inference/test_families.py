@@ -29,7 +29,7 @@ from support.tiny_models import FAMILIES, full_logits, tiny_model
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import GenerationRequest, Sample
+from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.inference.weights import read_model
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import load_hf, named_parameters, with_parameters

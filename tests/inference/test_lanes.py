@@ -29,8 +29,8 @@ from marin_rl.inference.cpu_streams import (
     lanes_for,
 )
 from marin_rl.inference.engine import Engine
+from marin_rl.inference.generation import Delta
 from marin_rl.inference.programs import PROGRAMS, compiled_layers, fused_weights
-from marin_rl.inference.slots import Delta
 from marin_rl.inference.weights import read_model
 from marin_rl.machine import pool_threads
 

@@ -19,6 +19,7 @@ from support.tiny_models import uneven
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
+from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import (
     PROGRAMS,
     ChunkInputs,
@@ -26,7 +27,6 @@ from marin_rl.inference.programs import (
     compiled_layers,
     fused_weights,
 )
-from marin_rl.inference.slots import GenerationRequest
 from marin_rl.inference.weights import read_model
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import named_parameters, with_parameters

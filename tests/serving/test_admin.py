@@ -18,7 +18,7 @@ from support.small_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.slots import Delta, GenerationRequest
+from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint

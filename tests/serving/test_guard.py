@@ -8,8 +8,7 @@ from support.servers import CHAT, asks_well, chat_body, raw, serving, status_of,
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.http.api_keys import Keys
-from marin_rl.serving.http.auth import OPEN_PATHS
+from marin_rl.serving.http.auth import OPEN_PATHS, Keys
 from marin_rl.serving.http.origins import Origins, preflight_headers
 from marin_rl.serving.server import PolicyServer
 

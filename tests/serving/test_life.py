@@ -32,8 +32,8 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving import server as server_module
 from marin_rl.serving.http.addresses import check_address
-from marin_rl.serving.in_process import Weights
-from marin_rl.serving.in_process import serving as briefly
+from marin_rl.serving.launch import Weights
+from marin_rl.serving.launch import serving as briefly
 from marin_rl.serving.server import PolicyServer, serve_forever
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef

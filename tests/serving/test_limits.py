@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.slots import GenerationRequest
+from marin_rl.inference.generation import GenerationRequest
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.limits import (
     Rates,

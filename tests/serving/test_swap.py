@@ -26,7 +26,7 @@ from support.tiny_models import VOCABULARY, full_logprobs, tiny_model
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.serving.api.completions import _order as completion_order
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer

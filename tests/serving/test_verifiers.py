@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.servers import serving
 
-from marin_rl.inference.slots import GenerationRequest, Sample
+from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Sampling
 

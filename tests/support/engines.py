@@ -14,7 +14,7 @@ from support.tiny_models import VOCABULARY
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.types import Sampling
 
 CONTEXT = 96

@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.tiny_batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 
-from marin_rl.batching.returns import gae
+from marin_rl.batching.advantages import gae
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.storage.commits import manifest_of
@@ -19,13 +19,14 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.scores import iter_scores
 from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
 from marin_rl.training.critic import (
+    ScalarHead,
+    ScalarModel,
     make_critic,
     token_gae,
     value_losses,
     value_metrics,
     whitened,
 )
-from marin_rl.training.heads import ScalarHead, ScalarModel
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
     build_model,

@@ -10,7 +10,7 @@ from levanter.layers.attention import AttentionMask
 from support.tiny_batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig
-from marin_rl.training.heads import ScalarHead, ScalarModel
+from marin_rl.training.critic import ScalarHead, ScalarModel
 from marin_rl.training.mesh import Layout, layout_of
 from marin_rl.training.model import (
     build_model,

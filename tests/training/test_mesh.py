@@ -19,7 +19,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training import scoring
 from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
-from marin_rl.training.heads import ScalarHead
+from marin_rl.training.critic import ScalarHead
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw

@@ -14,17 +14,17 @@ from support.tiny_batches import VOCAB, tiny_policy
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.config import MeshConfig, TrainingConfig
-from marin_rl.training.heads import ScalarHead, ScalarModel
+from marin_rl.training.critic import ScalarHead, ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
 from marin_rl.training.model import build_model, digest_of, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.preference import (
+    SequenceScorer,
     make_preference_step,
     pair_arrays,
     preference_losses,
     preference_totals,
 )
-from marin_rl.training.reward_scoring import SequenceScorer
 from marin_rl.training.state import fresh_state
 from marin_rl.training.step import TrainState, as_array
 

@@ -16,8 +16,8 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, latest_reward_model, reward_model_slot
 from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.preference import LearnedReward
 from marin_rl.training.reward_model import RewardModelTraining
-from marin_rl.training.reward_scoring import LearnedReward
 from marin_rl.training.state import identity_of
 from marin_rl.types import Message, PreferencePair, SlotRef
 

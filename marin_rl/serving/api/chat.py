@@ -15,7 +15,7 @@ from jaxtyping import Int32
 from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import CHAT_ROUTE, CHAT_TOKENS_ROUTE
-from marin_rl.inference.slots import Delta, GenerationResult, Sample
+from marin_rl.inference.generation import Delta, GenerationResult, Sample
 from marin_rl.serving.api.request_handler import EngineRequest
 from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
 from marin_rl.serving.api.responses import (

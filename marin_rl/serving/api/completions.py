@@ -14,7 +14,7 @@ from jaxtyping import Int32
 from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import COMPLETIONS_ROUTE
-from marin_rl.inference.slots import Delta, GenerationResult, PromptScores, Sample
+from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.serving.api.request_handler import EngineRequest
 from marin_rl.serving.api.requests import CompletionBody
 from marin_rl.serving.api.responses import (

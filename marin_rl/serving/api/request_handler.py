@@ -2,7 +2,7 @@
 
 Owns what a route asks of the engine (`EngineRequest`), the hops between event loop, tokenizer,
 engine and writer, deadlines, and what happens when a client leaves. Leaves out how a body is read
-and how an answer looks (the routes), and what is sent when (`streaming`).
+and how an answer looks (the routes), and what is sent when (`responses`).
 """
 
 import logging
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.engine import Policy
-from marin_rl.inference.slots import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
 from marin_rl.serving.http.access_log import RequestRecord, record_of

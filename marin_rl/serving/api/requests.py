@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from marin_rl.inference.slots import (
+from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
     STOP_TOKENS_MAX,
     TOP_LOGPROBS_MAX,

@@ -16,8 +16,8 @@ import orjson
 from jaxtyping import Float32, Int32
 
 from marin_rl.inference.client.protocol import ServerTimings
-from marin_rl.inference.slots import Delta, GenerationResult, PromptScores, Sample
-from marin_rl.serving.http.ids import new_id
+from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
+from marin_rl.serving.http.errors import new_id
 from marin_rl.serving.text.detokenizer import (
     UNFINISHED,
     Detokenizer,

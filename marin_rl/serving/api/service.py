@@ -24,7 +24,7 @@ from marin_rl.chat_templates import WORKERS_MAX
 from marin_rl.config import ServerConfig
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine, Policy
-from marin_rl.inference.slots import STOP_TOKENS_MAX, Delta, GenerationResult
+from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
 from marin_rl.serving.api.requests import SamplingBody, SamplingFields
 from marin_rl.serving.api.responses import ResponseHeader, TextDecoding
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, GENERATE_ROUTE, TOKENIZE_ROUTE
-from marin_rl.inference.slots import GenerationResult, Sample
+from marin_rl.inference.generation import GenerationResult, Sample
 from marin_rl.serving.api.request_handler import EngineRequest
 from marin_rl.serving.api.requests import (
     DetokenizeBody,
@@ -26,8 +26,7 @@ from marin_rl.serving.api.responses import Scores, complete_response
 from marin_rl.serving.api.service import Prompt, Service, json_response
 from marin_rl.serving.api.streaming import SamplingEndpoint
 from marin_rl.serving.http.auth import read_body
-from marin_rl.serving.http.errors import parse
-from marin_rl.serving.http.ids import new_id
+from marin_rl.serving.http.errors import new_id, parse
 
 
 def tokens_routes(service: Service) -> list[Route]:

@@ -18,8 +18,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.serving.http.auth import CLIENT_LEFT, as_response
-from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.ids import new_id
+from marin_rl.serving.http.errors import ApiError, new_id
 
 LINES_WAITING_MAX = 10_000
 LINES_GATHERED_S = 0.05  # for which the first of several lines waits, so that they go together

@@ -7,7 +7,7 @@ import socket
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.http.api_keys import Keys
+from marin_rl.serving.http.auth import Keys
 from marin_rl.serving.http.origins import is_loopback
 
 

@@ -1,12 +1,16 @@
-"""Access control: what is checked before a route sees the request.
+"""Access control: bearer tokens, and what is checked before a route sees the request.
 
 Everything is closed but the two health routes, by a rule that knows no paths besides them, so that
-a new route cannot be forgotten. Leaves out what a token is (`api_keys`), which hosts and pages are
-ours (`origins`), and what a body means (`errors`).
+a new route cannot be forgotten. Tokens come from the environment and are compared in constant time.
+Leaves out which hosts and pages are ours (`origins`), and what a body means (`errors`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import hashlib
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -14,13 +18,79 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marin_rl.config import ServerConfig
-from marin_rl.serving.http.api_keys import Keys
+from marin_rl.config import InferenceConfig, ServerConfig
+from marin_rl.errors import ConfigError
 from marin_rl.serving.http.body_budget import BodyBudget, BodyShare
 from marin_rl.serving.http.connections import Client, client_of
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.limits import Deadline, Rates, request_timeout
 from marin_rl.serving.http.origins import Origins, cors_headers, preflight_headers
+
+# Another one's digest where no token is set, so that every comparison takes the same time.
+_NOBODY = bytes(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """SHA-256 digests of the API's and the admin's token; None where the variable is not set.
+
+    Digests rather than tokens: they compare in constant time for any bytes a client sends, and a
+    trace or a dump of this object gives nothing away.
+    """
+
+    api: bytes | None
+    admin: bytes | None
+    api_variable: str
+    admin_variable: str
+
+    @staticmethod
+    def from_environment(config: InferenceConfig) -> "Keys":
+        """Read both tokens. ConfigError for one with blanks inside, or one used for both."""
+        api = _token(config.api_key_variable)
+        admin = _token(config.server.admin_key_variable)
+        if api is not None and api == admin:
+            raise ConfigError(
+                f"{config.api_key_variable} and {config.server.admin_key_variable} hold the same "
+                "token: every caller of completions could replace the weights. Use two tokens"
+            )
+        return Keys(
+            api=None if api is None else hashlib.sha256(api).digest(),
+            admin=None if admin is None else hashlib.sha256(admin).digest(),
+            api_variable=config.api_key_variable,
+            admin_variable=config.server.admin_key_variable,
+        )
+
+    def caller(self, authorization: Sequence[bytes]) -> str | None:
+        """Role of the sender of these Authorization headers: "admin", "api", "local", or None if
+        unknown.
+
+        "local" is every caller while no API token is set: then only this machine is answered.
+        """
+        given = hashlib.sha256(_bearer(authorization)).digest()
+        is_admin = hmac.compare_digest(given, self.admin or _NOBODY)
+        is_api = hmac.compare_digest(given, self.api or _NOBODY)
+        if is_admin:
+            return "admin"
+        if self.api is None:
+            return "local"
+        return "api" if is_api else None
+
+
+def _token(variable: str) -> bytes | None:
+    # surrogateescape gives back the very bytes of an environment that is not UTF-8
+    token = os.environ.get(variable, "").strip().encode("utf-8", "surrogateescape")
+    if len(token.split()) > 1:
+        raise ConfigError(f"{variable}: expected a token without blanks, found blanks in it")
+    return token or None
+
+
+def _bearer(authorization: Sequence[bytes]) -> bytes:
+    """The token of the one Authorization header; nothing for none, several, or another scheme."""
+    if len(authorization) != 1:
+        return b""
+    scheme, _, token = authorization[0].partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
 
 OPEN_PATHS = ("/healthz", "/readyz")
 CLIENT_LEFT = 499  # never sent; for the log and the metrics

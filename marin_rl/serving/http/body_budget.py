@@ -8,7 +8,7 @@ One body is bounded by `body_bytes_max` and each connection has one, so that wit
 import threading
 from collections.abc import Callable
 
-from marin_rl.memory import give_back_freed_memory
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.serving.http.errors import ApiError
 
 # The part of each body that is not counted: ordinary requests go on when the budget is spent. All

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.client.protocol import error_body
-from marin_rl.serving.http.ids import new_id
+from marin_rl.serving.http.errors import new_id
 
 # After a refusal the rest of a body is thrown away for so long, or the client may never see why.
 LINGER_S = 2.0

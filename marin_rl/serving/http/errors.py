@@ -7,6 +7,8 @@ and what may be asked for (`requests`).
 """
 
 import difflib
+import random
+import secrets
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, get_args
@@ -152,3 +154,12 @@ def _found(data: bytes, error: ErrorDetails) -> str:
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
     return f", found {value!r}" if isinstance(value, bool | int | float) else ""
+
+
+# Seeded by the system once: asking it for every id would release the interpreter lock each time.
+_random = random.Random(secrets.randbits(256))
+
+
+def new_id() -> str:
+    """An id that nothing else has; no secret."""
+    return f"{_random.getrandbits(128):032x}"

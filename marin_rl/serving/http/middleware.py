@@ -1,7 +1,7 @@
 """Everything that stands between a socket and a route, put together for one server.
 
 Owns the order of the middlewares and the route of the metrics. What each of them does is in
-`access_log`, `auth`, `api_keys`, `origins`, `limits` and `prometheus`.
+`access_log`, `auth`, `origins`, `limits` and `prometheus`.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord
-from marin_rl.serving.http.api_keys import Keys
-from marin_rl.serving.http.auth import Guard
+from marin_rl.serving.http.auth import Guard, Keys
 from marin_rl.serving.http.origins import Origins
 from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 

@@ -2,7 +2,7 @@
 
 A page in a browser can reach a server on its user's machine, under a name of its own (DNS
 rebinding) or from another site. So Host and Origin are checked, and CORS is off but for the
-origins that are listed. Leaves out tokens (`api_keys`).
+origins that are listed. Leaves out tokens (`auth`).
 """
 
 import ipaddress
