@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.fake_gcs import FakeGCS, Fault
-from support.fake_s3 import FakeS3
+from support.fake_stores import FakeGCS, FakeS3, Fault
 
 from marin_rl.errors import (
     ConfigError,
