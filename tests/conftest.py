@@ -23,8 +23,15 @@ os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
 
 from collections.abc import Iterator
 
+import jax
 import pytest
 from hypothesis import HealthCheck, settings
+
+# jaxtyping's plugin has imported JAX before this file, so the variable above reaches child processes
+# only. Small programs are kept too: thousands of them take most of the suite's time.
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 settings.register_profile(
     "marin-rl",
@@ -46,8 +53,6 @@ def compiled_quickly() -> Iterator[None]:
     Their last bits differ too, and a jitted function keeps its programs: `pytest_runtest_setup`
     drops them before the next test that wants what users have.
     """
-    import jax
-
     global _quick_programs_left
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
@@ -63,7 +68,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test of programs as users have them meets none that was compiled quickly before it."""
     global _quick_programs_left
     if _quick_programs_left and "compiled_quickly" not in getattr(item, "fixturenames", ()):
-        import jax
-
         jax.clear_caches()
         _quick_programs_left = False
