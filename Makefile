@@ -65,7 +65,7 @@ format: install ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 
 .PHONY: docs
-docs: install ## Write the generated pages of docs/ anew
+docs: install ## Write the generated pages of docs/ again
 	$(BIN)/marin-rl config reference > docs/configuration.md
 	$(BIN)/marin-rl config metrics > docs/metrics.md
 

@@ -27,7 +27,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-# jaxtyping's plugin has imported JAX before this file, so the variable above reaches child processes
+# jaxtyping's plugin has imported JAX before this file, so the variable above reaches children
 # only. Small programs are kept too: thousands of them take most of the suite's time.
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
@@ -35,8 +35,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 settings.register_profile(
     "marin-rl",
-    deadline=None,  # two cores are shared with whatever else runs
-    derandomize="MARIN_RL_SEED" in os.environ,  # whoever asks for one seed wants the same examples
+    deadline=None,  # the cores are shared with other programs
+    derandomize="MARIN_RL_SEED" in os.environ,  # a fixed seed means the same examples
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -251,7 +251,7 @@ def test_a_plain_glob_sees_exactly_the_committed_shards(tmp_path: Path) -> None:
     groups = [[group("a", [0.0, 1.0])], [group("b", [1.0, 0.0])]]
     commit_round(run, 0, groups)
     commit_shard(run, 1, 0, groups[0], FINGERPRINT, policy(1))
-    # What a killed attempt leaves behind: a temporary file beside the shards.
+    # A killed attempt leaves this behind: a temporary file next to the shards.
     (tmp_path / "run/rollouts/round-00001/.shard-0001.parquet.0a1b.tmp").write_bytes(b"half")
     pattern = str(tmp_path / "run" / "rollouts" / "*" / "shard-*.parquet")
     expected = [(0, 0, 2), (0, 1, 2), (1, 0, 2)]

@@ -12,7 +12,7 @@ from marin_rl.analysis.scan import sql
 from marin_rl.errors import InputError
 from marin_rl.storage.runs import Run
 
-# FILE is a new file beside the run, SHARD the one that is committed, TARGET in the run's folder.
+# FILE is a new file outside the run, SHARD the committed one, TARGET in the run's folder.
 WRITING = (
     "copy (select 1) to 'FILE'",
     "copy (select 1) to 'SHARD'",

@@ -127,7 +127,7 @@ def test_a_groups_prompt_is_prefilled_once(engine):
 
 
 def test_requests_that_come_together_start_together(engine, monkeypatch):
-    # until the slots are full, the engine waits for whoever else comes
+    # until the slots are full, the engine waits for more requests
     monkeypatch.setattr("marin_rl.inference.engine.QUIET_S", 3600)
     monkeypatch.setattr("marin_rl.inference.engine.GATHER_S", 3600)
     chunks = engine.stats.chunks

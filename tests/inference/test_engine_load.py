@@ -68,7 +68,7 @@ def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
         lengths = stats.busy_slot_steps / samples
         print(f"{share:.1%} busy, {lengths:.0f} steps a sample, {stats.chunks} chunks, {stats}")
         assert share >= 0.8
-        # groups that found few free slots share their prompt all the same
+        # groups that got few free slots share their prompt too
         assert stats.prefilled_prompts <= 60 + 3
     finally:
         engine.close()
@@ -97,7 +97,7 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         engine.resume()
         assert bits(futures[1].result(timeout=120)) == expected
         after = engine.stats.snapshot()
-        # the first three sit together; whoever follows finds a sibling or comes after all of them
+        # the first three start together; each later one has a sibling or comes after all of them
         prefilled = after.prefilled_prompts - before.prefilled_prompts
         copied = after.copied_prompts - before.copied_prompts
         assert copied > 0
@@ -205,7 +205,7 @@ def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(m
         expected = bits(result_of(engine, request))
         engine.pause()
         future = engine.submit(request)
-        engine.sleep()  # whoever waits is served once it is awake, not forgotten
+        engine.sleep()  # waiting requests are served once it is awake
         engine.resume()
         assert bits(future.result(timeout=120)) == expected
         engine.sleep()

@@ -304,7 +304,7 @@ def test_a_prompt_can_be_scored_without_a_completion(engine):
     assert scored.prompt_scores is not None
     assert scored.prompt_scores.top_ids is None
     assert len(scored.prompt_scores.logprobs) == 30
-    # the same numbers whatever else runs, and beside a completion
+    # the same numbers under any load, and next to a completion
     beside = result_of(engine, request_of(30, score_prompt=True)).prompt_scores
     assert beside is not None
     assert beside.logprobs.tobytes() == scored.prompt_scores.logprobs.tobytes()

@@ -366,7 +366,9 @@ def test_a_large_answer_that_nobody_reads_does_not_keep_its_connection(
         answer = read_all(connection)
     declared = re.search(rb"content-length: (\d+)\r\n", answer)
     assert declared
-    assert 0 < len(answer) < int(declared[1])  # what the kernels held: the rest is lost
+    assert (
+        0 < len(answer) < int(declared[1])
+    )  # the content of the kernels' buffers: the rest is lost
     assert asks_well(server)
 
 

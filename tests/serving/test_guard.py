@@ -177,7 +177,7 @@ def test_every_route_but_health_is_closed_to_whoever_has_no_token(closed: Policy
     for path in every_path(closed):
         for method in METHODS:
             status, headers, answer = talk(closed, method, path)
-            if method == "BREW":  # no method of HTTP: nobody looks at the rest
+            if method == "BREW":  # no method of HTTP: the rest is not read
                 assert (status, answer["error"]["code"]) == (400, "bad_http"), path
                 continue
             if path in OPEN_PATHS:

@@ -176,7 +176,7 @@ def test_a_fork_is_refused_where_the_policy_it_is_held_to_was_given_up(parent: R
     with pytest.raises(ObjectMissing, match=r"round-00000 was given up .* the KL to it"):
         fork_run(parent, 3, "fork", kl)
     assert runs_under(parent.config.root) == ["run"]
-    fork_run(parent, 3, "fork", refreshed)  # is held to checkpoint 2, which is there
+    fork_run(parent, 3, "fork", refreshed)  # has checkpoint 2 as reference, which is there
     gone = collect(parent, RetentionConfig(checkpoints_last=2)).garbage
     assert gone == ()
 

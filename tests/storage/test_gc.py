@@ -402,7 +402,7 @@ def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path)
     assert [has_arrays(run, number) for number in range(5)] == [True, False, False, True, True]
     play(run, 4, latest_checkpoint(run) or pytest.fail("no checkpoint"))
     before = everything(run)
-    # What lies below one that was given up was judged before.
+    # Objects below a pruned one were checked before.
     manifest = run.store.local_path("checkpoints/round-00001/manifest.json")
     assert manifest is not None
     manifest.write_bytes(b"unread")

@@ -347,7 +347,7 @@ def test_warm_up_leaves_the_policy_alone_and_resuming_ends_in_the_same_bits(
     scored = list(iter_scores(run, manifest_of(run.store, last)))
     for name in ("values", "old_values", "returns"):
         assert scored[0].floats[name] is not None
-    # Anew after every round, from the files alone.
+    # A new one after every round, from the files alone.
     other = Run.create_or_open(debug(*settings, f"root={tmp_path / 'other'}"))
     checkpoint = Trainer(other, tokenizer).init_policy()
     for round in range(3):

@@ -50,7 +50,7 @@ def test_storage_keeps_the_checkpoint_that_a_policy_is_held_to(reference):
         set() if reference == "average" else {reference_round(objective, r)} for r in range(8)
     ]
     assert [reference_checkpoints(objective, round) for round in range(8)] == expected
-    if reference != "average":  # which nobody keeps for nothing
+    if reference != "average":  # which no one keeps for free
         assert reference_checkpoints(ObjectiveConfig(reference=reference), 5) == set()
 
 
