@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from support.small_runs import commit, small_run
-from support.stale_servers import RawLogprobs, check_told, deaf_server
+from support.policy_runs import commit, small_run
+from support.servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ObjectMissing, StalePolicy

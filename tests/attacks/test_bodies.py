@@ -16,7 +16,7 @@ import pytest
 from attacks.hostile_bodies import SHAPES, body_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.seeds import printed_seed
+from support.cases import printed_seed
 from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
 
 from marin_rl.config import ServerConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.policy_runs import small_run, weights
 from support.servers import asks_well, talk
-from support.small_runs import small_run, weights
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support.builders import configuration
-from support.whole_runs import whole_run
+from support.run_factories import configuration, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.analysis.verify import verify_run

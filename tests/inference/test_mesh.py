@@ -14,8 +14,8 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from support.slow_cases import others_slow
-from support.tiny_models import uneven
+from support.cases import others_slow
+from support.models import uneven
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from support.small_runs import commit, parts, small_run, weights
+from support.policy_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient

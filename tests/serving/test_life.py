@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from support.models import full_logprobs, tiny_model
 from support.servers import CHAT, CONTEXT, asks_well, chat_body, raw, serving, talk
-from support.tiny_models import full_logprobs, tiny_model
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
@@ -349,7 +349,7 @@ def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import sys
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
 from marin_rl.serving.server import PolicyServer, serve_forever

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_runs import commit, small_run, weights
-from support.tiny_models import tiny_model
+from support.models import tiny_model
+from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy

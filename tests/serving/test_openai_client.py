@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pytest
 from openai.types import CompletionChoice
-from support.byte_tokenizers import byte_level_tokenizer
+from support.models import full_logits, tiny_model
 from support.servers import CONTEXT, ENGINE
-from support.tiny_models import full_logits, tiny_model
+from support.templates import byte_level_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import InferenceConfig, ServerConfig

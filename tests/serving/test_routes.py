@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import jsonschema
 import numpy as np
 import pytest
+from support.models import full_logprobs, tiny_model
 from support.servers import CONTEXT, MESSAGES, raw, serving, talk
-from support.tiny_models import full_logprobs, tiny_model
 
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.policy_runs import commit, small_run
 from support.servers import CHAT, chat_body, talk
-from support.small_runs import commit, small_run
 from typer.testing import CliRunner
 
 from marin_rl import cli

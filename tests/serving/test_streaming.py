@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from support.templates import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.serving.api.responses import TextDecoding

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.cases import printed_seed
 from support.engines import together, wait_until
-from support.seeds import printed_seed
-from support.tiny_models import VOCABULARY, full_logprobs, tiny_model
+from support.models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer

@@ -13,8 +13,8 @@ import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
+from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
-from support.tiny_models import tiny_model
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.batch_invariance import UNPROVEN

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.seeds import printed_seed
-from support.whole_runs import sample, whole_run
+from support.cases import printed_seed
+from support.run_factories import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import (

@@ -1,10 +1,10 @@
-"""A world to try the commit protocol in: one bucket, any number of processes, a scheduler, faults.
+"""A simulated world for the commit protocol: one bucket, many processes, a scheduler, faults.
 
-Every process is a thread that plays rounds through the real code of storage/commits.py, on a store
-that stops at each operation until the scheduler says what becomes of it. One thread runs at a time,
-so a schedule is decided by its choices alone. The bucket checks the laws of the protocol at every
-write and delete; `World.settle` checks the rest at the end. gc is one more process, and
-the world turns the clock.
+Every process is a thread that runs rounds through the real code of storage/commits.py, on a store
+that stops at each operation until the scheduler decides its outcome. One thread runs at a time, so
+the choices alone decide a schedule. The bucket checks the laws of the protocol at every write and
+delete; `World.settle` checks the rest at the end. gc is one more process, and the world has its own
+clock.
 """
 
 import threading
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
-from support.simulated_bucket import Bucket, rollouts_of
-from support.simulated_process import Player, Pruned
+from support.simulated_process import Bucket, Player, Pruned, rollouts_of
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import (

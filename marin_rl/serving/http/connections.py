@@ -32,7 +32,7 @@ LINGER_S = 2.0
 FILES_RESERVED = 128
 
 # uvicorn writes a line for every malformed request, which is for the metrics to count
-_quiet = logging.getLogger("marin_rl.serving.http.parser")
+_quiet = logging.getLogger("marin_rl.uvicorn")
 _quiet.setLevel(logging.CRITICAL)
 
 
