@@ -21,17 +21,18 @@ from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.api.requests import ChatBody, CompletionBody, DetokenizeBody
-from marin_rl.serving.http import body_budget, json_bounds
-from marin_rl.serving.http.body_budget import FREE_BYTES, TRIM_BYTES, BodyBudget
-from marin_rl.serving.http.errors import ApiError, parse
-from marin_rl.serving.http.json_bounds import (
+from marin_rl.serving.http import errors
+from marin_rl.serving.http.errors import (
     CONTAINERS_MAX,
     DEPTH_MAX,
     NAMES_MAX,
     VALUES_MAX,
+    ApiError,
     TooMuchJson,
     check_bounds,
+    parse,
 )
+from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
 
 FOLDER = Path(__file__).parent
@@ -113,16 +114,16 @@ def test_what_is_counted_in_the_bytes_is_what_a_parser_sees(
     names = ("VALUES_MAX", "NAMES_MAX", "CONTAINERS_MAX", "DEPTH_MAX")
     counts = dict(zip(names, shape_of(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "_CHUNK_BYTES", chunk)
+        patch.setattr(errors, "_CHUNK_BYTES", chunk)
         for name, count in counts.items():
-            patch.setattr(json_bounds, name, count)
+            patch.setattr(errors, name, count)
         check_bounds(data)
         for name, count in counts.items():
             if count:
-                patch.setattr(json_bounds, name, count - 1)
+                patch.setattr(errors, name, count - 1)
                 with pytest.raises(TooMuchJson):
                     check_bounds(data)
-                patch.setattr(json_bounds, name, count)
+                patch.setattr(errors, name, count)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
 def test_a_body_that_was_read_is_no_longer_held_while_its_answer_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shares: list[body_budget.BodyShare] = []
+    shares: list[BodyShare] = []
     share = BodyBudget.share
     monkeypatch.setattr(
         BodyBudget, "share", lambda budget: shares.append(share(budget)) or shares[-1]

@@ -10,19 +10,18 @@ import math
 import time
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from marin_rl.errors import InferenceError, MarinRLError, StalePolicy
 from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.inference.engine import VersionInUse
+from marin_rl.serving.api.openapi import ApiRoute
 from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.http.auth import for_admin, read_body
+from marin_rl.serving.http.auth import Endpoint, for_admin, read_body
 from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
-from marin_rl.serving.weights.checkpoint_loader import Source, checkpoint, folder
-from marin_rl.serving.weights.update_roots import Places
+from marin_rl.serving.weights.checkpoint_loader import Places, Source, checkpoint, folder
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
 
 ADMIN = "/admin"
@@ -81,7 +80,7 @@ class DrainBody(Body):
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0, le=DRAIN_TIMEOUT_MAX_S)
 
 
-def admin_routes(service: Service) -> list[Route]:
+def admin_routes(service: Service) -> list[ApiRoute]:
     """Every route that changes the server or tells how it is: for the admin alone."""
 
     async def update_weights(request: Request) -> Response:
@@ -114,15 +113,17 @@ def admin_routes(service: Service) -> list[Route]:
         """Return what is served and the current load."""
         return json_response(status(service))
 
-    posts = {
-        f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}": update_weights,
-        UPDATE_WEIGHTS_ROUTE: update_weights,
-        f"{ADMIN}/pause": pause,
-        f"{ADMIN}/resume": resume,
-        f"{ADMIN}/drain": drain,
-    }
-    routes = [Route(path, for_admin(run), methods=["POST"]) for path, run in posts.items()]
-    return [*routes, Route(f"{ADMIN}/status", for_admin(get_status))]
+    def post(path: str, endpoint: Endpoint, request: type[BaseModel] | None = None) -> ApiRoute:
+        return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request)
+
+    return [
+        post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
+        post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
+        post(f"{ADMIN}/pause", pause),
+        post(f"{ADMIN}/resume", resume),
+        post(f"{ADMIN}/drain", drain, DrainBody),
+        ApiRoute(f"{ADMIN}/status", for_admin(get_status)),
+    ]
 
 
 def _check_goes_on(service: Service) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import CHAT_ROUTE, CHAT_TOKENS_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, ChatCompletion
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
 from marin_rl.serving.api.responses import (
+    DONE,
     ResponseHeader,
     Scores,
     TextDecoding,
     call_delta,
     chat_logprobs,
     complete_response,
+    event,
     finish_reason,
     message,
     timings,
@@ -32,7 +34,6 @@ from marin_rl.serving.api.responses import (
     usage,
 )
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.api.streaming import DONE, SamplingEndpoint, event
 from marin_rl.serving.http.errors import ApiError, parse
 from marin_rl.serving.text.constraints import MakeWalker
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer
@@ -48,13 +49,27 @@ from marin_rl.serving.text.tools import (
 Prompt = Int32[np.ndarray, " P"]
 
 
-def chat_routes(service: Service) -> list[Route]:
+def chat_routes(service: Service) -> list[ApiRoute]:
     """The routes of conversations."""
-    chat = SamplingEndpoint(service, partial(_order, ChatBody))
-    chat_with_tokens = SamplingEndpoint(service, partial(_order, ChatTokensBody))
+
+    def route(path: str, body: type[ChatBody], summary: str) -> ApiRoute:
+        return ApiRoute(
+            path,
+            SamplingEndpoint(service, partial(_prepare, body)),
+            methods=["POST"],
+            request=body,
+            response=ChatCompletion,
+            streams=True,
+            summary=summary,
+        )
+
     return [
-        Route(CHAT_ROUTE, chat, methods=["POST"]),
-        Route(CHAT_TOKENS_ROUTE, chat_with_tokens, methods=["POST"]),
+        route(CHAT_ROUTE, ChatBody, "Samples of a conversation's next message."),
+        route(
+            CHAT_TOKENS_ROUTE,
+            ChatTokensBody,
+            "The same, where the caller knows the prompt's ids: the messages are not rendered.",
+        ),
     ]
 
 
@@ -85,7 +100,7 @@ class Chat:
         return 1 if self.body.parallel_tool_calls is False else None
 
 
-def _order(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
+def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(kind, data))
     service.check_model(body.model)

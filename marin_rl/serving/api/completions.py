@@ -11,23 +11,24 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import COMPLETIONS_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, TextCompletion
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import CompletionBody
 from marin_rl.serving.api.responses import (
+    DONE,
     ResponseHeader,
     Scores,
     TextDecoding,
     complete_response,
+    event,
     plain_logprobs,
     tokens_of,
     usage,
 )
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.api.streaming import DONE, SamplingEndpoint, event
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
 
@@ -36,9 +37,18 @@ NEW_TOKENS = 16  # OpenAI's default
 Prompt = Int32[np.ndarray, " _"]  # each of its own length
 
 
-def completions_routes(service: Service) -> list[Route]:
+def completions_routes(service: Service) -> list[ApiRoute]:
     """The route of plain completions."""
-    return [Route(COMPLETIONS_ROUTE, SamplingEndpoint(service, _order), methods=["POST"])]
+    route = ApiRoute(
+        COMPLETIONS_ROUTE,
+        SamplingEndpoint(service, _prepare),
+        methods=["POST"],
+        request=CompletionBody,
+        response=TextCompletion,
+        streams=True,
+        summary="Continuations of texts, or of token ids.",
+    )
+    return [route]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,7 @@ class Plain:
         return bool(self.body.echo) and self.body.logprobs is not None
 
 
-def _order(service: Service, data: bytes) -> EngineRequest:
+def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(CompletionBody, data))
     service.check_model(body.model)

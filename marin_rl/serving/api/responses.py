@@ -1,8 +1,9 @@
-"""JSON of complete answers, and the parts that streams share with them.
+"""JSON of responses, complete or as server-sent events.
 
 Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and the JSON of
 chat and plain completions. Pure functions, run on the writer's thread. Leaves out routes (`chat`,
-`completions`, `token_routes`), streams (`streaming`), and the compact form that `protocol` reads.
+`completions`, `token_routes`), sending (`request_handler`), and the compact form that `protocol`
+reads.
 """
 
 import math
@@ -28,6 +29,7 @@ from marin_rl.serving.text.tools import ParsedAnswer, ToolCall
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
 NEVER = -9999.0
+DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,3 +242,8 @@ def finish_reason(reason: str, calls: int) -> str:
 def dumps(body: Mapping[str, Any]) -> bytes:
     """JSON, of arrays too."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(body) + b"\n\n"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, GENERATE_ROUTE, TOKENIZE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, Detokenized, Generated, Tokenized
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import (
     DetokenizeBody,
     GenerateBody,
@@ -24,12 +24,11 @@ from marin_rl.serving.api.requests import (
 )
 from marin_rl.serving.api.responses import Scores, complete_response
 from marin_rl.serving.api.service import Prompt, Service, json_response
-from marin_rl.serving.api.streaming import SamplingEndpoint
 from marin_rl.serving.http.auth import read_body
 from marin_rl.serving.http.errors import new_id, parse
 
 
-def tokens_routes(service: Service) -> list[Route]:
+def tokens_routes(service: Service) -> list[ApiRoute]:
     """The routes of token ids."""
 
     async def tokenize(request: Request) -> Response:
@@ -45,9 +44,24 @@ def tokens_routes(service: Service) -> list[Route]:
         return json_response(told)
 
     return [
-        Route(TOKENIZE_ROUTE, tokenize, methods=["POST"]),
-        Route(DETOKENIZE_ROUTE, detokenize, methods=["POST"]),
-        Route(GENERATE_ROUTE, SamplingEndpoint(service, _order), methods=["POST"]),
+        ApiRoute(
+            TOKENIZE_ROUTE, tokenize, methods=["POST"], request=TokenizeBody, response=Tokenized
+        ),
+        ApiRoute(
+            DETOKENIZE_ROUTE,
+            detokenize,
+            methods=["POST"],
+            request=DetokenizeBody,
+            response=Detokenized,
+        ),
+        ApiRoute(
+            GENERATE_ROUTE,
+            SamplingEndpoint(service, _prepare),
+            methods=["POST"],
+            request=GenerateBody,
+            response=Generated,
+            summary="Samples of token ids, as token ids.",
+        ),
     ]
 
 
@@ -82,7 +96,7 @@ def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
     return {"prompt": service.texts.of(body.tokens, special=True)}
 
 
-def _order(service: Service, data: bytes) -> EngineRequest:
+def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = parse(GenerateBody, data)
     given = service.with_stop_tokens(body.sampling_params or GenerateParameters())
