@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
+import uvicorn
 from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
 from marin_rl.config import ServerConfig
@@ -32,6 +33,15 @@ def patient() -> Iterator[PolicyServer]:
 def server() -> Iterator[PolicyServer]:
     with serving(LIMITS) as running:
         yield running
+
+
+def test_uvicorn_is_the_version_whose_private_parts_are_overridden() -> None:
+    assert uvicorn.__version__.startswith("0.54."), (
+        "expected uvicorn 0.54, whose private protocol classes `serving/http/connections.py` "
+        f"overrides, found {uvicorn.__version__}: read the changes of HttpToolsProtocol, "
+        "RequestResponseCycle and FlowControl, run this file and tests/attacks/test_connections.py, "
+        "then raise the bound here and in pyproject.toml"
+    )
 
 
 def metric(server: PolicyServer, line: str) -> float:

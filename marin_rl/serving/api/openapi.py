@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from fastapi import Body, Security
+from fastapi import Security
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -272,10 +272,7 @@ class ApiRoute(Route):
         kinds: dict[str, Any] = dict.fromkeys(self.param_convertors, str)
         parameters = [_parameter(name, kind) for name, kind in kinds.items()]
         if self._request is not None:
-            # a body whose fields are all optional may be left out
-            optional = not any(f.is_required() for f in self._request.model_fields.values())
-            default = Body(default=None) if optional else inspect.Parameter.empty
-            parameters.append(_parameter("body", self._request, default))
+            parameters.append(_parameter("body", self._request))
 
         def endpoint() -> None: ...
 
@@ -290,9 +287,8 @@ _BEARER = Security(HTTPBearer(scheme_name="bearer"))
 _NO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
-def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    by_name = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, by_name, default=default, annotation=kind)
+def _parameter(name: str, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
 
 
 def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
