@@ -205,7 +205,7 @@ def test_a_budget_is_shared_and_given_back() -> None:
     budget = BodyBudget(TRIM_BYTES + 10, give_back=trimmed.set)
     first, second, third = budget.share(), budget.share(), budget.share()
     first.grow_to(FREE_BYTES)
-    assert budget.held == 0  # small bodies are none of its business
+    assert budget.bytes_in_use == 0  # small bodies are none of its business
     first.grow_to(FREE_BYTES + TRIM_BYTES)
     second.grow_to(FREE_BYTES + 10)
     with pytest.raises(ApiError) as caught:
@@ -216,11 +216,11 @@ def test_a_budget_is_shared_and_given_back() -> None:
     first.release()
     first.release()
     first.grow_to(10 * FREE_BYTES)  # too late to count
-    assert budget.held == 10
+    assert budget.bytes_in_use == 10
     third.grow_to(FREE_BYTES + 1)
     for share in (second, third):
         share.release()
-    assert budget.held == 0
+    assert budget.bytes_in_use == 0
     assert trimmed.wait(60)
 
 
@@ -252,7 +252,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
             open_ones.enter_context(unfinished(running, MEGABYTE, MEGABYTE - 10))
         # a large body that came before they were read would take the place of one of them
         read = 4 * (MEGABYTE - 10 - FREE_BYTES)
-        assert becomes(lambda: bool(budgets) and budgets[0].held == read)
+        assert becomes(lambda: bool(budgets) and budgets[0].bytes_in_use == read)
         status, headers, answer = talk(running, "POST", "/tokenize", large)
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         assert headers["retry-after"] == "1"

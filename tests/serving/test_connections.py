@@ -39,7 +39,7 @@ def test_uvicorn_is_the_version_whose_private_parts_are_overridden() -> None:
     assert uvicorn.__version__.startswith("0.54."), (
         "expected uvicorn 0.54, whose private protocol classes `serving/http/connections.py` "
         f"overrides, found {uvicorn.__version__}: read the changes of HttpToolsProtocol, "
-        "RequestResponseCycle and FlowControl, run this file and tests/attacks/test_connections.py, "
+        "RequestResponseCycle and FlowControl, run this file and attacks/test_connections.py, "
         "then raise the bound here and in pyproject.toml"
     )
 

@@ -87,8 +87,8 @@ def admin_routes(service: Service) -> list[ApiRoute]:
         """New weights from disk: read, proven, switched to."""
         body = parse(UpdateWeightsBody, await read_body(request.receive, BODY_BYTES_MAX))
         await asyncio.to_thread(_update, service, body)
-        told = {"success": True, "message": f"now serving {service.model_id}"}
-        return json_response(told | {"model": service.model_id} | status(service))
+        done = {"success": True, "message": f"now serving {service.model_id}"}
+        return json_response(done | {"model": service.model_id} | status(service))
 
     async def pause(request: Request) -> Response:
         """No chunk runs until the engine is resumed."""
@@ -151,11 +151,11 @@ def status(service: Service) -> dict[str, Any]:
         "updating": updater.busy,
         "transfers": stats.transfers,
         "failures": stats.failures,
-        "last_update": None if stats.last is None else _told(stats.last),
+        "last_update": None if stats.last is None else _update_facts(stats.last),
     }
 
 
-def _told(update: Update) -> dict[str, Any]:
+def _update_facts(update: Update) -> dict[str, Any]:
     outcome = "refused" if update.refused else "switched"
     ago_s = max(0.0, time.time() - update.ended_at)
     return dataclasses.asdict(update) | {"outcome": outcome, "seconds_ago": ago_s}
@@ -167,21 +167,23 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
     try:
         service.updater.load(source, body.version)
     except MarinRLError as error:
-        raise _refusal(error, f"the old weights go on: {source.told(error)}") from None
+        raise _refusal(error, f"the old weights go on: {source.error_text(error)}") from None
 
 
-def _refusal(error: MarinRLError, told: str) -> ApiError:
+def _refusal(error: MarinRLError, message: str) -> ApiError:
     """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
     if isinstance(error, UpdateRunning | VersionInUse):
-        return ApiError(409, told, code="busy", headers={"Retry-After": "1"})
+        return ApiError(409, message, code="busy", headers={"Retry-After": "1"})
     if isinstance(error, StalePolicy):
-        return ApiError(409, told, code="digest_mismatch")
+        return ApiError(409, message, code="digest_mismatch")
     if isinstance(error, InferenceError):
-        return ApiError(409, told, code="canary_mismatch")
+        return ApiError(409, message, code="canary_mismatch")
     if error.transient:
         headers = {"Retry-After": "5"}
-        return ApiError(503, told, type="server_error", code="storage_unavailable", headers=headers)
-    return ApiError(400, told, code="weights_refused")
+        return ApiError(
+            503, message, type="server_error", code="storage_unavailable", headers=headers
+        )
+    return ApiError(400, message, code="weights_refused")
 
 
 async def _drain(service: Service, timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, and its twin that takes the prompt's exact ids.
 
 Owns what chat asks of the engine (a rendered prompt, a form or calls that must be kept) and how its
-answers are written, whole or in chunks. Leaves out rendering (`templates`), reading calls (`tools`)
+answers are written, whole or in chunks. Leaves out rendering (`templates`), calls (`tools`)
 and forms (`constraints`).
 """
 
@@ -80,7 +80,7 @@ class Chat:
     service: Service
     body: ChatBody
     prompt: Prompt
-    reading: TextDecoding
+    decoding: TextDecoding
     heading: ResponseHeader
     tools: list[dict[str, Any]]
     form: ToolFormat | None
@@ -113,7 +113,7 @@ def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineReque
         service=service,
         body=body,
         prompt=prompt,
-        reading=service.reading(body, special=form is not None and form.special),
+        decoding=service.decoding(body, special=form is not None and form.special),
         heading=ResponseHeader.new("chatcmpl"),
         tools=tools,
         form=form,
@@ -126,7 +126,7 @@ def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineReque
         constraint=_constraint(chat),
     )
     if not body.stream:
-        return EngineRequest(model=body.model, requests=[request], end=partial(_whole, chat))
+        return EngineRequest(model=body.model, requests=[request], end=partial(_complete, chat))
     stream = ChatStream(chat)
     return EngineRequest(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
 
@@ -135,7 +135,9 @@ def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Pr
     if isinstance(body, ChatTokensBody):
         service.check_ids(body.tokens)
         return np.asarray(body.tokens, np.int32)
-    return service.chat_ids([message.as_told() for message in body.messages], tools=tools)
+    return service.chat_ids(
+        [message.as_template_message() for message in body.messages], tools=tools
+    )
 
 
 def _constraint(chat: Chat) -> MakeWalker | None:
@@ -164,7 +166,7 @@ def _constraint(chat: Chat) -> MakeWalker | None:
     return constraints.grammar(grammar, param="tools")
 
 
-def _whole(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
+def _complete(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
     """The JSON of an answer whose samples are all there."""
     (result,) = results
     top = chat.service.top(chat.heading, "chat.completion", result)
@@ -177,7 +179,7 @@ def _whole(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
 
 def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
     body = chat.body
-    text = chat.reading.text(sample.token_ids.tolist(), sample.finish_reason)
+    text = chat.decoding.text(sample.token_ids.tolist(), sample.finish_reason)
     parsed = _parsed(chat, text)
     choice: dict[str, Any] = {
         "index": index,
@@ -192,7 +194,7 @@ def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
         choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
     elif body.logprobs:
         scores = Scores.of(sample, raw=body.raw)
-        choice["logprobs"] = chat_logprobs(chat.reading.texts, scores)
+        choice["logprobs"] = chat_logprobs(chat.decoding.texts, scores)
     return choice
 
 
@@ -204,7 +206,7 @@ def _parsed(chat: Chat, text: str) -> ParsedAnswer:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _SampleState:
     """One sample as far as it was sent."""
 
     text: IncrementalDetokenizer
@@ -218,23 +220,23 @@ class ChatStream:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._samples: dict[int, _Growing] = {}
-        self._told_prompt = False
+        self._samples: dict[int, _SampleState] = {}
+        self._prompt_sent = False
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """The chunk for what a sample gained; nothing where there is nothing to tell yet."""
         chat = self._chat
-        growing = self._samples.get(delta.index)
-        if growing is None:
-            growing = _Growing(chat.reading.growing(), chat.calls())
-            self._samples[delta.index] = growing
-        told = self._told(growing, delta)
-        choice = self._choice(growing, delta, told)
+        state = self._samples.get(delta.index)
+        if state is None:
+            state = _SampleState(chat.decoding.incremental(), chat.calls())
+            self._samples[delta.index] = state
+        fields = self._message_delta(state, delta)
+        choice = self._choice(state, delta, fields)
         if choice is None:
             return b""
         chunk = self._chunk(delta)
-        if chat.body.return_token_ids and not self._told_prompt:
-            self._told_prompt = True
+        if chat.body.return_token_ids and not self._prompt_sent:
+            self._prompt_sent = True
             chunk["prompt_token_ids"] = chat.prompt
         chunk["choices"] = [choice]
         return event(chunk)
@@ -251,48 +253,48 @@ class ChatStream:
         chat = self._chat
         return chat.service.chunk(chat.heading, "chat.completion.chunk", source, chat.body)
 
-    def _told(self, growing: _Growing, delta: Delta) -> dict[str, Any]:
+    def _message_delta(self, state: _SampleState, delta: Delta) -> dict[str, Any]:
         """The message fields of one delta."""
         ids = delta.token_ids.tolist()
-        text = self._chat.reading.grown(growing.text, ids, delta.finish_reason)
-        told: dict[str, Any] = {}
-        if not growing.begun:
-            told["role"] = "assistant"
-        if growing.calls is None:
-            return told | ({"content": text} if text or not growing.begun else {})
-        pieces = growing.calls.feed(text) if text else []
+        text = self._chat.decoding.new_text(state.text, ids, delta.finish_reason)
+        fields: dict[str, Any] = {}
+        if not state.begun:
+            fields["role"] = "assistant"
+        if state.calls is None:
+            return fields | ({"content": text} if text or not state.begun else {})
+        pieces = state.calls.feed(text) if text else []
         if delta.finish_reason:
-            pieces += growing.calls.finish()
+            pieces += state.calls.finish()
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
         if self._chat.calls_max is not None:
-            calls = calls[: self._chat.calls_max - growing.called]
+            calls = calls[: self._chat.calls_max - state.called]
         if content:
-            told["content"] = content
+            fields["content"] = content
         if calls:
-            told["tool_calls"] = [
-                call_delta(growing.called + number, call) for number, call in enumerate(calls)
+            fields["tool_calls"] = [
+                call_delta(state.called + number, call) for number, call in enumerate(calls)
             ]
-            growing.called += len(calls)
-        return told
+            state.called += len(calls)
+        return fields
 
     def _choice(
-        self, growing: _Growing, delta: Delta, told: dict[str, Any]
+        self, state: _SampleState, delta: Delta, fields: dict[str, Any]
     ) -> dict[str, Any] | None:
         body = self._chat.body
-        growing.begun = True
-        if not (told or delta.finish_reason or body.logprobs or body.return_token_ids):
+        state.begun = True
+        if not (fields or delta.finish_reason or body.logprobs or body.return_token_ids):
             return None
-        reason = finish_reason(delta.finish_reason, growing.called) or None
+        reason = finish_reason(delta.finish_reason, state.called) or None
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": told,
+            "delta": fields,
             "logprobs": None,
             "finish_reason": reason,
         }
         if body.logprobs:
             scores = Scores.of(delta, raw=body.raw)
-            choice["logprobs"] = chat_logprobs(self._chat.reading.texts, scores)
+            choice["logprobs"] = chat_logprobs(self._chat.decoding.texts, scores)
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

@@ -2,7 +2,7 @@
 
 Owns the served names, the limits that follow from model and configuration, and the thread that
 parses and tokenizes. Leaves out a request's way (`request_handler`), who may call (`auth`), what is
-accepted (`requests`), how answers look (`responses`, `streaming`), and the routes themselves.
+accepted (`requests`), how answers look (`responses`), and the routes themselves.
 """
 
 import hashlib
@@ -232,11 +232,11 @@ class Service:
         ids = [self._special[string] for string in strings if string in self._special]
         if not ids:
             return body
-        given = [*(body.stop_token_ids or ()), *ids]
+        stop_token_ids = [*(body.stop_token_ids or ()), *ids]
         return body.model_copy(
             update={
                 "stop": [string for string in strings if string not in self._special],
-                "stop_token_ids": [id for id in given if id not in self.stop_token_ids],
+                "stop_token_ids": [id for id in stop_token_ids if id not in self.stop_token_ids],
             }
         )
 
@@ -263,7 +263,7 @@ class Service:
                 param="stop_token_ids",
             )
 
-    def reading(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
+    def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
         """Conversion of a request's samples to text."""
         return TextDecoding(
             texts=self.texts,

@@ -114,7 +114,7 @@ class TokenizeWorker:
         else:
             executor.submit(self._timed, work)
 
-    async def made(self, data: bytes, work: Callable[[], T]) -> T:
+    async def run(self, data: bytes, work: Callable[[], T]) -> T:
         """Return the result of `work` for a body; raises what `work` raises."""
         executor = self._executor_for(data)
         if executor is None:

@@ -24,7 +24,7 @@ _ROUNDING = 1e-9
 # The part of each body that is not counted: ordinary requests go on when the budget is spent. All
 # connections together hold 128 MiB of it at most, by the default of `connections_max`.
 FREE_BYTES = 2**16
-# So much was held before freed memory is handed back, and so long after it was let go.
+# Freed memory is handed back after a peak of this size, this long after it was released.
 TRIM_BYTES = 2**25
 TRIM_DELAY_S = 1.0
 
@@ -189,13 +189,13 @@ class BodyBudget:
         self._bytes_max = bytes_max
         self._give_back = give_back
         self._lock = threading.Lock()
-        self._held = 0
+        self._bytes = 0
         self._peak = 0
 
     @property
-    def held(self) -> int:
+    def bytes_in_use(self) -> int:
         """Bytes that are counted now."""
-        return self._held
+        return self._bytes
 
     def share(self) -> "BodyShare":
         """The part of one body, empty at first."""
@@ -203,16 +203,16 @@ class BodyBudget:
 
     def _take(self, count: int) -> bool:
         with self._lock:
-            if self._held + count > self._bytes_max:
+            if self._bytes + count > self._bytes_max:
                 return False
-            self._held += count
-            self._peak = max(self._peak, self._held)
+            self._bytes += count
+            self._peak = max(self._peak, self._bytes)
             return True
 
     def _release(self, count: int) -> None:
         with self._lock:
-            self._held -= count
-            trim = self._held == 0 and self._peak >= TRIM_BYTES
+            self._bytes -= count
+            trim = self._bytes == 0 and self._peak >= TRIM_BYTES
             if trim:
                 self._peak = 0
         if trim:  # the process keeps what is freed, for training steps (see `compilation`)
@@ -227,25 +227,25 @@ class BodyShare:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._lock = threading.Lock()
-        self._held = 0
+        self._bytes = 0
         self._released = False
 
     def grow_to(self, size: int) -> None:
-        """Hold the budget for a body of `size` bytes; ApiError 503 where too little is left."""
+        """Reserve budget for a body of `size` bytes; ApiError 503 where too little is left."""
         with self._lock:
-            count = max(0, size - FREE_BYTES) - self._held
+            count = max(0, size - FREE_BYTES) - self._bytes
             if count <= 0 or self._released:
                 return
             if not self._budget._take(count):
                 raise _spent()
-            self._held += count
+            self._bytes += count
 
     def release(self) -> None:
-        """Give back what the body holds: it was parsed, or refused. Later calls change nothing."""
+        """Return the body's share: it was parsed, or refused. Idempotent."""
         with self._lock:
-            held, self._held, self._released = self._held, 0, True
-        if held:
-            self._budget._release(held)
+            count, self._bytes, self._released = self._bytes, 0, True
+        if count:
+            self._budget._release(count)
 
 
 def _spent() -> ApiError:

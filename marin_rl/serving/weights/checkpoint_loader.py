@@ -3,7 +3,10 @@
 Owns the two kinds of source, a Hugging Face folder and a committed checkpoint of a run, and what
 must be true of either before its weights may serve anyone: the tokenizer and the architecture are
 those that are served, every number is finite, and the digest of what was read is the one that was
-promised. Leaves out the switch itself (`weight_updates`) and the canary (`inference.canary`).
+promised. Also the places that an admin may
+load from: the admin token is no right to have the server read any file of its user, so a place is
+taken only below a root that the server was started with. Leaves out the switch itself
+(`weight_updates`) and the canary (`canary`).
 """
 
 import dataclasses
@@ -80,10 +83,10 @@ class Architecture:
 
     def check(self, model: LmHeadModel) -> None:
         """Raise InputError, saying what differs, unless `model` is of this architecture."""
-        found = Architecture.of(model, self.positions)
-        if found == self:
+        other = Architecture.of(model, self.positions)
+        if other == self:
             return
-        expected_shapes, found_shapes = dict(self.shapes), dict(found.shapes)
+        expected_shapes, found_shapes = dict(self.shapes), dict(other.shapes)
         names = sorted(
             name
             for name in expected_shapes.keys() | found_shapes.keys()
@@ -95,8 +98,8 @@ class Architecture:
                 f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
                 f"({len(names)} such parameters)"
             )
-        if found.spec != self.spec:
-            raise InputError(f"another architecture: expected {self.spec}, found {found.spec}")
+        if other.spec != self.spec:
+            raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
         raise InputError("another architecture: the rotary embeddings are of another base or kind")
 
 
@@ -150,7 +153,7 @@ class Source:
     place: str
     read: Callable[[Served], Loaded]
 
-    def told(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """Error message without paths that the caller did not name."""
         text = str(error)
         for path in (Path(self.place).absolute(), Path(self.place).resolve()):
@@ -360,8 +363,8 @@ def _local(place: str) -> Path | None:
 
     A place that begins with `~` names no folder: it would be another user's home.
     """
-    scheme, separator, rest = place.partition("://")
+    scheme, separator, remainder = place.partition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
         return None
-    path = rest if separator else place
+    path = remainder if separator else place
     return None if path.startswith("~") or "\0" in path else Path(os.path.realpath(path))
