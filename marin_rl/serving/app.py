@@ -33,7 +33,7 @@ from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.api.token_routes import tokens_routes
 from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord, record_of
 from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import Guard, Keys, as_response
+from marin_rl.serving.http.auth import Guard, Keys, Refusal
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 
@@ -93,7 +93,7 @@ class Application:
         except (ApiError, HTTPException) as error:
             if record_of(scope).status:  # too late to answer otherwise
                 raise
-            await as_response(_as_api_error(error, scope))(scope, receive, send)
+            await Refusal(_as_api_error(error, scope))(scope, receive, send)
 
     async def _metrics(self, request: Request) -> Response:
         """Return the server's metrics in the Prometheus text format."""

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 import marin_rl
 from marin_rl.inference.client.protocol import ServerTimings
+from marin_rl.serving.api.messages import ToolCallBody
 from marin_rl.serving.http.auth import OPEN_PATHS
 
 API_ROUTE = "/openapi.json"
@@ -99,28 +100,13 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AnsweredFunction(BaseModel):
-    """A function's name, and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(BaseModel):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
 class AnsweredMessage(BaseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnsweredCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marin_rl.serving.http.auth import CLIENT_LEFT, as_response
+from marin_rl.serving.http.auth import CLIENT_LEFT, Refusal
 from marin_rl.serving.http.errors import ApiError, new_id
 
 LINES_WAITING_MAX = 10_000
@@ -124,7 +124,7 @@ class RequestLog:
             _log.error("request %s failed", record.request_id, exc_info=error)
             if record.status:  # too late for another status: an answer cut short is seen as such
                 raise CutShort from None
-            await as_response(internal_error(record.request_id))(scope, receive, send)
+            await Refusal(internal_error(record.request_id))(scope, receive, send)
 
 
 def internal_error(request_id: str) -> ApiError:

@@ -155,7 +155,7 @@ class Guard:
         headers, head_bytes = _headers(scope)
         refusal = self._refusal(scope, headers, head_bytes)
         if refusal is not None:
-            await as_response(refusal)(scope, receive, send)
+            await Refusal(refusal)(scope, receive, send)
             return
         await self._within_limits(scope, receive, send)
 
@@ -207,7 +207,7 @@ class Guard:
         except TimeoutError:
             if begun or not timeout.expired():
                 raise
-            await as_response(request_timeout())(scope, receive, send)
+            await Refusal(request_timeout())(scope, receive, send)
         finally:
             share.release()
 
@@ -293,11 +293,6 @@ class Refusal(JSONResponse):
         """Send it."""
         scope.setdefault("state", {})["reason"] = self._reason
         await super().__call__(scope, receive, send)
-
-
-def as_response(error: ApiError) -> Refusal:
-    """The error as JSON."""
-    return Refusal(error)
 
 
 def body_parsed(scope: Scope) -> None:
