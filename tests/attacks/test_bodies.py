@@ -137,7 +137,9 @@ def test_what_is_counted_in_the_bytes_is_what_a_parser_sees(
     ],
     ids=["values", "names", "objects", "lists in lists", "objects in objects"],
 )
-def test_a_body_beyond_a_bound_is_told_which(kind: type, data: bytes, words: str) -> None:
+def test_a_body_beyond_a_bound_is_an_error_that_names_it(
+    kind: type, data: bytes, words: str
+) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         parse(kind, data)
     assert caught.value.status == 400
@@ -150,7 +152,7 @@ def test_commas_and_brackets_in_texts_count_for_nothing() -> None:
     assert body.prompts == [text]
 
 
-def test_what_was_found_is_still_told() -> None:
+def test_errors_still_show_the_number_that_was_found() -> None:
     """The error is made without its input, which may be as large as the body."""
     ids = json.dumps({"tokens": [1] * 1000 + [-5] + [True] * 1000}).encode()
     with pytest.raises(ApiError, match=r"^tokens\.1000: .* greater than .*, found -5$"):

@@ -164,7 +164,7 @@ def every_path(server: PolicyServer) -> list[str]:
     return [*known, *strange, "/healthz/../v1/models", "/readyz;x", "*", "/invocations", "/%00"]
 
 
-def test_every_route_but_health_is_closed_to_whoever_has_no_token(closed: PolicyServer) -> None:
+def test_every_route_but_health_is_closed_without_a_token(closed: PolicyServer) -> None:
     for path in every_path(closed):
         for method in METHODS:
             status, headers, answer = talk(closed, method, path)

@@ -197,7 +197,7 @@ def test_the_loop_is_woken_once_for_all_that_waits() -> None:
     asyncio.run(check())
 
 
-def test_a_reply_whose_loop_is_gone_bothers_nobody() -> None:
+def test_a_response_whose_loop_is_closed_is_dropped() -> None:
     async def make() -> ResponseQueue:
         return ResponseQueue()
 
