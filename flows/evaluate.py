@@ -73,9 +73,9 @@ async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     round = round_after(checkpoint)
     if (found := committed(open_run(run), evals_slot(round))) is not None:
         return found
-    attempt = StageRunner(open_run(run).config.flow)
-    policy = await attempt(serve, run, round, checkpoint)
-    return await attempt(evaluate, run, round, policy)
+    stages = StageRunner(open_run(run).config.flow)
+    policy = await stages.run(serve, run, round, checkpoint)
+    return await stages.run(evaluate, run, round, policy)
 
 
 def round_after(checkpoint: SlotRef) -> int:

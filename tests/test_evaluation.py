@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from marin_rl.cli import app
 from marin_rl.config import load_config
-from marin_rl.environments.base import exact_match, last_number, number_match
+from marin_rl.environments.answers import exact_match, last_number, number_match
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.evaluation import Asked, Evaluated, Target, evaluate_target, settled
 from marin_rl.storage.runs import Run

@@ -17,6 +17,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import construct, reward_of
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
+from marin_rl.rollouts.episode import last_completion
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rewards import (
@@ -126,9 +127,8 @@ async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> 
 
 
 def _answer(rollout: Rollout) -> str | None:
-    """The last thing the policy said; None for rollouts that failed."""
-    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-    return said[-1] if said and rollout.status in ("complete", "truncated") else None
+    """The text that is scored; None for rollouts that failed."""
+    return last_completion(rollout) if rollout.status in ("complete", "truncated") else None
 
 
 def _row(rollout: Rollout, score: Score | None) -> dict:

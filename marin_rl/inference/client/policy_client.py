@@ -17,8 +17,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+import numpy as np
 import orjson
 import tenacity
+from jaxtyping import Int32
 
 from marin_rl.errors import (
     BadResponse,
@@ -92,15 +94,29 @@ class PolicyClient:
         for client in self._clients:
             await client.close()
 
-    async def chat(self, messages: Sequence[Message], n: int, sampling: Sampling) -> ChatAnswer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+    ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
+        `prompt_ids` are the exact ids to go on from; without them the endpoint renders `messages`.
         Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
         refuses the request, StalePolicy when it serves another model, BadResponse when its answer
         cannot be trained on.
         """
-        request = ChatRequest(model=self._model, messages=tuple(messages), n=n, sampling=sampling)
-        data = await self._send("POST", "/chat/completions", request.body())
+        request = ChatRequest(
+            model=self._model,
+            messages=tuple(messages),
+            n=n,
+            sampling=sampling,
+            prompt_ids=prompt_ids,
+        )
+        data = await self._send("POST", request.path, request.body())
         answer = decode_answer(data)
         if answer.model != self._model:
             raise StalePolicy(

@@ -64,12 +64,22 @@ def parse_served_model_id(model: str) -> ServedModel | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """`n` samples of one conversation from one served model."""
+    """`n` samples of one conversation from one served model.
+
+    With `prompt_ids` the prompt is these very ids, and the server renders nothing.
+    """
 
     model: str
     messages: tuple[Message, ...]
     n: int
     sampling: Sampling
+    prompt_ids: Int32[np.ndarray, " P"] | None = None
+
+    @property
+    def path(self) -> str:
+        """The route, below the base URL of an endpoint."""
+        route = CHAT_ROUTE if self.prompt_ids is None else CHAT_TOKENS_ROUTE
+        return route.removeprefix("/v1")
 
     def body(self) -> dict[str, Any]:
         """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
@@ -86,6 +96,8 @@ class ChatRequest:
             "return_token_ids": True,
             "compact_logprobs": True,
         }
+        if self.prompt_ids is not None:
+            body["tokens"] = self.prompt_ids.tolist()
         if sampling.top_k:
             body["top_k"] = sampling.top_k
         if sampling.stop:

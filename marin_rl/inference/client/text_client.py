@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from jaxtyping import Int32
 
 from marin_rl.errors import BadResponse
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -23,9 +24,17 @@ _CHOICES_MAX = 128  # OpenAI's bound on n
 class TextClient(PolicyClient):
     """`PolicyClient` over plain OpenAI chat completions."""
 
-    async def chat(self, messages: Sequence[Message], n: int, sampling: Sampling) -> ChatAnswer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+    ) -> ChatAnswer:
         """`n` samples of one conversation, text only. Raises as `PolicyClient.chat` does.
 
+        `prompt_ids` are ignored: such endpoints take messages alone.
         An endpoint that gives fewer choices than it is asked for is asked again for the rest.
         """
         completions: list[Completion] = []
