@@ -3,7 +3,7 @@
 Owns both, on the device, each under a conditional, so that unused ones cost nothing.
 Leaves out the distribution that tokens are drawn from (`sampling`).
 
-Axes: S slots, V vocabulary, K likeliest tokens.
+Axes: S sequence slots (rows), V vocabulary, K likeliest tokens.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,8 @@ from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.sampling import Drawn
 
 
-class Asked(NamedTuple):
-    """Requests for reports: slots that want raw logprobs, and the number of likeliest tokens of
-    each.
-    """
+class ReportRequest(NamedTuple):
+    """Rows that want raw logprobs, and the number of likeliest tokens that each wants."""
 
     raw_S: Bool[Array | np.ndarray, " S"]
     top_S: Int32[Array | np.ndarray, " S"]
@@ -29,7 +27,7 @@ class Asked(NamedTuple):
 class Report(NamedTuple):
     """Logprobs in nats; zeros where not requested. The likeliest tokens come first.
 
-    Those of a chunk have an axis of its steps before that of slots.
+    Those of a chunk have an axis of its steps before that of rows.
     """
 
     raw_S: Float32[Array | np.ndarray, "*steps S"]
@@ -52,31 +50,31 @@ def empty_report(slots: int, vocabulary: int) -> Report:
     )
 
 
-def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, asked: Asked) -> Report:
-    """Of the model's `logits_SV`, and of the distribution that `drawn` tells.
+def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportRequest) -> Report:
+    """Logprobs of the model's `logits_SV`, and of the distribution of `drawn`.
 
-    The top ones are of the model's own distribution in a slot that asks for raw logprobs, else of
+    The top ones are of the model's own distribution in a row that asks for raw logprobs, else of
     the one that was sampled from.
     """
     S, V = logits_SV.shape
-    wanted = jnp.any(asked.raw_S) | jnp.any(asked.top_S > 0)
+    wanted = jnp.any(request.raw_S) | jnp.any(request.top_S > 0)
     return jax.lax.cond(
         wanted,
-        lambda logits: _report(logits, drawn, asked),
+        lambda logits: _report(logits, drawn, request),
         lambda logits: empty_report(S, V),
         logits_SV,
     )
 
 
-def _report(logits_SV: Array, drawn: Drawn, asked: Asked) -> Report:
+def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     V = logits_SV.shape[1]
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
     shifted_SV = drawn.scores_SV - drawn.highest_S[:, None]
     sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
-    every_SV = jnp.where(asked.raw_S[:, None], raw_SV, sampled_SV)
+    every_SV = jnp.where(request.raw_S[:, None], raw_SV, sampled_SV)
     top_SK, ids_SK = jax.lax.cond(
-        jnp.any(asked.top_S > 0),
+        jnp.any(request.top_S > 0),
         likeliest,
         lambda every: (
             jnp.zeros((every.shape[0], top_count(V)), jnp.float32),

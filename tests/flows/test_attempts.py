@@ -182,7 +182,7 @@ def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
     @task(task_run_name="group", **GROUP)
     async def group() -> SlotRef:
         stages = StageRunner(FAST)
-        parts = await attempt.each(make, [("a", "old"), ("b", "new")])
+        parts = await stages.each(make, [("a", "old"), ("b", "new")])
         assert parts == [ref("a"), ref("b")]
         return await stages.run(use, parts)
 

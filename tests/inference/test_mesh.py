@@ -159,7 +159,7 @@ def test_eight_devices_answer_as_one():
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
 def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
     engine = engine_of(on_mesh(model_of(0), fsdp=2))
-    runner, table = engine._runner, engine._table
+    runner, table = engine._runner, engine._batch
     weights, limits = engine.policy.weights, Limits(np.int32(4), np.int32(0))
     given = ChunkInputs(table.inputs, table.extras.on_device(0), limits)
     sizes = {"spec": engine.spec}
