@@ -252,8 +252,8 @@ class PolicyClient:
             return RequestRejected(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
-                f"{message}: set the variable that inference.api_key_variable names, for new weights "
-                "the one of inference.server.admin_key_variable"
+                f"{message}: set the variable that inference.api_key_variable names, for new "
+                "weights the one of inference.server.admin_key_variable"
             )
         return RequestRejected(message)
 
