@@ -16,7 +16,7 @@ from marin_rl.doctor import BEFORE_A_REWARD_MODEL
 from marin_rl.storage.runs import RunRef, latest_reward_model
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
-from tasks.reward_model import fit, prepare
+from tasks.train import fit, prepare
 
 
 @flow(name="reward-model", flow_run_name=flow_run_name, persist_result=False)

@@ -20,13 +20,10 @@ from marin_rl.config import Config
 from marin_rl.rounds import transfer_metrics
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.evaluate import evaluate
-from tasks.generate import generate, seal
+from tasks.generate import evaluate, generate, seal
 from tasks.options import GROUP, StageRunner, open_run
-from tasks.process import process
-from tasks.publish import publish
-from tasks.serve import serve
-from tasks.train import begin, train
+from tasks.process import process, publish
+from tasks.train import begin, serve, train
 
 
 @flow(name="rl-loop", flow_run_name=flow_run_name, persist_result=False)

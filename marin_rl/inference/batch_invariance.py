@@ -32,7 +32,7 @@ from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import ReportRequest
-from marin_rl.inference.programs import PROGRAMS, ChunkInputs, Limits
+from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 from marin_rl.machine import machine_facts
 
@@ -276,7 +276,7 @@ class Prover:
             position_S=positions_S.astype(np.int32),
             remaining_S=np.where(active_S, self._steps, 0).astype(np.int32),
         )
-        cache, sampled = PROGRAMS.decode_chunk(
+        cache, sampled = decode_chunk(
             self._fused,
             self._rotary,
             self._cache(),

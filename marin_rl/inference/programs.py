@@ -1,17 +1,16 @@
 """The compiled programs of the engine: a chunk of decode steps, a prefill, a copy between rows.
 
-Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is given
-away (the cache, which is updated in place). Everything else is an argument, so that new weights,
+Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is donated
+(the cache, which is updated in place). Everything else is an argument, so that new weights,
 new requests, every lane and any load run the same programs.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Lowered
 from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
@@ -90,6 +89,7 @@ def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Deco
     return Decoder(layers=layers, **ends._asdict())
 
 
+@partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")
 def decode_chunk(
     fused: Decoder,
     rotary: Rotary,
@@ -178,20 +178,10 @@ def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _S
     )
 
 
-def prefill_slots(
-    fused: Decoder,
-    rotary: Rotary,
-    cache: Cache,
-    tokens_RP: Int32[Array, "R P"],
-    rows: Int32[Array, ""],
-    source_S: Int32[Array, " S"],
-    *,
-    spec: DecoderSpec,
-) -> Cache:
-    """`decoder.prefill`, as `Programs` compiles it."""
-    return decoder.prefill(spec, fused, rotary, cache, tokens_RP, rows, source_S)
+prefill_slots = jax.jit(decoder.prefill, static_argnames="spec", donate_argnames="cache")
 
 
+@partial(jax.jit, donate_argnames="cache")
 def copy_slots(
     cache: Cache,
     source_S: Int32[Array, " S"],
@@ -210,32 +200,3 @@ def copy_slots(
         )
 
     return jax.lax.fori_loop(0, count, body, cache)
-
-
-class ChunkProgram(Protocol):
-    """`decode_chunk`, as `Programs` compiles it: now, or when it is called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Cache, Sampled]:
-        """Run it."""
-        ...
-
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The lowered program for such arguments, ready to be compiled."""
-        ...
-
-
-class Programs(NamedTuple):
-    """The three, compiled."""
-
-    decode_chunk: ChunkProgram
-    prefill_slots: Callable[..., Cache]
-    copy_slots: Callable[..., Cache]
-
-
-PROGRAMS = Programs(
-    decode_chunk=jax.jit(
-        decode_chunk, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache"
-    ),
-    prefill_slots=jax.jit(prefill_slots, static_argnames="spec", donate_argnames="cache"),
-    copy_slots=jax.jit(copy_slots, donate_argnames="cache"),
-)

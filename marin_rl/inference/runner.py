@@ -2,7 +2,7 @@
 
 Owns where arrays lie, the lanes' caches, the rotary table, the fused weights while there is work,
 and the calls: prefill, copies between sequence slots, a chunk of decoding, the scoring of a prompt.
-Leaves out what the programs compute (`programs`, `scoring`), whose tokens these are (`batch`) and
+Leaves out what the programs compute (`programs`, `logprobs`), whose tokens these are (`batch`) and
 when anything runs (`engine`). Used by the engine's thread alone.
 
 Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket.
@@ -37,16 +37,18 @@ from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.logits_state import ExtraRows
+from marin_rl.inference.logprobs import prompt_scores, score_tokens
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
-    PROGRAMS,
     ChunkInputs,
     Limits,
     Sampled,
+    copy_slots,
+    decode_chunk,
     fused_weights,
+    prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
-from marin_rl.inference.scoring import prompt_scores, score_tokens
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 
@@ -188,7 +190,7 @@ class Runner:
         give_back_freed_memory()
         chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
         with self._placement.active():
-            PROGRAMS.decode_chunk.lower(
+            decode_chunk.lower(
                 self._decoder(policy), self._rotary, cache, chunk, **self._chunk_sizes
             ).compile()
         give_back_freed_memory()
@@ -223,14 +225,14 @@ class Runner:
         for row, (tokens, slots) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
             source_S[slots] = row
-        self._caches[lane] = PROGRAMS.prefill_slots(
+        self._caches[lane] = prefill_slots(
+            self.spec,
             fused,
             self._rotary,
             self._caches[lane],
             tokens_RP,
             np.int32(len(prompts)),
             self.lanes.part(lane, source_S),
-            spec=self.spec,
         )
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -244,7 +246,7 @@ class Runner:
             ends_S2 = np.zeros((size, 2), np.int32)
             ends_S2[: len(own)] = own
             source_S, target_S = np.ascontiguousarray(ends_S2.T)
-            self._caches[lane] = PROGRAMS.copy_slots(
+            self._caches[lane] = copy_slots(
                 self._caches[lane], source_S, target_S, np.int32(len(own))
             )
 
@@ -260,7 +262,7 @@ class Runner:
 
         def run(lane: int) -> Sampled:
             chunk = ChunkInputs(self.lanes.part(lane, inputs), on_device[lane], limits)
-            self._caches[lane], sampled = PROGRAMS.decode_chunk(
+            self._caches[lane], sampled = decode_chunk(
                 fused, self._rotary, self._caches[lane], chunk, **self._chunk_sizes
             )
             return jax.block_until_ready(sampled)

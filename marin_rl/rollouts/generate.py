@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
-import numpy as np
-
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, environment_of
 from marin_rl.environments.scoring import Scorer, scorer_for
@@ -31,11 +29,10 @@ from marin_rl.rollouts.episode import (
     score_group,
 )
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
-from marin_rl.rollouts.summary import rollout_metrics
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.rollouts import commit_shard, shard_ref
-from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
 Connect = Callable[..., PolicyClient]
@@ -199,40 +196,24 @@ def refuse_if_mostly_errors(
 ) -> None:
     """Raise the commonest fault where the share of failed rollouts is above the limit."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    told = [_fault_of(rollout) for rollout in rollouts if rollout.status in ("error", "aborted")]
-    if len(told) <= errors_max_fraction * len(rollouts):
+    errors = [
+        rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
+        for rollout in rollouts
+        if rollout.status in ("error", "aborted")
+    ]
+    if len(errors) <= errors_max_fraction * len(rollouts):
         return
-    (kind, _), *_ = Counter(error.partition(":")[0] for error in told).most_common(1)
-    example = next(error for error in told if error.startswith(kind))
+    (kind, _), *_ = Counter(error.partition(":")[0] for error in errors).most_common(1)
+    example = next(error for error in errors if error.startswith(kind))
     raise _FAULTS.get(kind, InferenceError)(
-        f"{what}: {len(told)} of {len(rollouts)} rollouts failed, above rollouts."
+        f"{what}: {len(errors)} of {len(rollouts)} rollouts failed, above rollouts."
         f"errors_max_fraction ({errors_max_fraction:g}); the commonest: {example}"
     )
-
-
-def _fault_of(rollout: Rollout) -> str:
-    return rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
 
 
 _FAULTS: dict[str, type[MarinRLError]] = {
     kind.__name__: kind for kind in (*REQUEST_FAULTS, RewardFault)
 }
-
-
-def shard_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards, lengths and errors of some groups, under the names of `marin_rl.metrics`."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    values: dict[str, list[float]] = {}
-    for component in (c for rollout in rollouts for c in rollout.reward_components):
-        values.setdefault(component.name, []).append(component.value)
-    members = [len(group.rollouts) for group in groups]
-    return rollout_metrics(
-        rewards=np.array([np.nan if r.reward is None else r.reward for r in rollouts], np.float64),
-        groups=np.repeat(np.arange(len(groups)), members).astype(np.int64),
-        lengths=np.array([r.n_completion_tokens for r in rollouts], np.int64),
-        statuses=[rollout.status for rollout in rollouts],
-        components={name: np.array(v, np.float64) for name, v in values.items()},
-    )
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
+from support.engines import PROGRAMS
 from support.slow_cases import others_slow
 from support.tiny_models import uneven
 
@@ -21,10 +22,10 @@ from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import (
-    PROGRAMS,
     ChunkInputs,
     Limits,
     compiled_layers,
+    decode_chunk,
     fused_weights,
 )
 from marin_rl.inference.weights import read_model
@@ -168,7 +169,7 @@ def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
             dtype = np.dtype(np.float32)
             fuse = compiled_layers.lower(layers=weights.layers, dtype=dtype, **sizes)
             fused = fused_weights(engine.spec, weights, dtype)
-            chunk = PROGRAMS.decode_chunk.lower(
+            chunk = decode_chunk.lower(
                 fused, runner._rotary, runner._caches[0], given, **sizes, steps=4
             )
         in_fuse, in_chunk = gathers(fuse), gathers(chunk)
