@@ -40,7 +40,12 @@ def score_here(environment: Environment, example: Example, completion: str) -> S
     try:
         return checked_components(environment.score(example, completion))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-        return RewardFault(f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS_MAX])
+        return fault_of(error)
+
+
+def fault_of(error: BaseException) -> RewardFault:
+    """The fault of a rollout whose environment raised `error`."""
+    return RewardFault(f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS_MAX])
 
 
 class Scorer:
