@@ -22,9 +22,9 @@ from marin_rl.storage.runs import (
     round_of,
 )
 from marin_rl.types import SlotRef
-from tasks.evaluate import evaluate
+from tasks.generate import evaluate
 from tasks.options import StageRunner, open_run
-from tasks.serve import serve
+from tasks.train import serve
 
 
 @flow(name="evaluate", flow_run_name=flow_run_name, persist_result=False)
@@ -42,14 +42,16 @@ async def evaluate_run(
     check_own(chosen, round)
     with open_session(chosen, plays=False) as reference:
         run = open_run(reference)
-        found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
-        if found is None:
+        checkpoint = (
+            latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
+        )
+        if checkpoint is None:
             which = "any" if round is None else f"{round}"
             raise ObjectMissing(
                 f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
                 f"{run.run_id}` shows which there are"
             )
-        return await measure(reference, found)
+        return await measure(reference, checkpoint)
 
 
 def check_own(config: Config, round: int | None) -> None:
@@ -71,11 +73,11 @@ def check_own(config: Config, round: int | None) -> None:
 async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Serve and evaluate a checkpoint, unless its evaluation is committed."""
     round = round_after(checkpoint)
-    if (found := committed(open_run(run), evals_slot(round))) is not None:
-        return found
-    attempt = StageRunner(open_run(run).config.flow)
-    policy = await attempt(serve, run, round, checkpoint)
-    return await attempt(evaluate, run, round, policy)
+    if (evaluation := committed(open_run(run), evals_slot(round))) is not None:
+        return evaluation
+    stages = StageRunner(open_run(run).config.flow)
+    policy = await stages.run(serve, run, round, checkpoint)
+    return await stages.run(evaluate, run, round, policy)
 
 
 def round_after(checkpoint: SlotRef) -> int:

@@ -16,7 +16,7 @@ from marin_rl.doctor import BEFORE_A_REWARD_MODEL
 from marin_rl.storage.runs import RunRef, latest_reward_model
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
-from tasks.reward_model import fit, prepare
+from tasks.train import fit, prepare
 
 
 @flow(name="reward-model", flow_run_name=flow_run_name, persist_result=False)
@@ -34,11 +34,11 @@ async def learn(run: RunRef) -> SlotRef:
     assert config.reward_model is not None, "checked before the run was opened"
     if config.policy.init == "sft":
         await warm_start(run)
-    attempt = StageRunner(config.flow)
-    pairs = await attempt(prepare, run)
+    stages = StageRunner(config.flow)
+    pairs = await stages.run(prepare, run)
     reached = latest_reward_model(open_run(run))
     while reached is None or steps_of(reached) < config.reward_model.steps:
-        reached = await attempt(fit, run, steps_of(reached), pairs)
+        reached = await stages.run(fit, run, steps_of(reached), pairs)
     return reached
 
 

@@ -1,6 +1,7 @@
 """The flow "rl-loop": rounds of generate, process and train over one policy.
 
     checkpoint r ─► serve ─► generate, task by shard ─► seal ─► process ─► train ─► checkpoint r+1
+                   └───────────── sample ─────────────────┘   └────── learn ──────┘
 
 A round is a task that calls the tasks of its stages, not a subflow. Either is one node of the graph
 that opens to its stages; but a subflow asks the server eight times whether it may go on, for 0.1 to
@@ -18,14 +19,11 @@ from flows.sft import warm_start
 from marin_rl.config import Config
 from marin_rl.rounds import transfer_metrics
 from marin_rl.storage.runs import RunRef
-from marin_rl.types import SlotRef
-from tasks.evaluate import evaluate
-from tasks.generate import generate, seal
+from marin_rl.types import ServedPolicy, SlotRef
+from tasks.generate import evaluate, generate, seal
 from tasks.options import GROUP, StageRunner, open_run
-from tasks.process import process
-from tasks.publish import publish
-from tasks.serve import serve
-from tasks.train import begin, train
+from tasks.process import process, publish
+from tasks.train import begin, serve, train
 
 
 @flow(name="rl-loop", flow_run_name=flow_run_name, persist_result=False)
@@ -51,25 +49,44 @@ async def first_checkpoint(run: RunRef) -> SlotRef:
     """Checkpoint 0: from given or random weights, or from a warm start that is played first."""
     config = open_run(run).config
     warm = await warm_start(run) if config.policy.init == "sft" else None
-    return await StageRunner(config.flow)(begin, run, warm)
+    return await StageRunner(config.flow).run(begin, run, warm)
 
 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
 async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
-    """One round: sample with checkpoint `round`, train, and return checkpoint `round + 1`."""
+    """One round: sample with checkpoint `round`, learn, and return checkpoint `round + 1`."""
+    stages = StageRunner(open_run(run).config.flow)
+    policy, rollouts = await sample(stages, run, round, checkpoint)
+    return await learn(stages, run, round, checkpoint, policy, rollouts)
+
+
+async def sample(
+    stages: StageRunner, run: RunRef, round: int, checkpoint: SlotRef
+) -> tuple[ServedPolicy, SlotRef]:
+    """Serve a checkpoint and seal the round's rollouts: needs no trainer."""
     config = open_run(run).config
-    attempt = StageRunner(config.flow)
-    policy = await attempt(serve, run, round, checkpoint)
+    policy = await stages.run(serve, run, round, checkpoint)
     if round % config.evaluation.every_rounds == 0:
-        await attempt(evaluate, run, round, policy)
+        await stages.run(evaluate, run, round, policy)
     shards = range(config.rollouts.shards_per_round)
-    parts = await attempt.each(generate, [(run, round, shard, policy) for shard in shards])
-    rollouts = await attempt(seal, run, round, parts, policy)
-    batches = await attempt(process, run, round, rollouts)
-    trained = await attempt(train, run, round, batches, checkpoint)
-    updates = int(batches.summary["steps"]) * config.training.epochs
-    measured = {**attempt.seconds, **transfer_metrics(policy.transfer, updates)}
-    await attempt(publish, run, round, trained, measured)
+    parts = await stages.each(generate, [(run, round, shard, policy) for shard in shards])
+    return policy, await stages.run(seal, run, round, parts, policy)
+
+
+async def learn(
+    stages: StageRunner,
+    run: RunRef,
+    round: int,
+    checkpoint: SlotRef,
+    policy: ServedPolicy,
+    rollouts: SlotRef,
+) -> SlotRef:
+    """Train on sealed rollouts, and publish the round: needs no endpoint."""
+    batches = await stages.run(process, run, round, rollouts)
+    trained = await stages.run(train, run, round, batches, checkpoint)
+    updates = int(batches.summary["steps"]) * open_run(run).config.training.epochs
+    measured = {**stages.seconds, **transfer_metrics(policy.transfer, updates)}
+    await stages.run(publish, run, round, trained, measured)
     return trained
 
 

@@ -54,7 +54,7 @@ def storage(config: Config) -> str:
 def environment(config: Config) -> str:
     """Check that the environment has examples, and that training and evaluation ones are apart."""
     from marin_rl.environments.base import environment_of
-    from marin_rl.rollouts.held_out import held_out_sets
+    from marin_rl.rollouts.evaluate import held_out_sets
 
     built = environment_of(config)
     held_out_sets(config)

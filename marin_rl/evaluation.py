@@ -25,9 +25,9 @@ from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.rollouts.evaluate import evaluation_metrics, requests_of
+from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, requests_of
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
-from marin_rl.rollouts.held_out import HeldOut
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.runs import (
     RUN_KEY,
@@ -273,8 +273,7 @@ def _answered(served: Served, config: Config, environment: Environment) -> Evalu
             policy,
             environment,
             requests,
-            stage="evaluate",
-            round=version,
+            ProgressEvent(run_id=config.run_id, stage="evaluate", round=version),
             connect=connect,
         )
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RunRuntime:
-    """The heavy things of one run, each made when it is first asked for.
+    """Tokenizer, trainer, reward model and server of one run, each made on first use.
 
     Methods may be called from any thread; they run one at a time.
     """
@@ -126,10 +126,10 @@ class RunRuntime:
         """Train one round and commit its checkpoint: see `Trainer.train_round`."""
         with self._lock:
             if self._server is not None:
-                self._server.engine.sleep()  # what sampled lends its memory to what trains
+                self._server.engine.sleep()  # its caches' memory is the trainer's meanwhile
             trained = self.trainer.train_round(round, batches, checkpoint)
-            # What stays leaves gaps in what the step freed, and the heap would grow from round to
-            # round: 15 MB for a small model. The next step's page faults are the lesser cost.
+            # Without this the heap grows from round to round, by 15 MB for a small model, since
+            # live arrays fragment what the step freed. The next step's page faults cost less.
             give_back_freed_memory()
             return trained
 
@@ -137,21 +137,21 @@ class RunRuntime:
         """Have a committed checkpoint served, prove that it is, and say where.
 
         The embedded server starts on first use and then takes the trainer's own arrays, whose
-        digest the checkpoint's manifest carries; remote endpoints are given a copy, or must have it
+        digest the checkpoint's manifest carries; remote endpoints receive a copy, or must have it
         already. Raises StalePolicy where a canary contradicts the trainer's model, BadResponse
         where it leaves temperature out, InputError for a model the engine cannot decode,
         CorruptObject for a damaged checkpoint, and what the client raises.
         """
         with self._lock:
             try:
-                policy = self._given(checkpoint)
+                policy = self._serve_proven(checkpoint)
             except MarinRLError:
                 self._transfers_failed += 1
                 raise
             self._transfers_failed = 0
             return policy
 
-    def _given(self, checkpoint: SlotRef) -> ServedPolicy:
+    def _serve_proven(self, checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
 
         from marin_rl.serving.weights.canary import prove
@@ -161,7 +161,7 @@ class RunRuntime:
         assert identity is not None
         version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
         began = time.monotonic()
-        endpoints, model_id = self._placed(version, identity.parameters_digest)
+        endpoints, model_id = self._load_weights(version, identity.parameters_digest)
         policy = ServedPolicy(
             endpoints=endpoints,
             model=model_id,
@@ -196,7 +196,7 @@ class RunRuntime:
         }
 
     def _suspects(self, version: int) -> "Iterator[Suspect]":
-        """Likely served in place of `version`: the checkpoint of the round before."""
+        """Yield what an endpoint may serve by mistake: the checkpoint of the round before."""
         from marin_rl.serving.weights.canary import Suspect
         from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 
@@ -210,14 +210,14 @@ class RunRuntime:
                 model=loaded.model,
             )
 
-    def _placed(self, version: int, digest: str) -> tuple[tuple[str, ...], str]:
-        """Endpoints that should now serve the trainer's model, and the id it is asked for by."""
+    def _load_weights(self, version: int, digest: str) -> tuple[tuple[str, ...], str]:
+        """Load the trainer's model where it is served; return the endpoints and its model id."""
         from marin_rl.inference.endpoints import publish
         from marin_rl.training.model import save_hf
 
         remote = self._run.config.inference.endpoints
         if not remote:
-            server = self._serving(version, digest)
+            server = self._swapped_server(version, digest)
             return (server.base_url,), server.model_id
 
         def save(folder: Path) -> None:
@@ -225,13 +225,13 @@ class RunRuntime:
 
         return remote, publish(self._run, version, digest, save)
 
-    def _serving(self, version: int, digest: str) -> "PolicyServer":
+    def _swapped_server(self, version: int, digest: str) -> "PolicyServer":
         """The running server, with the trainer's current model in it."""
         import jax.numpy as jnp
 
         from marin_rl.compilation import spare_long_lived_objects
         from marin_rl.serving.server import PolicyServer
-        from marin_rl.serving.weights.update_roots import with_update_root
+        from marin_rl.serving.weights.checkpoint_loader import with_update_root
 
         model = self.trainer.model
         if self._server is not None and not self._server.engine.alive:
@@ -255,7 +255,7 @@ class RunRuntime:
         return server
 
     def close(self) -> None:
-        """Stop the server, if there is one. The rest is garbage."""
+        """Stop the server, if there is one; the rest is left to the garbage collector."""
         with self._lock:
             if self._server is not None:
                 self._server.stop()
@@ -276,7 +276,7 @@ def runtime_for(run: Run) -> RunRuntime:
 
 
 def release(run: Run) -> None:
-    """Stop and forget what is kept of `run`."""
+    """Stop and drop this process's runtime of `run`."""
     with _runtimes_lock:
         kept = _runtimes.pop((run.store.url, run.run_id), None)
     if kept is not None:

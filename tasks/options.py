@@ -73,7 +73,7 @@ class StageRunner:
         """Seconds of the stages called so far, as `timing_s/*`."""
         return self._watch.metrics()
 
-    async def __call__(self, stage: Stage[Value], *arguments: Any) -> Value:
+    async def run(self, stage: Stage[Value], *arguments: Any) -> Value:
         """The result of one task. Raises what its last try raised."""
         result = await self._tried(stage, arguments)
         self._watch.lap(_task(stage).name)
@@ -86,7 +86,7 @@ class StageRunner:
             timeout_seconds=self._timeout_s,
         )
         outcome = await tuned(*arguments)
-        # What `told` named is handed back as a state; the reference in it carries the lineage.
+        # `as_state` hands back a state; the reference in it carries the lineage.
         return await outcome.aresult() if isinstance(outcome, State) else outcome
 
     async def each(self, stage: Stage[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:

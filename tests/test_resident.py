@@ -17,8 +17,7 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import prove
-from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint
-from marin_rl.serving.weights.update_roots import with_update_root
+from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint, with_update_root
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer

@@ -27,8 +27,7 @@ from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of, over_steps
-from marin_rl.rollouts.evaluate import evaluation_metrics
-from marin_rl.rollouts.held_out import judges_of
+from marin_rl.rollouts.evaluate import evaluation_metrics, judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.commits import committed_manifest, count_in, ref_of
 from marin_rl.storage.runs import (

@@ -146,10 +146,10 @@ def check_importable(path: str) -> None:
     """Refuse a module that is not there, without running it. Raises InputError."""
     module = path.partition(":")[0]
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
         raise InputError(f"reward function {path!r}: {error}") from error
-    if found is None:
+    if spec is None:
         raise InputError(f"reward function {path!r}: no module named {module!r} on sys.path")
 
 
@@ -211,10 +211,10 @@ def _row(raw: Any, where: str) -> dict[str, Any]:
     """One prompt as the example will have it. Raises InputError saying what is missing."""
     if not isinstance(raw, dict) or ("messages" in raw) == ("prompt" in raw):
         raise InputError(f"{where}: expected an object with either messages or prompt")
-    found = raw.get("messages", [{"role": "user", "content": raw.get("prompt")}])
-    if not isinstance(found, list) or not found:
+    raws = raw.get("messages", [{"role": "user", "content": raw.get("prompt")}])
+    if not isinstance(raws, list) or not raws:
         raise InputError(f"{where}: expected messages as a list that is not empty")
-    messages = tuple(_message(item, where) for item in found)
+    messages = tuple(_message(item, where) for item in raws)
     answer = raw.get("answer")
     rest = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
     text = orjson.dumps([[message.role, message.content] for message in messages])

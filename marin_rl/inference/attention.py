@@ -1,10 +1,10 @@
-"""One step's attention of every slot over its cache.
+"""One step's attention of every sequence slot over its cache.
 
 Owns a block of the cache and how it is read: block by block, and once for slots that share it.
 Leaves out how it is written, and everything else that a layer computes (`decoder`).
 
-Axes: S slots, B positions of a block, K key/value heads, G query heads per key/value head, H head
-size; N groups of I slots that share, R rows of a group for one key/value head.
+Axes: S sequence slots, B positions of a block, K key/value heads, G query heads per key/value head,
+H head size; N groups of I slots that share, R rows of a group for one key/value head.
 """
 
 from functools import partial
@@ -62,7 +62,7 @@ def attend(
             ways.append(partial(extend, share=SHARE))
             way += (way > 0) & (start + size <= shared)
         if index == 0:
-            # every sequence in a slot has a position in the first block
+            # every sequence has a position in the first block
             ways, way = ways[1:], way - 1
         state = jax.lax.switch(way, ways, state)
     _, total, weighted = state

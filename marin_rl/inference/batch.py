@@ -1,10 +1,11 @@
-"""The running batch on the host: which sample is in which slot.
+"""The running batch on the host: which sample is in which sequence slot.
 
-Owns the small arrays that every chunk starts from, what each sequence has produced so far, and when
-it is finished: a stop token, a stop string, or its limit of tokens. Leaves out the device
-(`decoder`, `sampling`) and the order in which requests come (`engine`, `scheduler`).
+Owns the small arrays that every chunk starts from, what each sequence has produced so far, the
+prefix that each slot's cache begins with, and when a sequence is finished: a stop token, a stop
+string, or its limit of tokens. Leaves out the device (`decoder`, `sampling`) and the order in which
+requests come (`engine`, `scheduler`).
 
-Axes: S slots, C steps of a chunk, N stop tokens of a slot, K likeliest tokens.
+Axes: S sequence slots, C steps of a chunk, N stop tokens of a sequence, K likeliest tokens.
 """
 
 import time
@@ -36,7 +37,7 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A request on its way: samples are handed out to slots in order of their index."""
+    """A request on its way: samples get sequence slots in the order of their index."""
 
     request: GenerationRequest
     future: "Future[GenerationResult]"
@@ -50,26 +51,51 @@ class Job:
     handed_out: int = 0
     finished: "dict[int, RunningSequence]" = field(default_factory=dict)
     prompt_scores: PromptScores | None = None
-    scored_by: object = None  # the policy's key
+    scored_by: "WeightsKey | None" = None
     ended: bool = False
     key: object = field(default_factory=object)
 
     @property
     def waiting(self) -> int:
-        """Samples that have no slot yet."""
+        """Samples that have no sequence slot yet."""
         return self.request.n - self.handed_out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsKey:
+    """Identity of one load of weights: equal to nothing but itself, and outlives the arrays."""
+
+    version: int
+
+
+class PrefixKey(NamedTuple):
+    """Conditions under which cached keys and values are the same bits.
+
+    `owner` bounds their use: it is the key of the request that they were computed for, whose other
+    samples start from them.
+    """
+
+    owner: object
+    weights: WeightsKey
+    adapter: int
+
+
+class CachedPrefix(NamedTuple):
+    """Tokens that a slot's cache begins with, until the slot is assigned again."""
+
+    lane: int
+    seq_slot: int
+    token_ids: Int32[np.ndarray, " P"]
+    key: PrefixKey
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningSequence:
-    """One sample in a slot, and what each chunk added to it.
-
-    `policy_key` tells the weights that the prompt's part of its cache was computed with.
-    """
+    """One sample in a sequence slot, and what each chunk added to it."""
 
     job: Job
     index: int
-    policy_key: object = None
+    prefix: CachedPrefix | None = None  # none where only a prompt was scored
     stop_watch: StopWatch | None = None
     constraint: TokenConstraint | None = None
     accepted: int = 0
@@ -100,7 +126,7 @@ def _joined(parts: list[np.ndarray | None]) -> np.ndarray | None:
 
 
 class SlotInputs(NamedTuple):
-    """Inputs of a chunk: `token` stands at `position`; `remaining` 0 is an empty slot."""
+    """Inputs of a chunk: `token` stands at `position`; `remaining` 0 is an empty sequence slot."""
 
     token_S: Int32[Array | np.ndarray, " S"]
     position_S: Int32[Array | np.ndarray, " S"]
@@ -111,9 +137,9 @@ class SlotInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tokens and logprobs of one decode chunk; slot s sampled the first `counts_S[s]` of its row.
+    """Tokens and logprobs of one decode chunk; row s holds `counts_S[s]` sampled tokens.
 
-    `slot_steps` are the steps of all slots, empty ones too. `reports` are each lane's, with an axis
+    `slot_steps` are the steps of all rows, empty ones too. `reports` are each lane's, with an axis
     of C in front; they are copied to the host only on request.
     """
 
@@ -126,12 +152,12 @@ class Chunk:
     reports: tuple[Report, ...]
 
     def report(self) -> Report:
-        """Reports of every slot, on the host."""
+        """Reports of every row, on the host."""
         return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *self.reports)
 
 
 class RunningBatch:
-    """The slots and their sequences. Used by the engine's thread alone."""
+    """The sequence slots and what is in them. Used by the engine's thread alone."""
 
     def __init__(
         self, slots: int, vocabulary: int, decode: Decode | None, extras: ExtraRows
@@ -140,8 +166,7 @@ class RunningBatch:
         self._decode = decode
         self.extras = extras
         self._running: list[RunningSequence | None] = [None] * slots
-        # which prompt, by whose weights, a slot's cache begins with: outlives the sample
-        self._origins: list[tuple[object, object] | None] = [None] * slots
+        self._prefixes: list[CachedPrefix | None] = [None] * slots
         self.inputs = SlotInputs(
             token_S=np.zeros(slots, np.int32),
             position_S=np.zeros(slots, np.int32),
@@ -158,125 +183,130 @@ class RunningBatch:
 
     @property
     def active(self) -> int:
-        """Slots with a sequence in them."""
+        """Sequence slots in use."""
         return sum(running is not None for running in self._running)
 
     def free(self) -> list[int]:
-        """Numbers of the empty slots, ascending."""
-        return [slot for slot, running in enumerate(self._running) if running is None]
+        """Empty sequence slots, ascending."""
+        return [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
 
     def jobs(self) -> list[Job]:
-        """Every request that has a sequence in a slot, once."""
+        """Every request that has a running sequence, once."""
         return list({id(r.job): r.job for r in self._running if r is not None}.values())
 
-    def assign(self, slot: int, job: Job, index: int, policy_key: object) -> None:
-        """Seat the job's sample `index`; its last prompt token is what the first step works on."""
-        assert self._running[slot] is None
+    def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:
+        """Put the job's sample `index` into the slot whose cache will begin with `prefix`.
+
+        The last token of the prompt is what the sample's first step works on.
+        """
+        seq_slot = prefix.seq_slot
+        assert self._running[seq_slot] is None
         sampling, prompt = job.request.sampling, job.request.prompt_ids
         inputs = self.inputs
         watch = None
         if sampling.stop:
             assert self._decode is not None
             watch = StopWatch(self._decode, sampling.stop)
-        self._running[slot] = RunningSequence(
-            job=job, index=index, policy_key=policy_key, stop_watch=watch
+        self._running[seq_slot] = RunningSequence(
+            job=job, index=index, prefix=prefix, stop_watch=watch
         )
-        self._origins[slot] = job.key, policy_key
-        inputs.token_S[slot] = prompt[-1]
-        inputs.position_S[slot] = len(prompt) - 1
-        inputs.remaining_S[slot] = sampling.max_tokens
-        inputs.stops_SN[slot] = NO_TOKEN
-        inputs.stops_SN[slot, : len(job.stop_tokens)] = job.stop_tokens
-        inputs.sampling.temperature_S[slot] = sampling.temperature
-        inputs.sampling.top_p_S[slot] = sampling.top_p
-        inputs.sampling.top_k_S[slot] = sampling.top_k
-        inputs.sampling.min_p_S[slot] = job.request.min_p
-        inputs.sampling.seed_S2[slot] = seed_words(job.seed + index)
-        self.extras.seat(slot, job.request)
+        self._prefixes[seq_slot] = prefix
+        inputs.token_S[seq_slot] = prompt[-1]
+        inputs.position_S[seq_slot] = len(prompt) - 1
+        inputs.remaining_S[seq_slot] = sampling.max_tokens
+        inputs.stops_SN[seq_slot] = NO_TOKEN
+        inputs.stops_SN[seq_slot, : len(job.stop_tokens)] = job.stop_tokens
+        inputs.sampling.temperature_S[seq_slot] = sampling.temperature
+        inputs.sampling.top_p_S[seq_slot] = sampling.top_p
+        inputs.sampling.top_k_S[seq_slot] = sampling.top_k
+        inputs.sampling.min_p_S[seq_slot] = job.request.min_p
+        inputs.sampling.seed_S2[seq_slot] = seed_words(job.seed + index)
+        self.extras.assign(seq_slot, job.request)
 
-    def siblings(self, job: Job, policy_key: object) -> list[int]:
-        """Slots whose cache holds the job's prompt, as computed by these very weights."""
+    def cached(self, key: PrefixKey) -> list[CachedPrefix]:
+        """Prefixes with this key in the slots that are in use."""
         return [
-            slot
-            for slot, running in enumerate(self._running)
-            if running is not None and running.job is job and running.policy_key is policy_key
+            running.prefix
+            for running in self._running
+            if running is not None and running.prefix is not None and running.prefix.key == key
         ]
 
     def shared_positions(self, share: int) -> int:
         """Positions below which the caches of every `share` slots side by side are alike.
 
-        Slots in use need the first of them, in use or not, to have begun with the same prompt.
+        A slot in use needs the first of its `share`, in use or not, to begin with the same prefix.
         """
         shortest = 0
-        for slot, running in enumerate(self._running):
+        for seq_slot, running in enumerate(self._running):
             if running is None:
                 continue
-            if self._origins[slot] != self._origins[slot - slot % share]:
+            first = self._prefixes[seq_slot - seq_slot % share]
+            if running.prefix is None or first is None or running.prefix.key != first.key:
                 return 0
             length = len(running.job.request.prompt_ids)
             shortest = min(shortest or length, length)
         return shortest
 
     def constrain(self) -> list[tuple[Job, Exception]]:
-        """Ask every constraint for its next mask; returns whose failed, and how."""
+        """Ask every constraint for its next mask; return the jobs where one failed, and why."""
         failed: list[tuple[Job, Exception]] = []
-        for slot, running in enumerate(self._running):
+        for seq_slot, running in enumerate(self._running):
             if running is None or running.job.request.constraint is None:
                 continue
             try:
-                self.extras.constrain(slot, checked_mask(_next_mask(running), self._vocabulary))
+                self.extras.constrain(seq_slot, checked_mask(_next_mask(running), self._vocabulary))
             except Exception as error:  # noqa: BLE001 - it is other people's code
                 failed.append((running.job, error))
         return failed
 
     def release(self, job: Job) -> None:
-        """Empty every slot of a cancelled or failed job."""
-        for slot, running in enumerate(self._running):
+        """Free the sequence slots of a cancelled or failed job."""
+        for seq_slot, running in enumerate(self._running):
             if running is not None and running.job is job:
-                self._empty(slot)
+                self._empty(seq_slot)
 
-    def _empty(self, slot: int) -> None:
-        self._running[slot] = None
-        self.inputs.remaining_S[slot] = 0
-        # an empty slot asks for nothing that costs the others
-        self.inputs.sampling.temperature_S[slot] = 1
-        self.inputs.sampling.top_p_S[slot] = 1
-        self.inputs.sampling.top_k_S[slot] = 0
-        self.inputs.sampling.min_p_S[slot] = 0
-        self.extras.empty(slot)
+    def _empty(self, seq_slot: int) -> None:
+        self._running[seq_slot] = None
+        self.inputs.remaining_S[seq_slot] = 0
+        # neutral values: a filter that any row asks for is computed for every row
+        self.inputs.sampling.temperature_S[seq_slot] = 1
+        self.inputs.sampling.top_p_S[seq_slot] = 1
+        self.inputs.sampling.top_k_S[seq_slot] = 0
+        self.inputs.sampling.min_p_S[seq_slot] = 0
+        self.extras.empty(seq_slot)
 
     def advance(self, chunk: Chunk) -> list[tuple[Job, Delta]]:
-        """Take in a chunk; returns what it added to whom, by slot.
+        """Append a chunk to the running sequences; return each one's delta, by sequence slot.
 
         A job whose last sample ended in it has all of them in `finished`.
         """
         added: list[tuple[Job, Delta]] = []
         report = chunk.report() if self.extras.reported else None
-        for slot, running in enumerate(self._running):
-            count = int(chunk.counts_S[slot])
+        for seq_slot, running in enumerate(self._running):
+            count = int(chunk.counts_S[seq_slot])
             if running is None or count == 0:
                 continue
-            kept = self._extend(slot, running, chunk.tokens_SC[slot, :count].tolist())
-            delta = _delta(chunk, report, slot, kept, running)
+            kept = self._extend(seq_slot, running, chunk.tokens_SC[seq_slot, :count].tolist())
+            delta = _delta(chunk, report, seq_slot, kept, running)
             running.deltas.append(delta)
             added.append((running.job, delta))
             if running.finish_reason:
-                self._empty(slot)
+                self._empty(seq_slot)
                 running.job.finished[running.index] = running
         return added
 
-    def _extend(self, slot: int, running: RunningSequence, tokens: list[int]) -> int:
-        """Append tokens, and find out whether they end the sample; how many of them it keeps."""
+    def _extend(self, seq_slot: int, running: RunningSequence, tokens: list[int]) -> int:
+        """Append tokens and look for the sample's end; return how many of them it keeps."""
         inputs = self.inputs
         before = len(running.tokens)
         running.tokens += tokens
-        self.extras.extend(slot, int(inputs.position_S[slot]) + 1, tokens)
-        inputs.token_S[slot] = tokens[-1]
-        inputs.position_S[slot] += len(tokens)
-        inputs.remaining_S[slot] -= len(tokens)
+        self.extras.extend(seq_slot, int(inputs.position_S[seq_slot]) + 1, tokens)
+        inputs.token_S[seq_slot] = tokens[-1]
+        inputs.position_S[seq_slot] += len(tokens)
+        inputs.remaining_S[seq_slot] -= len(tokens)
         if tokens[-1] in running.job.stop_tokens:
             running.finish_reason = "stop"
-        elif inputs.remaining_S[slot] == 0:
+        elif inputs.remaining_S[seq_slot] == 0:
             running.finish_reason = "length"
         if running.stop_watch is not None:
             end = running.stop_watch.first_end(running.tokens, before)
@@ -286,18 +316,18 @@ class RunningBatch:
         return len(running.tokens) - before
 
     def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
-        """True for each slot whose logprobs of a chunk are all finite."""
+        """True for each row of a chunk whose logprobs are all finite."""
         sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
         return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
 
-    def job_in(self, slot: int) -> Job | None:
-        """The job that the slot works for."""
-        running = self._running[slot]
+    def job_in(self, seq_slot: int) -> Job | None:
+        """The job of a sequence slot; None for an empty one."""
+        running = self._running[seq_slot]
         return None if running is None else running.job
 
 
 def _next_mask(running: RunningSequence) -> np.ndarray:
-    """The mask after all tokens so far; makes the constraint where there is none yet."""
+    """The mask after all tokens so far; the first call makes the constraint."""
     if running.constraint is None:
         assert running.job.request.constraint is not None
         running.constraint = running.job.request.constraint()
@@ -308,20 +338,20 @@ def _next_mask(running: RunningSequence) -> np.ndarray:
 
 
 def _delta(
-    chunk: Chunk, report: Report | None, slot: int, kept: int, running: RunningSequence
+    chunk: Chunk, report: Report | None, seq_slot: int, kept: int, running: RunningSequence
 ) -> Delta:
-    """The first `kept` tokens of a slot's row; copies, since the chunk's arrays are large."""
+    """The first `kept` tokens of a row; copies, so that the chunk's large arrays can go."""
     request = running.job.request
     raw = top_ids = top_logprobs = None
     if report is not None and request.raw_logprobs:
-        raw = np.array(report.raw_S[:kept, slot])
+        raw = np.array(report.raw_S[:kept, seq_slot])
     if report is not None and request.top_logprobs:
-        top_ids = np.array(report.top_ids_SK[:kept, slot, : request.top_logprobs])
-        top_logprobs = np.array(report.top_logprobs_SK[:kept, slot, : request.top_logprobs])
+        top_ids = np.array(report.top_ids_SK[:kept, seq_slot, : request.top_logprobs])
+        top_logprobs = np.array(report.top_logprobs_SK[:kept, seq_slot, : request.top_logprobs])
     return Delta(
         index=running.index,
-        token_ids=chunk.tokens_SC[slot, :kept].copy(),
-        logprobs=chunk.logprobs_SC[slot, :kept].copy(),
+        token_ids=chunk.tokens_SC[seq_slot, :kept].copy(),
+        logprobs=chunk.logprobs_SC[seq_slot, :kept].copy(),
         raw_logprobs=raw,
         top_ids=top_ids,
         top_logprobs=top_logprobs,

@@ -26,13 +26,13 @@ import numpy as np
 
 from marin_rl.compilation import programs_folder
 from marin_rl.inference import decoder
-from marin_rl.inference.batch import RunningBatch, SlotInputs
+from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.logits_state import ExtraRows
-from marin_rl.inference.logprobs import Asked
-from marin_rl.inference.programs import PROGRAMS, ChunkInputs, Limits
+from marin_rl.inference.logprobs import ReportRequest
+from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 from marin_rl.machine import machine_facts
 
@@ -142,8 +142,8 @@ def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
         record = json.loads(file.read_bytes())
         names = {item.name for item in fields(Invariance)}
         outcome, facts = record["equal"], record["facts"]
-        whole = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
-        if whole and all(type(value) is bool for value in outcome.values()):
+        valid = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
+        if valid and all(type(value) is bool for value in outcome.values()):
             return facts, Invariance(**outcome)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass  # whatever is wrong with it, the proof is made again
@@ -191,8 +191,8 @@ class Prover:
         self._rng = np.random.default_rng(0)
         S, V = shapes.slots, shapes.spec.vocabulary
         rows = ExtraRows(Lanes(1, S), self._length, V, put)
-        asked = Asked(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
-        self._extras = rows.on_device(0)._replace(asked=put(asked))
+        request = ReportRequest(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
+        self._extras = rows.on_device(0)._replace(request=put(request))
         self._inputs = RunningBatch(S, V, None, rows).inputs
         self._steps = min(STEPS, shapes.chunk_steps)
         shape = lambda leaf: (1, *leaf.shape[1:])
@@ -276,24 +276,22 @@ class Prover:
             position_S=positions_S.astype(np.int32),
             remaining_S=np.where(active_S, self._steps, 0).astype(np.int32),
         )
-        cache, sampled = PROGRAMS.decode_chunk(
+        cache, sampled = decode_chunk(
             self._fused,
             self._rotary,
             self._cache(),
-            self._given(inputs, shared),
+            ChunkInputs(
+                inputs, self._extras, Limits(np.int32(self._steps), np.int32(0), np.int32(shared))
+            ),
             spec=shapes.spec,
             steps=shapes.chunk_steps,
             sharing=shapes.sharing,
         )
         by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
-        told = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
-        # of the last layer, what stands on all others: the first block and the last
-        kept = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
-        return [[array[slot] for array in (*told, *kept)] for slot in range(shapes.slots)]
-
-    def _given(self, inputs: SlotInputs, shared: int) -> ChunkInputs:
-        limits = Limits(np.int32(self._steps), np.int32(0), np.int32(shared))
-        return ChunkInputs(inputs, self._extras, limits)
+        by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
+        # the last layer depends on all others: its first block and its last
+        blocks = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
+        return [[array[row] for array in (*by_row, *blocks)] for row in range(shapes.slots)]
 
     def _cache(self) -> Cache:
         """The same random numbers in every slot: as if all had begun with one prompt."""

@@ -1,11 +1,12 @@
 """A transformer with a cache, as pure functions.
 
-Owns what the model computes: the empty cache, `prefill` of prompts into slots, and `decode_step` of
-one token in every slot. Leaves out where the arrays come from (`weights`), what is done with logits
-(`sampling`) and who sits in which slot (`scheduler`, `batch`).
+Owns what the model computes: the empty cache, `prefill` of prompts into sequence slots, and
+`decode_step` of one token in every slot. Leaves out where the arrays come from (`weights`), what is
+done with logits (`sampling`) and which sequence is in which slot (`scheduler`, `batch`).
 
-Axes: S slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a cache
-block, K key/value heads, G query heads per key/value head, H head size, D width, V vocabulary.
+Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a
+cache block, K key/value heads, G query heads per key/value head, H head size, D width, V
+vocabulary.
 
 The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, B], so that both of
 attention's products read contiguous memory; each block is an array of its own, so that a block past
@@ -222,17 +223,17 @@ def prefill(
         (jnp.zeros((R, K, H, P), dtype), jnp.zeros((R, K, P, H), dtype)) for _ in range(spec.layers)
     )
 
-    def run(index, buffer):
+    def body(index, buffer):
         start = index * tile
         tokens = jax.lax.dynamic_slice_in_dim(tokens_RP, start, tile)
         _, pairs = _prefill_tile(spec, decoder, rotary, tokens)
         return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            lambda rows_R, tile_R: jax.lax.dynamic_update_slice_in_dim(rows_R, tile_R, start, 0),
             buffer,
             pairs,
         )
 
-    buffer = jax.lax.fori_loop(0, -(-rows // tile), run, buffer)
+    buffer = jax.lax.fori_loop(0, -(-rows // tile), body, buffer)
     return _copy_in(cache, buffer, source_S, R)
 
 
@@ -321,12 +322,12 @@ def _copy_in(
     taken_S = source_S < rows
     first_S = jnp.argsort(~taken_S)
 
-    def copy(index, cache):
-        slot = first_S[index]
-        source = source_S[slot]
+    def body(index, cache):
+        seq_slot = first_S[index]
+        source = source_S[seq_slot]
         return tuple(
             tuple(
-                _copy_block(block, keys, values, number * size, source, slot)
+                _copy_block(block, keys, values, number * size, source, seq_slot)
                 if number * size < length
                 else block
                 for number, block in enumerate(blocks)
@@ -334,12 +335,12 @@ def _copy_in(
             for blocks, (keys, values) in zip(cache, buffer, strict=True)
         )
 
-    cache = jax.lax.fori_loop(0, jnp.sum(taken_S), copy, cache)
+    cache = jax.lax.fori_loop(0, jnp.sum(taken_S), body, cache)
     return tuple(tuple(_spread(block) for block in blocks) for blocks in cache)
 
 
 def _copy_block(
-    block: Block, keys: Array, values: Array, start: int, source: Array, slot: Array
+    block: Block, keys: Array, values: Array, start: int, source: Array, seq_slot: Array
 ) -> Block:
     """A block in which the slot has the prompt's positions from `start` on; others untouched."""
     stop = start + min(block.keys.shape[-1], keys.shape[-1] - start)
@@ -347,6 +348,6 @@ def _copy_block(
     one_values = jax.lax.dynamic_slice_in_dim(values[:, :, start:stop], source, 1)
     update = jax.lax.dynamic_update_slice
     return Block(
-        update(block.keys, one_keys, (slot, 0, 0, 0)),
-        update(block.values, one_values, (slot, 0, 0, 0)),
+        update(block.keys, one_keys, (seq_slot, 0, 0, 0)),
+        update(block.values, one_values, (seq_slot, 0, 0, 0)),
     )

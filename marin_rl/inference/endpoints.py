@@ -83,13 +83,13 @@ async def _model_id(inference: InferenceConfig, version: int, digest: str) -> st
         return exact
     if inference.model in common and not any(others.values()):
         return inference.model
-    found = "; ".join(
+    serving = "; ".join(
         f"{', '.join(other or sorted(served[url])) or 'no model'} at {url}"
         for url, other in others.items()
     )
     raise StalePolicy(
         f"expected {exact} (parameters {digest[:16]}) or {inference.model} at every endpoint, "
-        f"found {found}: load the checkpoint there, or set inference.publish"
+        f"found {serving}: load the checkpoint there, or set inference.publish"
     )
 
 

@@ -1,16 +1,27 @@
 """The embedded engine: many requests, one batch of fixed shape, a thread of its own.
 
-Owns the order of things: requests join free slots between chunks, a chunk of decode steps runs on
-the device without returning to Python, finished ones leave, and new weights take the old ones'
-place between two chunks by a change of reference. Leaves out what may come in and who waits
-(`scheduler`), what a sequence is (`batch`), what is computed (`runner` and what it calls), and
-HTTP.
+`Engine.submit` queues a request from any thread. The engine's own thread waits for work
+(`_wait_for_work`, which lets requests that come together arrive) and then takes a step (`_step`):
+
+1. `schedule` assigns waiting samples to free sequence slots, first come first served, and plans
+   which prompts to run and which cached prefixes to copy (`scheduler`).
+2. `_notify_scheduled` tells each request which weights will draw its first tokens.
+3. `_score` computes logprobs of the prompts that asked for them.
+4. `_prefill` runs each new prompt once in a lane, and copies its cache to the other slots.
+5. `RunningBatch.constrain` asks every constraint for the mask of its next token.
+6. `_decode` runs a chunk of decode steps on the device, without returning to Python (`runner`).
+7. `_refuse_nonfinite` fails requests whose logits are not finite.
+8. `RunningBatch.advance` appends the chunk to its sequences and finds those that ended (`batch`);
+   `_emit` calls the listeners, and resolves the requests that are complete.
+
+New weights (`swap`) take the old ones' place between two steps, by a change of reference. Leaves
+out what is computed (`runner` and what it calls) and HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
 request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine
 proves at its start that rows of these programs do not depend on one another (`batch_invariance`;
 on one device, not on a mesh), the same prompt, seed and weights give the same tokens and bitwise
-the same logprobs, alone or in a full batch and in whichever slot and lane. Other numbers of slots
+the same logprobs, alone or in a full batch, in any sequence slot and lane. Other numbers of slots
 or lanes, another instruction set or another size of XLA's thread pool are other programs, whose
 last bits may differ.
 """
@@ -41,14 +52,16 @@ from marin_rl.inference.runner import Policy, Runner
 from marin_rl.inference.scheduler import JobQueue, RequestBounds, Schedule, schedule
 from marin_rl.inference.stops import Decode
 
-# An idle engine waits for a round's other requests until none came for QUIET_S, GATHER_S at most.
+# An idle engine waits for more requests, which come close together, until none came for QUIET_S,
+# GATHER_S at most: samples that start together share their prompts and their chunks.
 QUIET_S = 0.005
 GATHER_S = 0.05
 
-# An engine without work keeps its copy of the weights for so long: the next request may be near.
+# Seconds that an engine without work keeps its fused copy of the weights for the next request.
 COPY_KEPT_S = 1.0
 
-# While others decode, prompts of a step may take about this many chunks' worth of tokens.
+# While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
+# prefill would make the running sequences wait.
 PREFILL_CHUNKS = 4
 
 _log = logging.getLogger(__name__)
@@ -58,8 +71,8 @@ _log = logging.getLogger(__name__)
 class EngineStats:
     """Counts since the start; durations in seconds.
 
-    `tokens` were sampled and kept, `slot_steps` are the steps of all slots, empty ones too, and
-    `busy_slot_steps` those in which a slot sampled. `failed` requests ended with an error.
+    `tokens` were sampled and kept, `slot_steps` are the steps of all sequence slots, empty ones
+    too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error.
     """
 
     requests: int = 0
@@ -123,7 +136,7 @@ class Engine:
         self._policy = self._runner.policy(model, weight_version, parameters_digest)
         runner = self._runner
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
-        self._table = RunningBatch(config.slots, self.spec.vocabulary, decode, extras)
+        self._batch = RunningBatch(config.slots, self.spec.vocabulary, decode, extras)
         self._queue = JobQueue()
         # every request whose future is not resolved, wherever it is on its way
         self._in_flight: dict[int, Job] = {}
@@ -132,7 +145,7 @@ class Engine:
         self._changed = threading.Condition()
         self._closing = False
         self._paused = False
-        self._in_round = False
+        self._in_step = False
         self._sleep_requested = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -149,7 +162,7 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        """Samples that wait for a slot."""
+        """Samples that wait for a sequence slot."""
         with self._changed:
             return self._queue.waiting
 
@@ -165,13 +178,13 @@ class Engine:
 
     @property
     def sharing(self) -> bool:
-        """True where slots that began with one prompt read its cache once."""
+        """True where sequences that began with one prompt read its cache once."""
         return self._runner.sharing
 
     @property
     def active(self) -> int:
-        """Slots with a sequence in them."""
-        return self._table.active
+        """Sequence slots in use."""
+        return self._batch.active
 
     @property
     def paused(self) -> bool:
@@ -184,14 +197,14 @@ class Engine:
         on_delta: Callable[[Delta], None] | None = None,
         on_scheduled: Callable[[Policy], None] | None = None,
     ) -> "Future[GenerationResult]":
-        """Queue a request; safe from any thread. Cancelling the future frees its slots.
+        """Queue a request; safe from any thread. Cancelling the future frees its sequence slots.
 
-        `on_delta` is called on the engine's thread with what each chunk added to each sample, in
-        order, all of it before the future resolves; it must be quick. An exception in it fails this
-        request alone. Tokens once delivered are never taken back. `on_scheduled` is called there
-        too, each time that samples of the request get slots, or its prompt is to be scored, with
-        what will draw their first tokens; what it raises gives the request up before they are
-        drawn.
+        `on_delta` is called on the engine's thread with the tokens that each chunk added to each
+        sample, in order, before the future resolves; it must be quick. An exception in it fails
+        this request alone. Delivered tokens are never taken back. `on_scheduled` is called there
+        too, each time that samples of the request are scheduled or its prompt is to be scored, with
+        the policy that will draw their first tokens; an exception in it fails the request before
+        that.
 
         Raises InputError for a request that could never be served, InferenceError once closed.
         """
@@ -218,7 +231,7 @@ class Engine:
         return job.future
 
     def _note_cancelled(self, future: "Future[GenerationResult]") -> None:
-        # only ever set here: `|=` reads first, and could undo what another thread sets meanwhile
+        # assigned and never or-ed: `|=` reads first, and could undo another thread's assignment
         if future.cancelled():
             with self._changed:
                 self._some_cancelled = True
@@ -260,7 +273,7 @@ class Engine:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
-            while self._in_round and self._paused:
+            while self._in_step and self._paused:
                 self._changed.wait()
 
     def resume(self) -> None:
@@ -285,9 +298,8 @@ class Engine:
         """
         with self._changed:
             assert not self._queue
-            assert self._table.active == 0
-            table = self._table
-            self._runner.warm_up(self._policy, table.inputs, table.extras)
+            assert self._batch.active == 0
+            self._runner.warm_up(self._policy, self._batch.inputs, self._batch.extras)
 
     def close(self) -> None:
         """Stop after the chunk that is running. Requests that have not ended get InferenceError."""
@@ -298,50 +310,51 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._gather():
-                self._round()
+            while self._wait_for_work():
+                self._step()
                 with self._changed:
-                    self._in_round = False
+                    self._in_step = False
                     self._changed.notify_all()
         finally:
             self._runner.close()
             with self._changed:
                 self._closing = True
-                self._in_round = False
+                self._in_step = False
                 self._changed.notify_all()
                 self._fail(list(self._in_flight.values()), "the engine was closed")
 
-    def _gather(self) -> bool:
-        """Wait for work, and for the end of a pause; False when the engine is to end."""
+    def _wait_for_work(self) -> bool:
+        """Wait for requests, and for the end of a pause; False once the engine closes."""
         with self._changed:
             while not self._closing:
                 self._drop_cancelled()
-                if self._paused or not (self._queue or self._table.active):
+                if self._paused or not (self._queue or self._batch.active):
                     self._idle()
                     continue
-                if self._table.active == 0:
+                if self._batch.active == 0:
                     self._wait_to_batch()
                 if not self._paused:
-                    self._in_round = not self._closing
+                    self._in_step = not self._closing
                     return not self._closing
             return False
 
     def _idle(self) -> None:
-        """Wait for a change; let go at once of what a pause or `sleep` asks for, else a bit later.
+        """Wait for a change, and free memory: at once where `pause` or `sleep` asks for it.
 
-        Requests that come one after another find the copy of the weights that the last one made;
-        a copy of weights that were swapped out is nothing to wait for.
+        Else the fused weights stay for COPY_KEPT_S, so that requests which come one after another
+        use the same copy; a copy of weights that were swapped out goes at once.
         """
         runner = self._runner
         if not (self._paused or self._sleep_requested) and runner.holds_copy_of(self._policy):
             if not self._changed.wait(COPY_KEPT_S):
                 runner.rest()
             return
-        runner.rest(caches=self._sleep_requested and self._table.active == 0)
-        self._sleep_requested &= self._table.active > 0
+        runner.rest(caches=self._sleep_requested and self._batch.active == 0)
+        self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 
     def _wait_to_batch(self) -> None:
+        """Wait a moment for requests that arrive together with the first one."""
         deadline = time.monotonic() + GATHER_S
         seen, slots = 0, self._config.slots
         while not self._closing and seen < slots and time.monotonic() < deadline:
@@ -353,28 +366,26 @@ class Engine:
             while seen < slots and self._changed.wait(QUIET_S) and time.monotonic() < deadline:
                 seen = self._queue.waiting
 
-    def _round(self) -> None:
-        """One engine step: schedule waiting samples, prefill, decode one chunk, emit what has
-        ended.
-        """
+    def _step(self) -> None:
+        """Take one step, as the module's head tells it."""
         with self._changed:
             policy = self._policy
             self._drop_cancelled()
-            busy, tokens = self._table.active > 0, PREFILL_CHUNKS * self._chunk_tokens
+            busy, tokens = self._batch.active > 0, PREFILL_CHUNKS * self._chunk_tokens
             budget = tokens if busy else math.inf
             lanes, bucket = self._runner.lanes, self._runner.bucket
-            seating = schedule(self._queue, self._table, lanes, policy.key, bucket, budget)
-        self._tell_seated(seating, policy)
+            plan = schedule(self._queue, self._batch, lanes, policy.key, bucket, budget)
+        self._notify_scheduled(plan, policy)
         try:
-            self._score(policy, [job for job in seating.to_score if not job.ended])
-            self._prefill(policy, seating)
-            for job, error in self._table.constrain():
+            self._score(policy, [job for job in plan.to_score if not job.ended])
+            self._prefill(policy, plan)
+            for job, error in self._batch.constrain():
                 self._fail([job], "its constraint failed", error)
-            if self._table.active == 0:
+            if self._batch.active == 0:
                 return
             chunk = self._decode(policy)
             self._refuse_nonfinite(chunk)
-            self._emit(self._table.advance(chunk), policy)
+            self._emit(self._batch.advance(chunk), policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
@@ -382,8 +393,9 @@ class Engine:
             self._fail(begun, "the device failed", error)
             self._runner.start_over()
 
-    def _tell_seated(self, seating: Schedule, policy: Policy) -> None:
-        for job in {id(job): job for job in (*seating.to_score, *seating.jobs)}.values():
+    def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
+        """Call `on_scheduled` of every request that the step begins work for."""
+        for job in {id(job): job for job in (*plan.to_score, *plan.jobs)}.values():
             if job.on_scheduled is None or job.future.cancelled():
                 continue
             try:
@@ -410,15 +422,15 @@ class Engine:
         if not self._some_cancelled:
             return
         self._some_cancelled = False
-        jobs = {id(job): job for job in [*self._table.jobs(), *self._queue]}.values()
+        jobs = {id(job): job for job in [*self._batch.jobs(), *self._queue]}.values()
         cancelled = [job for job in jobs if job.future.cancelled()]
         self._queue.discard(cancelled)
         for job in cancelled:
-            self._table.release(job)
+            self._batch.release(job)
             self._end(job)
 
     def _score(self, policy: Policy, jobs: list[Job]) -> None:
-        """Score prompts; a job that wants no more than that is finished."""
+        """Score prompts, and finish the jobs that want nothing else."""
         for job in jobs:
             self._score_prompt(policy, job)
             if job.request.sampling.max_tokens == 0:
@@ -435,31 +447,31 @@ class Engine:
         job.scored_by = policy.key
         self.stats.scored_prompts += 1
 
-    def _prefill(self, policy: Policy, seating: Schedule) -> None:
-        """Run each prompt once in a lane, and copy its cache to all slots that start from it."""
+    def _prefill(self, policy: Policy, plan: Schedule) -> None:
+        """Run each new prompt once in a lane, and copy its cache to where else it starts."""
         started = time.monotonic()
-        if seating.prompts:
-            self._runner.prefill(policy, seating.prompts)
-            self.stats.prefilled_prompts += sum(map(len, seating.prompts.values()))
-        if seating.copies:
-            self._runner.copy(seating.copies)
-            self.stats.copied_prompts += len(seating.copies)
-        if seating.jobs:
+        if plan.prompts:
+            self._runner.prefill(policy, plan.prompts)
+            self.stats.prefilled_prompts += sum(map(len, plan.prompts.values()))
+        if plan.copies:
+            self._runner.copy(plan.copies)
+            self.stats.copied_prompts += len(plan.copies)
+        if plan.jobs:
             self._runner.wait()
         now = time.monotonic()
         self.stats.prefill_s += now - started
-        for job in seating.jobs:
+        for job in plan.jobs:
             job.prefilled_at = job.prefilled_at or now
 
     def _decode(self, policy: Policy) -> Chunk:
         started = time.monotonic()
-        extras = self._table.extras
+        extras = self._batch.extras
         # a constraint's mask holds for one token
         steps = 1 if extras.constrained else self._config.chunk_steps
         waiting = min(self._queue.waiting, self._config.slots)
-        shared = self._table.shared_positions(SHARE) if self.sharing else 0
+        shared = self._batch.shared_positions(SHARE) if self.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
-        chunk = self._runner.decode(policy, self._table.inputs, extras, limits)
+        chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
         self.stats.decode_s += time.monotonic() - started
         self.stats.chunks += 1
         self.stats.slot_steps += chunk.slot_steps
@@ -467,33 +479,32 @@ class Engine:
         return chunk
 
     def _refuse_nonfinite(self, chunk: Chunk) -> None:
-        """Fail requests whose logits are not finite, and clear what they left in the cache."""
-        bad = np.flatnonzero(~self._table.finite(chunk))
+        """Fail requests whose logits are not finite, and remove what they left in the cache."""
+        bad = np.flatnonzero(~self._batch.finite(chunk))
         if len(bad) == 0:
             return
-        # a NaN in a masked position would still spoil the slot's next sequence
-        _log.error("non-finite logits in %d slots: their requests fail", len(bad))
-        jobs = {id(job): job for job in map(self._table.job_in, bad.tolist()) if job is not None}
+        # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in
+        # the slot would fail too
+        _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
+        jobs = {id(job): job for job in map(self._batch.job_in, bad.tolist()) if job is not None}
         self._fail(list(jobs.values()), "the model's logits are not finite")
         self._runner.forget_nonfinite()
 
     def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
-        """Fail requests. A library's message may name files, so it is the cause and not the
-        message.
-        """
+        """Fail requests. A library's error is the cause, not the message: it may name files."""
         with self._changed:
             self._queue.discard(jobs)
         for job in jobs:
-            self._table.release(job)
+            self._batch.release(job)
             if self._end(job):
                 self.stats.failed += 1
-                told = InferenceError(message)
-                told.__cause__ = cause
-                job.future.set_exception(told)
+                failure = InferenceError(message)
+                failure.__cause__ = cause
+                job.future.set_exception(failure)
 
     def _finish(self, job: Job, policy: Policy) -> None:
         if job.request.score_prompt and job.scored_by is not policy.key:
-            self._score_prompt(policy, job)  # the result has scores of the weights that it names
+            self._score_prompt(policy, job)  # scores in the result are by the weights it names
         now = time.monotonic()
         version = policy.weight_version
         result = GenerationResult(
@@ -509,9 +520,7 @@ class Engine:
             job.future.set_result(result)
 
     def _end(self, job: Job) -> bool:
-        """Mark a job as ended. True if its future is the engine's to resolve: once, and never if
-        cancelled.
-        """
+        """Mark a job as ended; True if its future is to be resolved: once, unless cancelled."""
         if job.ended:
             return False
         job.ended = True

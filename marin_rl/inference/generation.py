@@ -1,7 +1,8 @@
 """Requests to the engine and its results.
 
 Owns the nouns that cross the engine's border: a request, a constraint on its text, one chunk's
-delta, a finished sample, a result. Leaves out the assignment of slots (`batch`) and all arithmetic.
+delta, a finished sample, a result. Leaves out the assignment of sequence slots (`scheduler`) and
+all arithmetic.
 
 Axes: P positions of a prompt, T tokens of a completion, K likeliest tokens, W words of a mask.
 """
@@ -15,7 +16,7 @@ from jaxtyping import Float32, Int32, UInt32
 
 from marin_rl.types import Sampling
 
-# Stop tokens that a slot can watch for, the model's own included.
+# Stop tokens that a sequence can have, the model's own included.
 STOP_TOKENS_MAX = 16
 LOGIT_BIAS_MAX = 300
 TOP_LOGPROBS_MAX = 20
@@ -30,11 +31,9 @@ class TokenConstraint(Protocol):
 
     def mask(self) -> UInt32[np.ndarray, " W"]:
         """The tokens that may come next: bit i of word w stands for token 32 w + i."""
-        ...
 
     def accept(self, token: int) -> None:
         """Take note of a token that was sampled under the last mask."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,8 @@ class GenerationRequest:
     `top_logprobs` asks for that many likeliest tokens for each sampled one, `raw_logprobs` for
     logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
     of the sampling distribution, `score_prompt` for those of the prompt's tokens; only with it may
-    `sampling.max_tokens` be 0.
+    `sampling.max_tokens` be 0. `adapter` is the index of the adapter to sample with: 0 is the base
+    model, the only one there is today.
     """
 
     prompt_ids: Int32[np.ndarray, " P"]
@@ -67,6 +67,7 @@ class GenerationRequest:
     raw_logprobs: bool = False
     score_prompt: bool = False
     constraint: Callable[[], TokenConstraint] | None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""Optional per-slot state: on the host always, on the device only while a request uses it.
+"""Optional state of each sequence slot: on the device only while a request uses it.
 
 Owns the arrays of bias, penalties, masks and reports: filled as samples are scheduled, emptied as
-they leave. Each group has a neutral twin on the device, made once: while no slot uses it in a lane,
+they leave. Each group has a neutral twin on the device, made once: while no row uses it in a lane,
 its chunk copies nothing. Leaves out what they mean (`sampling`, `logprobs`).
 
-Axes: S slots, B biased tokens, T positions of a slot, W words of 32 tokens.
+Axes: S sequence slots (rows), B biased tokens, T positions of a row, W words of 32 tokens.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxtyping import UInt32
 
 from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.generation import LOGIT_BIAS_MAX, GenerationRequest
-from marin_rl.inference.logprobs import Asked
+from marin_rl.inference.logprobs import ReportRequest
 from marin_rl.inference.sampling import Bias, LogitsParams, Mask, Penalties
 
 WORD_BITS = 32
@@ -25,12 +25,12 @@ WORD_BITS = 32
 class Extras(NamedTuple):
     """Arguments of a lane's chunk in addition to its inputs; every array lies on the device."""
 
-    wishes: LogitsParams
-    asked: Asked
+    params: LogitsParams
+    request: ReportRequest
 
 
 class ExtraRows:
-    """One row per slot of all lanes. `put` commits arrays to where the engine computes."""
+    """One row per sequence slot of all lanes. `put` commits arrays to where the engine computes."""
 
     def __init__(
         self, lanes: Lanes, length: int, vocabulary: int, put: Callable[[Any], Any]
@@ -54,81 +54,83 @@ class ExtraRows:
                 np.zeros((slots, length), np.int32),
             ),
             "mask": Mask(np.zeros(slots, np.bool_), np.zeros((slots, words), np.uint32)),
-            "asked": Asked(np.zeros(slots, np.bool_), np.zeros(slots, np.int32)),
+            "reports": ReportRequest(np.zeros(slots, np.bool_), np.zeros(slots, np.int32)),
         }
-        # all lanes are alike before anybody asks
+        # before the first request all lanes are alike, so one copy serves them all
         self._idle = {name: self._copied(0, rows) for name, rows in self._rows.items()}
         self._blank = {name: [np.array(a[0]) for a in rows] for name, rows in self._rows.items()}
-        self._asking: dict[str, set[int]] = {name: set() for name in self._rows}
-        self._held: dict[tuple[str, int], Any] = {}
+        self._users: dict[str, set[int]] = {name: set() for name in self._rows}
+        self._device_rows: dict[tuple[str, int], Any] = {}
 
     @property
     def constrained(self) -> bool:
-        """True if any slot has a mask, which holds for one token."""
-        return bool(self._asking["mask"])
+        """True if any row has a mask, which holds for one token."""
+        return bool(self._users["mask"])
 
     @property
     def reported(self) -> bool:
-        """True if any slot wants raw or top logprobs."""
-        return bool(self._asking["asked"])
+        """True if any row wants raw or top logprobs."""
+        return bool(self._users["reports"])
 
-    def seat(self, slot: int, request: GenerationRequest) -> None:
-        """Note what a new sample asks for."""
+    def assign(self, seq_slot: int, request: GenerationRequest) -> None:
+        """Fill the rows of what a new sample uses."""
         if request.logit_bias:
-            bias: Bias = self._touch("bias", slot)
+            bias: Bias = self._touch("bias", seq_slot)
             count = len(request.logit_bias)
             ids, values = zip(*request.logit_bias, strict=True)
-            bias.asked_S[slot] = True
-            bias.ids_SB[slot, :count], bias.values_SB[slot, :count] = ids, values
+            bias.asked_S[seq_slot] = True
+            bias.ids_SB[seq_slot, :count], bias.values_SB[seq_slot, :count] = ids, values
         if _penalised(request):
-            rows: Penalties = self._touch("penalties", slot)
+            rows: Penalties = self._touch("penalties", seq_slot)
             prompt = request.prompt_ids
-            rows.repetition_S[slot] = request.repetition_penalty
-            rows.presence_S[slot] = request.presence_penalty
-            rows.frequency_S[slot] = request.frequency_penalty
-            rows.prompt_S[slot] = len(prompt)
-            rows.history_ST[slot, : len(prompt)] = prompt
+            rows.repetition_S[seq_slot] = request.repetition_penalty
+            rows.presence_S[seq_slot] = request.presence_penalty
+            rows.frequency_S[seq_slot] = request.frequency_penalty
+            rows.prompt_S[seq_slot] = len(prompt)
+            rows.history_ST[seq_slot, : len(prompt)] = prompt
         if request.raw_logprobs or request.top_logprobs:
-            asked: Asked = self._touch("asked", slot)
-            asked.raw_S[slot], asked.top_S[slot] = request.raw_logprobs, request.top_logprobs
+            reports: ReportRequest = self._touch("reports", seq_slot)
+            reports.raw_S[seq_slot] = request.raw_logprobs
+            reports.top_S[seq_slot] = request.top_logprobs
 
-    def constrain(self, slot: int, words: UInt32[np.ndarray, " W"]) -> None:
-        """Set the mask for the slot's next token."""
-        mask: Mask = self._touch("mask", slot)
-        mask.asked_S[slot] = True
-        mask.words_SW[slot] = words
+    def constrain(self, seq_slot: int, words: UInt32[np.ndarray, " W"]) -> None:
+        """Set the mask for the row's next token."""
+        mask: Mask = self._touch("mask", seq_slot)
+        mask.asked_S[seq_slot] = True
+        mask.words_SW[seq_slot] = words
 
-    def extend(self, slot: int, position: int, tokens: list[int]) -> None:
-        """Note tokens that were sampled; the first stands at `position`."""
-        if slot in self._asking["penalties"]:
-            rows: Penalties = self._touch("penalties", slot)
-            rows.history_ST[slot, position : position + len(tokens)] = tokens
+    def extend(self, seq_slot: int, position: int, tokens: list[int]) -> None:
+        """Append sampled tokens to the history of penalties; the first stands at `position`."""
+        if seq_slot in self._users["penalties"]:
+            rows: Penalties = self._touch("penalties", seq_slot)
+            rows.history_ST[seq_slot, position : position + len(tokens)] = tokens
 
-    def empty(self, slot: int) -> None:
-        """Ask for nothing any more."""
-        for name, slots in self._asking.items():
-            if slot not in slots:
+    def empty(self, seq_slot: int) -> None:
+        """Reset the rows of an empty slot to their neutral values."""
+        for name, slots in self._users.items():
+            if seq_slot not in slots:
                 continue
-            for array, blank in zip(self._touch(name, slot), self._blank[name], strict=True):
-                array[slot] = blank
-            slots.remove(slot)
+            for array, blank in zip(self._touch(name, seq_slot), self._blank[name], strict=True):
+                array[seq_slot] = blank
+            slots.remove(seq_slot)
 
     def on_device(self, lane: int) -> Extras:
-        """The arrays for a lane's next chunk: copied only where asked for and changed."""
-        held = {name: self._on_device(name, lane) for name in self._rows}
-        return Extras(LogitsParams(held["bias"], held["penalties"], held["mask"]), held["asked"])
+        """The arrays for a lane's next chunk: copied only where used and changed."""
+        arrays = {name: self._on_device(name, lane) for name in self._rows}
+        params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
+        return Extras(params, arrays["reports"])
 
-    def _touch(self, name: str, slot: int) -> Any:
-        self._held.pop((name, self._lanes.of(slot)), None)
-        self._asking[name].add(slot)
+    def _touch(self, name: str, seq_slot: int) -> Any:
+        self._device_rows.pop((name, self._lanes.of(seq_slot)), None)
+        self._users[name].add(seq_slot)
         return self._rows[name]
 
     def _on_device(self, name: str, lane: int) -> Any:
-        if not any(self._lanes.of(slot) == lane for slot in self._asking[name]):
+        if not any(self._lanes.of(seq_slot) == lane for seq_slot in self._users[name]):
             return self._idle[name]
-        if (name, lane) not in self._held:
-            self._held[name, lane] = self._copied(lane, self._rows[name])
-        return self._held[name, lane]
+        if (name, lane) not in self._device_rows:
+            self._device_rows[name, lane] = self._copied(lane, self._rows[name])
+        return self._device_rows[name, lane]
 
     def _copied(self, lane: int, rows: Any) -> Any:
         # copies: the device's arrays must not see what the host writes later

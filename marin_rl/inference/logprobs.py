@@ -1,11 +1,17 @@
-"""Reported logprobs of a token: the model's own (raw) one, and the likeliest tokens.
+"""Reported logprobs: of sampled tokens, and of a prompt's tokens by a forward pass of its own.
 
-Owns both, on the device, each under a conditional, so that unused ones cost nothing.
-Leaves out the distribution that tokens are drawn from (`sampling`).
+Of a sampled token these are the model's own (raw) logprob and the likeliest tokens, on the device,
+each under a conditional, so that unused ones cost nothing. The logits of a long prompt over a large
+vocabulary are never there at once: they come in tiles of a bounded size. Leaves out the
+distribution that tokens are drawn from (`sampling`), the forward pass (`decoder`) and when a prompt
+is scored (`engine`).
 
-Axes: S slots, V vocabulary, K likeliest tokens.
+Axes: S sequence slots (rows), V vocabulary, K likeliest tokens; P positions of a bucket, T of a
+tile.
 """
 
+import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,14 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from marin_rl.inference.generation import TOP_LOGPROBS_MAX
+from marin_rl.inference import decoder
+from marin_rl.inference.generation import TOP_LOGPROBS_MAX, PromptScores
 from marin_rl.inference.sampling import Drawn
+from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
+
+# Entries of the largest tile of a prompt's logits: 16 MB.
+TILE_ENTRIES_MAX = 2**22
 
 
-class Asked(NamedTuple):
-    """Requests for reports: slots that want raw logprobs, and the number of likeliest tokens of
-    each.
-    """
+class ReportRequest(NamedTuple):
+    """Rows that want raw logprobs, and the number of likeliest tokens that each wants."""
 
     raw_S: Bool[Array | np.ndarray, " S"]
     top_S: Int32[Array | np.ndarray, " S"]
@@ -29,7 +38,7 @@ class Asked(NamedTuple):
 class Report(NamedTuple):
     """Logprobs in nats; zeros where not requested. The likeliest tokens come first.
 
-    Those of a chunk have an axis of its steps before that of slots.
+    Those of a chunk have an axis of its steps before that of rows.
     """
 
     raw_S: Float32[Array | np.ndarray, "*steps S"]
@@ -52,31 +61,31 @@ def empty_report(slots: int, vocabulary: int) -> Report:
     )
 
 
-def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, asked: Asked) -> Report:
-    """Of the model's `logits_SV`, and of the distribution that `drawn` tells.
+def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportRequest) -> Report:
+    """Logprobs of the model's `logits_SV`, and of the distribution of `drawn`.
 
-    The top ones are of the model's own distribution in a slot that asks for raw logprobs, else of
+    The top ones are of the model's own distribution in a row that asks for raw logprobs, else of
     the one that was sampled from.
     """
     S, V = logits_SV.shape
-    wanted = jnp.any(asked.raw_S) | jnp.any(asked.top_S > 0)
+    wanted = jnp.any(request.raw_S) | jnp.any(request.top_S > 0)
     return jax.lax.cond(
         wanted,
-        lambda logits: _report(logits, drawn, asked),
+        lambda logits: _report(logits, drawn, request),
         lambda logits: empty_report(S, V),
         logits_SV,
     )
 
 
-def _report(logits_SV: Array, drawn: Drawn, asked: Asked) -> Report:
+def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     V = logits_SV.shape[1]
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
     shifted_SV = drawn.scores_SV - drawn.highest_S[:, None]
     sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
-    every_SV = jnp.where(asked.raw_S[:, None], raw_SV, sampled_SV)
+    every_SV = jnp.where(request.raw_S[:, None], raw_SV, sampled_SV)
     top_SK, ids_SK = jax.lax.cond(
-        jnp.any(asked.top_S > 0),
+        jnp.any(request.top_S > 0),
         likeliest,
         lambda every: (
             jnp.zeros((every.shape[0], top_count(V)), jnp.float32),
@@ -99,3 +108,62 @@ def likeliest(
     """The largest logprobs, largest first, and their tokens; of equals the lower token first."""
     top, ids = jax.lax.top_k(logprobs, top_count(logprobs.shape[1]))
     return top, ids
+
+
+@partial(jax.jit, static_argnames="spec")
+def score_tokens(
+    fused: Decoder,
+    rotary: Rotary,
+    tokens_P: Int32[Array, " P"],
+    wants_top: Bool[Array, ""],
+    *,
+    spec: DecoderSpec,
+) -> tuple[Float32[Array, " P"], Int32[Array, "P K"], Float32[Array, "P K"]]:
+    """For each position the logprob of the token after it, and the likeliest ones there.
+
+    The last position's logprob means nothing; without `wants_top` the others are zeros.
+    """
+    hidden_PD = decoder.hidden_states(spec, fused, rotary, tokens_P[None])[0]
+    P, V = len(tokens_P), spec.vocabulary
+    T = math.gcd(P, tile_length(V))
+    K = top_count(V)
+
+    def score(tile):
+        hidden_TD, next_T = tile
+        logprobs = log_softmax(decoder.logits(spec, fused, hidden_TD))
+        chosen_T = jnp.take_along_axis(logprobs, next_T[:, None], axis=-1)[:, 0]
+        top_TK, ids_TK = jax.lax.cond(
+            wants_top,
+            likeliest,
+            lambda every: (jnp.zeros((T, K), jnp.float32), jnp.zeros((T, K), jnp.int32)),
+            logprobs,
+        )
+        return chosen_T, ids_TK, top_TK
+
+    tiles = (hidden_PD.reshape(P // T, T, -1), jnp.roll(tokens_P, -1).reshape(P // T, T))
+    chosen, ids, top = jax.lax.map(score, tiles)
+    return chosen.reshape(P), ids.reshape(P, K), top.reshape(P, K)
+
+
+def tile_length(vocabulary: int) -> int:
+    """Positions of a tile: a power of two."""
+    return 2 ** max(0, math.floor(math.log2(TILE_ENTRIES_MAX / vocabulary)))
+
+
+def prompt_scores(
+    length: int,
+    top: int,
+    chosen_P: Float32[np.ndarray, " P"],
+    ids_PK: Int32[np.ndarray, "P K"],
+    top_PK: Float32[np.ndarray, "P K"],
+) -> PromptScores:
+    """The scores of a prompt's own tokens: shifted by one, since nothing precedes the first."""
+    logprobs_P = np.full(length, np.nan, np.float32)
+    logprobs_P[1:] = chosen_P[: length - 1]
+    if not top:
+        return PromptScores(logprobs=logprobs_P)
+    K = min(top, top_PK.shape[1])
+    ids = np.zeros((length, K), np.int32)
+    tops = np.full((length, K), np.nan, np.float32)
+    ids[1:], tops[1:] = ids_PK[: length - 1, :K], top_PK[: length - 1, :K]
+    return PromptScores(logprobs=logprobs_P, top_ids=ids, top_logprobs=tops)

@@ -91,8 +91,8 @@ def _spec(
     spread = []
     for size, names in zip(shape, axes, strict=False):
         present = tuple(name for name in names if sizes.get(name, 1) > 1)
-        whole = not present or size % int(np.prod([sizes[name] for name in present]))
-        spread.append(None if whole else present[0] if len(present) == 1 else present)
+        undivided = not present or size % int(np.prod([sizes[name] for name in present]))
+        spread.append(None if undivided else present[0] if len(present) == 1 else present)
     while spread and spread[-1] is None:
         spread.pop()
     return PartitionSpec(*spread)

@@ -1,17 +1,16 @@
-"""The compiled programs of the engine: a chunk of decode steps, a prefill, a copy between slots.
+"""The compiled programs of the engine: a chunk of decode steps, a prefill, a copy between rows.
 
-Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is given
-away (the cache, which is updated in place). Everything else is an argument, so that new weights,
+Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is donated
+(the cache, which is updated in place). Everything else is an argument, so that new weights,
 new requests, every lane and any load run the same programs.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Lowered
 from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
@@ -30,15 +29,16 @@ from marin_rl.inference.weights import (
     own_ends,
 )
 
-# What going back to the host costs, in steps of all slots: a chunk with samples waiting ends once
-# slots that they could have have idled for that long together, for any length (the break-even
-# rule of ski rental, so never more than twice the least possible waste).
-ROUND_COST_STEPS = 0.5
+# Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
+# rows that are free for them have idled for that long together: the break-even rule of ski rental,
+# which never wastes more than twice the least possible.
+RETURN_COST_STEPS = 0.5
 
 
 class Limits(NamedTuple):
-    """Limits of a chunk: its steps, the samples that wait for a free slot, and the number of
-    positions of the cache are alike in every `attention.SHARE` slots side by side.
+    """Limits of a chunk: its steps, and the samples that wait for a free row.
+
+    Below position `shared` the caches of every `attention.SHARE` rows side by side are alike.
     """
 
     steps: Int32[Array | np.ndarray | np.int32, ""]
@@ -55,7 +55,7 @@ class ChunkInputs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens that a chunk's steps sampled; the first `counts_S` of each slot's column are real."""
+    """Tokens that a chunk's steps sampled; the first `counts_S` of each row's column are real."""
 
     tokens_CS: Int32[Array, "C S"]
     logprobs_CS: Float32[Array, "C S"]
@@ -89,35 +89,36 @@ def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Deco
     return Decoder(layers=layers, **ends._asdict())
 
 
+@partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")
 def decode_chunk(
     fused: Decoder,
     rotary: Rotary,
     cache: Cache,
-    given: ChunkInputs,
+    chunk: ChunkInputs,
     *,
     spec: DecoderSpec,
     steps: int,
     sharing: bool = False,
 ) -> tuple[Cache, Sampled]:
-    """Up to `limits.steps` <= `steps` tokens for every slot that has some remaining.
+    """Up to `limits.steps` <= `steps` tokens for every row that has some remaining.
 
-    `limits.shared` is heeded only with `sharing`.
-    Ends early when none has, and when those that wait for a slot are better served by a new round.
+    `limits.shared` counts only with `sharing`. Ends early when no row has any remaining, and when
+    waiting samples are better served by going back to the host.
     """
-    inputs, extras, limits = given
+    inputs, extras, limits = chunk
     slots = inputs.token_S.shape[0]
-    idle_max = max(1, int(ROUND_COST_STEPS * slots))
+    idle_max = max(1, int(RETURN_COST_STEPS * slots))
     began = jnp.sum(inputs.remaining_S > 0)
-    # all of a chunk's at once: one call costs little more than that of a single step
+    # random numbers of the whole chunk at once: one call costs little more than one step's
     uniform_CS = jax.vmap(uniforms, (None, 0))(
         inputs.sampling.seed_S2, jnp.asarray(inputs.position_S) + 1 + jnp.arange(steps)[:, None]
     )
 
-    def going(state: _State) -> Array:
+    def goes_on(state: _State) -> Array:
         busy = jnp.any(state.remaining_S > 0) & (state.idle < idle_max)
         return busy & (state.sampled.steps < limits.steps)
 
-    def step(state: _State) -> _State:
+    def body(state: _State) -> _State:
         active_S = state.remaining_S > 0
         sampled, index = state.sampled, state.sampled.steps
         logits, cache = decoder.decode_step(
@@ -130,8 +131,8 @@ def decode_chunk(
             jnp.asarray(limits.shared) if sharing else None,
         )
         past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
-        drawn = sample(adjust(logits, extras.wishes, past), inputs.sampling, uniform_CS[index])
-        told = report(logits, drawn, extras.asked)
+        drawn = sample(adjust(logits, extras.params, past), inputs.sampling, uniform_CS[index])
+        reports_S = report(logits, drawn, extras.request)
         stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)
         remaining_S = jnp.where(active_S & ~stopped_S, state.remaining_S - 1, 0)
         freed = began - jnp.sum(remaining_S > 0)
@@ -144,13 +145,13 @@ def decode_chunk(
             sampled=Sampled(
                 sampled.tokens_CS.at[index].set(drawn.tokens_S),
                 sampled.logprobs_CS.at[index].set(drawn.logprobs_S),
-                jax.tree.map(lambda whole, row: whole.at[index].set(row), sampled.reports, told),
+                jax.tree.map(lambda of_C, row: of_C.at[index].set(row), sampled.reports, reports_S),
                 sampled.counts_S + active_S,
                 index + 1,
             ),
         )
 
-    state = jax.lax.while_loop(going, step, _before(cache, inputs, steps, spec.vocabulary))
+    state = jax.lax.while_loop(goes_on, body, _before(cache, inputs, steps, spec.vocabulary))
     return state.cache, state.sampled
 
 
@@ -177,29 +178,19 @@ def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _S
     )
 
 
-def prefill_slots(
-    fused: Decoder,
-    rotary: Rotary,
-    cache: Cache,
-    tokens_RP: Int32[Array, "R P"],
-    rows: Int32[Array, ""],
-    source_S: Int32[Array, " S"],
-    *,
-    spec: DecoderSpec,
-) -> Cache:
-    """`decoder.prefill`, as `Programs` compiles it."""
-    return decoder.prefill(spec, fused, rotary, cache, tokens_RP, rows, source_S)
+prefill_slots = jax.jit(decoder.prefill, static_argnames="spec", donate_argnames="cache")
 
 
+@partial(jax.jit, donate_argnames="cache")
 def copy_slots(
     cache: Cache,
     source_S: Int32[Array, " S"],
     target_S: Int32[Array, " S"],
     count: Int32[Array, ""],
 ) -> Cache:
-    """Copy slot `source_S[i]` to slot `target_S[i]` for the first `count` i, in order."""
+    """Copy row `source_S[i]` to row `target_S[i]` for the first `count` i, in order."""
 
-    def copy(index: Any, cache: Cache) -> Cache:
+    def body(index: Any, cache: Cache) -> Cache:
         source, target = source_S[index], target_S[index]
         return jax.tree.map(
             lambda array: jax.lax.dynamic_update_slice_in_dim(
@@ -208,33 +199,4 @@ def copy_slots(
             cache,
         )
 
-    return jax.lax.fori_loop(0, count, copy, cache)
-
-
-class ChunkProgram(Protocol):
-    """`decode_chunk`, as `Programs` compiles it: now, or when it is called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Cache, Sampled]:
-        """Run it."""
-        ...
-
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The lowered program for such arguments, ready to be compiled."""
-        ...
-
-
-class Programs(NamedTuple):
-    """The three, compiled."""
-
-    decode_chunk: ChunkProgram
-    prefill_slots: Callable[..., Cache]
-    copy_slots: Callable[..., Cache]
-
-
-PROGRAMS = Programs(
-    decode_chunk=jax.jit(
-        decode_chunk, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache"
-    ),
-    prefill_slots=jax.jit(prefill_slots, static_argnames="spec", donate_argnames="cache"),
-    copy_slots=jax.jit(copy_slots, donate_argnames="cache"),
-)
+    return jax.lax.fori_loop(0, count, body, cache)

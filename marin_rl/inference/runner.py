@@ -1,17 +1,17 @@
 """The engine's compiled programs, and the arrays that they run on.
 
 Owns where arrays lie, the lanes' caches, the rotary table, the fused weights while there is work,
-and the calls: prefill, copies between slots, a chunk of decoding, the scoring of a prompt. Leaves
-out what the programs compute (`programs`, `scoring`), whose tokens these are (`batch`) and when
-anything runs (`engine`). Used by the engine's thread alone.
+and the calls: prefill, copies between sequence slots, a chunk of decoding, the scoring of a prompt.
+Leaves out what the programs compute (`programs`, `logprobs`), whose tokens these are (`batch`) and
+when anything runs (`engine`). Used by the engine's thread alone.
 
-Axes: S slots, R prompts of one prefill, P positions of a prompt bucket.
+Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket.
 """
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
-from marin_rl.inference.batch import Chunk, SlotInputs
+from marin_rl.inference.batch import Chunk, SlotInputs, WeightsKey
 from marin_rl.inference.batch_invariance import (
     UNPROVEN,
     Invariance,
@@ -36,17 +36,19 @@ from marin_rl.inference.batch_invariance import (
 from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import PromptScores
-from marin_rl.inference.logits_state import ExtraRows, Extras
+from marin_rl.inference.logits_state import ExtraRows
+from marin_rl.inference.logprobs import prompt_scores, score_tokens
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
-    PROGRAMS,
     ChunkInputs,
     Limits,
     Sampled,
+    copy_slots,
+    decode_chunk,
     fused_weights,
+    prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
-from marin_rl.inference.scoring import prompt_scores, score_tokens
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 
@@ -60,15 +62,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """Loaded weights: references to the model's arrays, and their identity.
-
-    `key` is this load's own, and outlives the weights where something that they computed does.
-    """
+    """Loaded weights: references to the model's arrays, and the identity of this load."""
 
     weights: Weights
     weight_version: int
     parameters_digest: str
-    key: object = field(default_factory=object)
+    key: WeightsKey
 
 
 class Runner:
@@ -154,7 +153,7 @@ class Runner:
             self._config = self._config.model_copy(update={"prefill_rows": 1})
 
     def put(self, arrays: Tree) -> Tree:
-        """The same arrays, whole on every device that the programs run on."""
+        """The same arrays, replicated on every device that the programs run on."""
         return self._placement.place(arrays)
 
     def policy(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Policy:
@@ -163,7 +162,7 @@ class Runner:
         if spec != self.spec:
             raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
         placed = self._placement.place_weights(weights)
-        return Policy(placed, weight_version, parameters_digest)
+        return Policy(placed, weight_version, parameters_digest, WeightsKey(weight_version))
 
     def warm_up(self, policy: Policy, inputs: SlotInputs, extras: ExtraRows) -> None:
         """Compile every program, for every bucket; changes nothing.
@@ -189,10 +188,10 @@ class Runner:
         cache = jax.tree.map(_shape_of, self._caches[0])
         self.rest(caches=True)
         give_back_freed_memory()
-        given = self._given(0, inputs, extras.on_device(0), limits)
+        chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
         with self._placement.active():
-            PROGRAMS.decode_chunk.lower(
-                self._decoder(policy), self._rotary, cache, given, **self._chunk_sizes
+            decode_chunk.lower(
+                self._decoder(policy), self._rotary, cache, chunk, **self._chunk_sizes
             ).compile()
         give_back_freed_memory()
 
@@ -204,16 +203,18 @@ class Runner:
         """Run prompts, by bucket and lane, each into the cache of its slots, all in that lane."""
         self._wake()
         fused = self._decoder(policy)
+        # by bucket and lane: the order of programs does not depend on that of the requests
+        ordered = sorted(prompts.items(), key=lambda item: item[0])
         shares = [
-            [(bucket, one) for (bucket, at), one in sorted(prompts.items(), key=_key) if at == lane]
+            [(bucket, own) for (bucket, at), own in ordered if at == lane]
             for lane in range(self.lanes.count)
         ]
 
         def run(lane: int) -> None:
-            for bucket, found in shares[lane]:
+            for bucket, own in shares[lane]:
                 rows = self._config.prefill_rows
-                for start in range(0, len(found), rows):
-                    self._prefill(fused, lane, bucket, found[start : start + rows])
+                for start in range(0, len(own), rows):
+                    self._prefill(fused, lane, bucket, own[start : start + rows])
 
         self._in_lanes(run)
 
@@ -224,14 +225,14 @@ class Runner:
         for row, (tokens, slots) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
             source_S[slots] = row
-        self._caches[lane] = PROGRAMS.prefill_slots(
+        self._caches[lane] = prefill_slots(
+            self.spec,
             fused,
             self._rotary,
             self._caches[lane],
             tokens_RP,
             np.int32(len(prompts)),
             self.lanes.part(lane, source_S),
-            spec=self.spec,
         )
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -245,7 +246,7 @@ class Runner:
             ends_S2 = np.zeros((size, 2), np.int32)
             ends_S2[: len(own)] = own
             source_S, target_S = np.ascontiguousarray(ends_S2.T)
-            self._caches[lane] = PROGRAMS.copy_slots(
+            self._caches[lane] = copy_slots(
                 self._caches[lane], source_S, target_S, np.int32(len(own))
             )
 
@@ -257,12 +258,12 @@ class Runner:
         """A chunk of at most `limits.steps` steps in every lane, side by side."""
         self._wake()
         fused = self._decoder(policy)
-        wished = [extras.on_device(lane) for lane in range(self.lanes.count)]
+        on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
 
         def run(lane: int) -> Sampled:
-            given = self._given(lane, inputs, wished[lane], limits)
-            self._caches[lane], sampled = PROGRAMS.decode_chunk(
-                fused, self._rotary, self._caches[lane], given, **self._chunk_sizes
+            chunk = ChunkInputs(self.lanes.part(lane, inputs), on_device[lane], limits)
+            self._caches[lane], sampled = decode_chunk(
+                fused, self._rotary, self._caches[lane], chunk, **self._chunk_sizes
             )
             return jax.block_until_ready(sampled)
 
@@ -276,9 +277,6 @@ class Runner:
             parameters_digest=policy.parameters_digest,
             reports=tuple(one.reports for one in sampled),
         )
-
-    def _given(self, lane: int, inputs: SlotInputs, extras: Extras, limits: Limits) -> ChunkInputs:
-        return ChunkInputs(self.lanes.part(lane, inputs), extras, limits)
 
     @property
     def _chunk_sizes(self) -> dict[str, Any]:
@@ -352,7 +350,7 @@ class Runner:
         return self._fused[1]
 
     def forget_nonfinite(self) -> None:
-        """Replace what is not a number: in a masked position it would spoil the slot's next one."""
+        """Replace what is not a number: in a masked position it would spoil the next sequence."""
         self._caches = jax.tree.map(jnp.nan_to_num, self._caches)
 
     def start_over(self) -> None:
@@ -368,11 +366,6 @@ class Runner:
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     """Shape and dtype that a program is compiled for."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _key(item: tuple[tuple[int, int], list[Prompt]]) -> tuple[int, int]:
-    """Bucket and lane."""
-    return item[0]
 
 
 def _buckets(longest: int) -> tuple[int, ...]:

@@ -1,16 +1,16 @@
-"""From logits to a token in every slot, on the device.
+"""From logits to a token in every row, on the device.
 
 Owns the logits processors (bias, penalties, a constraint's mask), temperature, min-p, top-k, top-p,
 greedy choice, the random numbers, and the logprob of what was drawn under the very distribution it
 was drawn from. Leaves out where the processors' arrays come from (`logits_state`), other reported
 logprobs (`logprobs`), stopping (`batch`) and logits (`decoder`). Each processor stands under a
-conditional of its own, so unused features cost nothing; a slot that asks for nothing keeps its
+conditional of its own, so unused features cost nothing; a row that asks for nothing keeps its
 logits bit for bit. Token counts are computed from the history in every step that needs them: a
 state of [S, V] would cost every request, and scattering a few hundred tokens costs only those who
 ask.
 
-A slot's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
-the slot, of the step, or of other requests. One uniform number per token is turned into a token
+A row's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
+the row, of the step, or of other requests. One uniform number per token is turned into a token
 through the inverse of the cumulative distribution, which needs a hundredth of the random bits that
 one Gumbel variate per vocabulary entry would.
 """
@@ -27,7 +27,7 @@ SEED_BITS = 64
 
 
 class SlotSampling(NamedTuple):
-    """Sampling parameters by slot. Temperature 0 is greedy; min_p 0, top_p 1, top_k 0 are off."""
+    """Sampling parameters by row. Temperature 0 is greedy; min_p 0, top_p 1, top_k 0 are off."""
 
     temperature_S: Float32[Array | np.ndarray, " S"]
     top_p_S: Float32[Array | np.ndarray, " S"]
@@ -43,9 +43,9 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 class Drawn(NamedTuple):
-    """A token per slot, and the distribution it comes from.
+    """A token per row, and the distribution it comes from.
 
-    The logprob of token v in slot s is `scores_SV[s, v] - highest_S[s] - log_total_S[s]`.
+    The logprob of token v in row s is `scores_SV[s, v] - highest_S[s] - log_total_S[s]`.
     """
 
     tokens_S: Int32[Array, " S"]
@@ -58,9 +58,9 @@ class Drawn(NamedTuple):
 def sample(
     logits_SV: Float32[Array, "S V"], sampling: SlotSampling, uniform_S: Float32[Array, " S"]
 ) -> Drawn:
-    """A token per slot, as its number of `uniforms` chooses it, and its logprob in nats.
+    """A token per row, as its number of `uniforms` chooses it, and its logprob in nats.
 
-    The logprob is that of the distribution after temperature and filters. A greedy slot takes the
+    The logprob is that of the distribution after temperature and filters. A greedy row takes the
     likeliest token and reports its logprob at temperature 1, since under the distribution that it
     was really drawn from every token's would be 0.
     """
@@ -100,7 +100,7 @@ def _likeliest(logits_SV: Float32[Array, "S V"]) -> Int32[Array, " S"]:
 def uniforms(
     seed_S2: UInt32[Array | np.ndarray, "S 2"], positions_S: Int32[Array, " S"]
 ) -> Float32[Array, " S"]:
-    """One number in [0, 1) per slot, a function of its seed and position alone."""
+    """One number in [0, 1) per row, a function of its seed and position alone."""
 
     def uniform(words, position):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -151,7 +151,7 @@ def _first_above(
 def top_p_top_k_mask(
     scores_SV: Float32[Array, "S V"], sampling: SlotSampling
 ) -> Float32[Array, "S V"]:
-    """Scores with -inf outside min-p, then top-k, then top-p, each where its slot asks for it."""
+    """Scores with -inf outside min-p, then top-k, then top-p, each where its row asks for it."""
     share_S = sampling.min_p_S
     least_S = jnp.max(scores_SV, axis=-1) + jnp.log(jnp.where(share_S > 0, share_S, 1))
     kept_SV = (share_S <= 0)[:, None] | (scores_SV >= least_S[:, None])
@@ -209,7 +209,7 @@ class Penalties(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Tokens that a constrained slot may go on with: bit i of word w is token 32 w + i."""
+    """Tokens that a constrained row may go on with: bit i of word w is token 32 w + i."""
 
     asked_S: Bool[Array | np.ndarray, " S"]
     words_SW: UInt32[Array | np.ndarray, "S W"]
@@ -224,7 +224,7 @@ class LogitsParams(NamedTuple):
 
 
 class TokenHistory(NamedTuple):
-    """A slot's tokens so far: its history up to `last_S`, then the first `steps` of the chunk."""
+    """A row's tokens so far: its history up to `last_S`, then the first `steps` of the chunk."""
 
     last_S: Int32[Array | np.ndarray, " S"]
     tokens_CS: Int32[Array, "C S"]
@@ -232,28 +232,28 @@ class TokenHistory(NamedTuple):
 
 
 def apply_penalties(penalties: Penalties) -> Bool[Array, " S"]:
-    """The slots that ask for any penalty."""
+    """The rows that ask for any penalty."""
     others = (penalties.presence_S != 0) | (penalties.frequency_S != 0)
     return jnp.asarray((penalties.repetition_S != 1) | others)
 
 
 def adjust(
-    logits_SV: Float32[Array, "S V"], wishes: LogitsParams, past: TokenHistory
+    logits_SV: Float32[Array, "S V"], params: LogitsParams, past: TokenHistory
 ) -> Float32[Array, "S V"]:
     """Logits after bias, penalties and mask, in this order."""
-    penalised_S = apply_penalties(wishes.penalties)
-    biased, masked = jnp.any(wishes.bias.asked_S), jnp.any(wishes.mask.asked_S)
+    penalised_S = apply_penalties(params.penalties)
+    biased, masked = jnp.any(params.bias.asked_S), jnp.any(params.mask.asked_S)
 
     def adjusted(logits):
         same = lambda logits: logits
-        logits = jax.lax.cond(biased, lambda x: add_bias(x, wishes.bias), same, logits)
+        logits = jax.lax.cond(biased, lambda x: add_bias(x, params.bias), same, logits)
         logits = jax.lax.cond(
             jnp.any(penalised_S),
-            lambda x: apply_penalties_rows(x, wishes.penalties, past),
+            lambda x: apply_penalties_rows(x, params.penalties, past),
             same,
             logits,
         )
-        return jax.lax.cond(masked, lambda x: apply_mask(x, wishes.mask), same, logits)
+        return jax.lax.cond(masked, lambda x: apply_mask(x, params.mask), same, logits)
 
     return jax.lax.cond(
         biased | masked | jnp.any(penalised_S), adjusted, lambda logits: logits, logits_SV
@@ -261,9 +261,9 @@ def adjust(
 
 
 def add_bias(logits_SV: Float32[Array, "S V"], bias: Bias) -> Float32[Array, "S V"]:
-    """Logits plus each slot's bias; a slot's ids are distinct."""
-    slots = jnp.arange(logits_SV.shape[0])[:, None]
-    return logits_SV.at[slots, bias.ids_SB].add(bias.values_SB, mode="drop")
+    """Logits plus each row's bias; a row's ids are distinct."""
+    rows = jnp.arange(logits_SV.shape[0])[:, None]
+    return logits_SV.at[rows, bias.ids_SB].add(bias.values_SB, mode="drop")
 
 
 def apply_penalties_rows(
@@ -285,21 +285,21 @@ def apply_penalties_rows(
 def count_tokens(
     shape: tuple[int, ...], penalties: Penalties, past: TokenHistory
 ) -> tuple[Bool[Array, "S V"], Int32[Array, "S V"]]:
-    """(token is in the prompt, number of times it was sampled since), by slot and token."""
+    """(token is in the prompt, number of times it was sampled since), by row and token."""
     S = shape[0]
     history_ST = jnp.asarray(penalties.history_ST)
-    slots = jnp.arange(S)[:, None]
+    rows = jnp.arange(S)[:, None]
     at_T = jnp.arange(history_ST.shape[1])
     prompt_ST = at_T < penalties.prompt_S[:, None]
     output_ST = ~prompt_ST & (at_T <= past.last_S[:, None])
-    prompted_SV = jnp.zeros(shape, jnp.bool_).at[slots, history_ST].max(prompt_ST)
-    sampled_SV = jnp.zeros(shape, jnp.int32).at[slots, history_ST].add(output_ST.astype(jnp.int32))
+    prompted_SV = jnp.zeros(shape, jnp.bool_).at[rows, history_ST].max(prompt_ST)
+    sampled_SV = jnp.zeros(shape, jnp.int32).at[rows, history_ST].add(output_ST.astype(jnp.int32))
     chunk_C1 = (jnp.arange(past.tokens_CS.shape[0]) < past.steps).astype(jnp.int32)[:, None]
-    return prompted_SV, sampled_SV.at[slots.T, past.tokens_CS].add(chunk_C1)
+    return prompted_SV, sampled_SV.at[rows.T, past.tokens_CS].add(chunk_C1)
 
 
 def apply_mask(logits_SV: Float32[Array, "S V"], mask: Mask) -> Float32[Array, "S V"]:
-    """-inf for every token that a constrained slot may not go on with."""
+    """-inf for every token that a constrained row may not go on with."""
     S, V = logits_SV.shape
     bits = jnp.asarray(mask.words_SW)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed_SV = bits.reshape(S, -1)[:, :V] == 1

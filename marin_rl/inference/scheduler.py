@@ -1,4 +1,4 @@
-"""Scheduler: bounds and queue of requests, free slots for waiting samples, prefills and copies.
+"""Scheduler: bounds and queue of requests, sequence slots for waiting samples, prefills and copies.
 
 Owns the check of a request against what the engine could ever serve, the queue of requests, the
 order (first come, first served), the choice of a lane, the sharing of a prompt among the samples of
@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from numpy import ndarray
 
 from marin_rl.errors import InputError
-from marin_rl.inference.batch import Job, RunningBatch
+from marin_rl.inference.batch import CachedPrefix, Job, PrefixKey, RunningBatch, WeightsKey
 from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
@@ -29,15 +29,24 @@ from marin_rl.inference.generation import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBounds:
-    """Limits of an engine: token ids, tokens of prompt and completion, its own stop tokens."""
+    """Limits of an engine: token ids, tokens of prompt and completion, stop tokens, adapters.
+
+    Adapter 0 is the base model.
+    """
 
     vocabulary: int
     context_length: int
     stop_tokens: int
     has_decode: bool
+    adapters: int = 1
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises InputError for a request that could never be served."""
+        """Raise InputError for a request that could never be served."""
+        if not 0 <= request.adapter < self.adapters:
+            raise InputError(
+                f"expected an adapter from 0 to {self.adapters - 1}, the ones that are loaded, "
+                f"found {request.adapter}"
+            )
         self._check_lengths(request)
         self._check_stops(request)
         self._check_bias(request)
@@ -113,7 +122,7 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """Samples that have no slot yet."""
+        """Samples that have no sequence slot yet."""
         return self._waiting
 
     @property
@@ -151,15 +160,18 @@ class JobQueue:
             self._waiting = sum(job.waiting for job in kept)
 
 
-# A prompt's tokens (each of its own length), and the slots that start from it; by bucket and lane.
+# A prompt's tokens (each of its own length), and the sequence slots that start from it; by bucket
+# and lane.
 Prompt = tuple[Int32[ndarray, " _P"], list[int]]
 Prompts = dict[tuple[int, int], list[Prompt]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
-    """Work for newly scheduled samples: prompts to run, by bucket and lane, each with the slots
-    that start from it; copies, from a slot to a slot of its lane; and prompts to score.
+    """Work for newly scheduled samples.
+
+    `prompts` are to be run, by bucket and lane, each with the sequence slots that start from it;
+    `copies` go from one slot to another of its lane.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -170,19 +182,19 @@ class Schedule:
 
 def schedule(
     queue: JobQueue,
-    table: RunningBatch,
+    batch: RunningBatch,
     lanes: Lanes,
-    policy_key: object,
+    weights: WeightsKey,
     bucket: Callable[[int], int],
     tokens: float | int,
 ) -> Schedule:
-    """Seat samples until slots or samples run out, or prompts of `tokens` padded tokens are in.
+    """Assign samples until slots or samples run out, or prompts of `tokens` padded tokens are in.
 
-    A prompt that a sibling's slot holds in the same lane, as computed by the very same weights, is
-    copied from there. A request that only wants its prompt scored takes its turn, and no slot.
+    A prefix that a slot of the same lane has in its cache, with the same key, is copied from there.
+    A request that only wants its prompt scored waits its turn, and takes no slot.
     """
-    seating = Schedule()
-    free = _by_lane(lanes, table.free())
+    plan = Schedule()
+    free = _by_lane(lanes, batch.free())
     while queue and tokens > 0:
         job = queue.head
         scores_only = job.request.sampling.max_tokens == 0
@@ -190,58 +202,60 @@ def schedule(
             break
         if not job.started_at:
             job.started_at = time.monotonic()
-        # again where others' weights scored it: a sample's scores are those of its first token's
-        if job.request.score_prompt and job.scored_by is not policy_key:
-            job.scored_by = policy_key
-            seating.to_score.append(job)
+        # scored again after a swap: a sample's scores are by the weights of its first token
+        if job.request.score_prompt and job.scored_by is not weights:
+            job.scored_by = weights
+            plan.to_score.append(job)
             tokens -= bucket(len(job.request.prompt_ids))
         if scores_only:
             queue.take(job.waiting)
             continue
-        # looked for before the job's own new slots are among its siblings
-        siblings = {lanes.of(slot): slot for slot in table.siblings(job, policy_key)}
-        lane = _lane_of(free, siblings)
+        key = PrefixKey(job.key, weights, job.request.adapter)
+        # looked up before the new slots, whose caches are not computed yet, are among them
+        cached = {prefix.lane: prefix for prefix in batch.cached(key)}
+        lane = _lane_of(free, cached)
         slots = [free[lane].pop(0) for _ in range(min(job.waiting, len(free[lane])))]
-        for index, slot in enumerate(slots, start=job.handed_out):
-            table.assign(slot, job, index, policy_key)
+        for index, seq_slot in enumerate(slots, start=job.handed_out):
+            # the last prompt token goes through the first decode step, which gives its logits
+            prefix = CachedPrefix(lane, seq_slot, job.request.prompt_ids[:-1], key)
+            batch.assign(prefix, job, index)
         queue.take(len(slots))
-        seating.jobs.append(job)
-        tokens -= _prepare(seating, job, slots, lane, siblings.get(lane), bucket)
-    return seating
+        plan.jobs.append(job)
+        tokens -= _prepare(plan, job, slots, lane, cached.get(lane), bucket)
+    return plan
 
 
 def _prepare(
-    seating: Schedule,
+    plan: Schedule,
     job: Job,
     slots: list[int],
     lane: int,
-    sibling: int | None,
+    cached: CachedPrefix | None,
     bucket: Callable[[int], int],
 ) -> int:
-    """Note how the slots get the prompt; the padded tokens that must run for it."""
-    # the last prompt token goes through the first decode step, which gives its logits
+    """Plan how the slots get the prompt; return the padded tokens that must run for it."""
     prompt = job.request.prompt_ids[:-1]
     if len(prompt) == 0:
         return 0
-    if sibling is not None:
-        seating.copies += [(sibling, slot) for slot in slots]
+    if cached is not None:
+        plan.copies += [(cached.seq_slot, seq_slot) for seq_slot in slots]
         return 0
     size = bucket(len(prompt))
-    seating.prompts.setdefault((size, lane), []).append((prompt, slots))
+    plan.prompts.setdefault((size, lane), []).append((prompt, slots))
     return size
 
 
 def _by_lane(lanes: Lanes, slots: list[int]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(lanes.count)]
-    for slot in slots:
-        found[lanes.of(slot)].append(slot)
-    return found
+    by_lane: list[list[int]] = [[] for _ in range(lanes.count)]
+    for seq_slot in slots:
+        by_lane[lanes.of(seq_slot)].append(seq_slot)
+    return by_lane
 
 
-def _lane_of(free: list[list[int]], siblings: Mapping[int, int]) -> int:
-    """A lane with room: one that holds the prompt already, else the emptiest one."""
+def _lane_of(free: list[list[int]], cached: Mapping[int, CachedPrefix]) -> int:
+    """A lane with room: one that has the prompt in its cache, else the emptiest one."""
 
     def merit(lane: int) -> tuple[bool, int]:
-        return lane in siblings and bool(free[lane]), len(free[lane])
+        return lane in cached and bool(free[lane]), len(free[lane])
 
     return max(range(len(free)), key=merit)

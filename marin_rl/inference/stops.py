@@ -47,12 +47,12 @@ class StopWatch:
         passing = self._fleeting or UNFINISHED in window
         if passing or first_stop(window, self._stop) is not None:
             for length in range(before + 1, len(tokens) + 1):
-                if self._found(tokens[self._start : length]) and self._found(tokens[:length]):
+                if self._has_stop(tokens[self._start : length]) and self._has_stop(tokens[:length]):
                     return length
         self._move_on(tokens)
         return None
 
-    def _found(self, tokens: list[int]) -> bool:
+    def _has_stop(self, tokens: list[int]) -> bool:
         return first_stop(self._decode(tokens), self._stop) is not None
 
     def _move_on(self, tokens: list[int]) -> None:
@@ -80,5 +80,4 @@ class StopWatch:
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
     """Index of the earliest stop string in the text, or None."""
-    found = [at for at in (text.find(string) for string in stop) if at >= 0]
-    return min(found, default=None)
+    return min((at for at in map(text.find, stop) if at >= 0), default=None)

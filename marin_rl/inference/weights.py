@@ -205,9 +205,9 @@ def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
         "no rotary embedding": attention.rot_embs is None,
         f"the norm {type(layer.input_layernorm).__name__}": type(layer.input_layernorm) is not norm,
     }
-    found = [what for what, wrong in problems.items() if wrong]
-    if found:
-        raise InputError(f"the engine cannot decode a model with {', '.join(found)}")
+    unsupported = [name for name, wrong in problems.items() if wrong]
+    if unsupported:
+        raise InputError(f"the engine cannot decode a model with {', '.join(unsupported)}")
 
 
 def _has_window(config: _Config) -> bool:
@@ -310,7 +310,7 @@ def own_ends(weights: Weights) -> Ends:
 
 
 def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
-    whole = jax.tree.map(constrain, layer)
+    replicated = jax.tree.map(constrain, layer)
     qkv = _by_head(spec, [layer.query.weight, layer.key.weight, layer.value.weight])
     qkv_bias = _by_head(spec, [layer.query.bias, layer.key.bias, layer.value.bias])
     gate_up = _by_piece([layer.gate.weight, layer.up.weight])
@@ -320,17 +320,17 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
         qkv=qkv.reshape(-1, spec.width),
         qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
         output=constrain(layer.output.weight.reshape(spec.width, -1), WHOLE, TENSOR),
-        output_bias=whole.output.bias,
+        output_bias=replicated.output.bias,
         gate_up=gate_up,
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
         down=constrain(layer.down.weight, WHOLE, TENSOR),
-        down_bias=whole.down.bias,
-        attention_norm=whole.attention_norm,
-        mlp_norm=whole.mlp_norm,
-        query_norm=whole.query_norm,
-        key_norm=whole.key_norm,
-        after_attention_norm=whole.after_attention_norm,
-        after_mlp_norm=whole.after_mlp_norm,
+        down_bias=replicated.down.bias,
+        attention_norm=replicated.attention_norm,
+        mlp_norm=replicated.mlp_norm,
+        query_norm=replicated.query_norm,
+        key_norm=replicated.key_norm,
+        after_attention_norm=replicated.after_attention_norm,
+        after_mlp_norm=replicated.after_mlp_norm,
     )
 
 
@@ -346,8 +346,8 @@ def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
 def _with_groups(parts: list[Array | None]) -> list[Array]:
     """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
     query, *others = parts
-    found = [other[:, None] for other in others if other is not None]
-    return found if query is None else [query, *found]
+    present = [other[:, None] for other in others if other is not None]
+    return present if query is None else [query, *present]
 
 
 def _by_piece(parts: list[Array | None]) -> Array | None:

@@ -1,10 +1,13 @@
-"""Rollouts out of what an endpoint answered and what the scorer said of it: arrays, turns, spans.
+"""Rollouts out of trajectories and their scores: arrays, turns, spans.
 
 Pure but for the clock: nothing is asked for here, and nothing is written.
+
+Axes: T tokens of a rollout, n of a part of it.
 """
 
 import os
 import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -12,43 +15,30 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from marin_rl.environments.base import reward_of
-from marin_rl.environments.scoring import Score
-from marin_rl.errors import BadResponse, MarinRLError, RewardFault
-from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.errors import BadResponse, MarinRLError
+from marin_rl.rollouts.episode import (
+    MAX_TURNS,
+    GroupRequest,
+    SampledTurn,
+    Score,
+    Trajectory,
+)
 from marin_rl.types import (
-    Example,
     InferenceMetadata,
+    Message,
     Rollout,
-    Sampling,
     ServedPolicy,
     Status,
     Timing,
     Turn,
 )
 
-_STATUS_OF: dict[str, Status] = {"length": "truncated", "abort": "aborted", "error": "aborted"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """One group to sample: its example, its name, and the sampling with the request's seed.
-
-    Sample i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
-    """
-
-    group_id: str
-    example: Example
-    size: int
-    sampling: Sampling
-    greedy: bool = False
-
-    def sampling_of(self, index: int) -> Sampling:
-        """Return the sampling of one member."""
-        seed = self.sampling.seed
-        sampling = replace(self.sampling, seed=None if seed is None else seed + index)
-        if self.greedy and index == self.size - 1:
-            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return sampling
+_STATUS_OF: dict[str, Status] = {
+    "length": "truncated",
+    MAX_TURNS: "truncated",
+    "abort": "aborted",
+    "error": "aborted",
+}
 
 
 class RolloutMaker:
@@ -63,52 +53,50 @@ class RolloutMaker:
             worker=f"{platform.node()}:{os.getpid()}",
         )
 
-    def sampled(
-        self, index: int, answer: ChatAnswer, completion: Completion, score: Score
-    ) -> Rollout:
-        """The rollout of a completion that arrived; an error where its score is a fault.
+    def sampled(self, index: int, trajectory: Trajectory, score: Score) -> Rollout:
+        """The rollout of a trajectory; an error where its score is a fault.
 
-        An answer without the prompt's ids is text alone: its rollouts have no tokens.
+        Answers without the prompt's ids are text alone: their rollouts have no tokens.
         """
-        if isinstance(score, RewardFault):
-            return self.failed(index, score, completion.text)
-        if not len(completion.token_ids) and len(answer.prompt_token_ids):
-            return self.failed(index, BadResponse("the completion has no tokens"))
-        status = _STATUS_OF.get(completion.finish_reason, "complete")
+        if isinstance(score, MarinRLError):
+            return self.failed(index, score, trajectory.text)
+        for turn in trajectory.turns:
+            if not len(turn.completion.token_ids) and len(turn.answer.prompt_token_ids):
+                return self.failed(index, BadResponse("the completion has no tokens"))
+        status = _STATUS_OF.get(trajectory.finish_reason, "complete")
         reward = None if status == "aborted" else reward_of(score)
-        tokens = _tokens_of(self._policy.weight_version, answer, completion)
+        tokens = _tokens_of(self._policy.weight_version, trajectory.turns)
+        n_sampled = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+        timings = [turn.answer.timings for turn in trajectory.turns]
         return Rollout(
             rollout_id=self._name(index),
             index_in_group=index,
             status=status,
             reward=reward,
             reward_components=score,
-            finish_reason=completion.finish_reason,
+            finish_reason=trajectory.finish_reason,
             token_ids=tokens.ids,
             loss_mask=tokens.mask,
             logprobs=tokens.logprobs,
             policy_versions=tokens.versions,
             policy_version_min=tokens.version_min,
             policy_version_max=tokens.version_max,
-            n_prompt_tokens=tokens.n_prompt,
-            n_completion_tokens=len(completion.token_ids),
-            sampling=self._sampling(index),
-            turns=(
-                *self._prompt_turns(tokens.n_prompt),
-                self._answer_turn(index, answer, completion, tokens.n_prompt, reward),
-            ),
+            n_prompt_tokens=len(tokens.ids) - n_sampled,
+            n_completion_tokens=n_sampled,
+            sampling=self._request.sampling_of(index),
+            turns=tuple(self._turns(trajectory, reward)),
             timing=replace(
                 self._timing,
-                queue_s=answer.timings.queue_s,
-                prefill_s=answer.timings.prefill_s,
-                decode_s=answer.timings.decode_s,
+                queue_s=sum(t.queue_s for t in timings),
+                prefill_s=sum(t.prefill_s for t in timings),
+                decode_s=sum(t.decode_s for t in timings),
             ),
         )
 
     def failed(self, index: int, error: MarinRLError, text: str | None = None) -> Rollout:
         """A rollout that says why there is none; `text` is kept for people where there is one."""
         version = self._policy.weight_version
-        turns = self._prompt_turns(None)
+        turns = _turns_of(self._request.example.messages)
         if text is not None:
             turns = (*turns, Turn(role="assistant", content=text))
         return Rollout(
@@ -124,7 +112,7 @@ class RolloutMaker:
             policy_version_max=version,
             n_prompt_tokens=0,
             n_completion_tokens=0,
-            sampling=self._sampling(index),
+            sampling=self._request.sampling_of(index),
             turns=turns,
             timing=self._timing,
         )
@@ -132,47 +120,50 @@ class RolloutMaker:
     def _name(self, index: int) -> str:
         return f"{self._request.group_id}/{index:03d}"
 
-    def _sampling(self, index: int) -> Sampling:
-        return self._request.sampling_of(index)
+    def _turns(self, trajectory: Trajectory, reward: float | None) -> Iterator[Turn]:
+        """Turns in the order the model saw them; a turn's reward is its step's.
 
-    def _prompt_turns(self, n_prompt: int | None) -> tuple[Turn, ...]:
-        """Turns of the prompt's messages; a single one spans all the prompt's tokens, several have
-        no spans.
+        Where only the finished episode is scored, its last turn has the rollout's reward.
         """
-        messages = self._request.example.messages
-        if len(messages) == 1 and n_prompt is not None:
-            message = messages[0]
-            return (Turn(role=message.role, content=message.content, start=0, end=n_prompt),)
-        return tuple(Turn(role=m.role, content=m.content) for m in messages)
+        messages, end = trajectory.messages, 0
+        for number, turn in enumerate(trajectory.turns, start=1):
+            start = len(turn.answer.prompt_token_ids)
+            yield from _turns_of(messages, end, start)
+            end = start + len(turn.completion.token_ids)
+            by_group = trajectory.reward is None and number == len(trajectory.turns)
+            yield Turn(
+                role="assistant",
+                content=turn.completion.text,
+                start=start,
+                end=end,
+                reward=reward if by_group else turn.result.reward,
+                logprobs=turn.completion.logprobs,
+                inference_metadata=InferenceMetadata(
+                    model=turn.answer.model,
+                    weight_version=self._policy.weight_version,
+                    sampling=turn.sampling,
+                    request_id=turn.answer.request_id,
+                    finish_reason=turn.completion.finish_reason,
+                ),
+            )
+            messages = turn.result.messages
 
-    def _answer_turn(
-        self,
-        index: int,
-        answer: ChatAnswer,
-        completion: Completion,
-        n_prompt: int,
-        reward: float | None,
-    ) -> Turn:
-        return Turn(
-            role="assistant",
-            content=completion.text,
-            start=n_prompt,
-            end=n_prompt + len(completion.token_ids),
-            reward=reward,
-            logprobs=completion.logprobs,
-            inference_metadata=InferenceMetadata(
-                model=answer.model,
-                weight_version=self._policy.weight_version,
-                sampling=self._sampling(index),
-                request_id=answer.request_id,
-                finish_reason=completion.finish_reason,
-            ),
-        )
+
+def _turns_of(
+    messages: Sequence[Message], start: int | None = None, end: int | None = None
+) -> tuple[Turn, ...]:
+    """Turns of messages that were rendered together.
+
+    A single one spans all their tokens; of several, no one says which tokens are whose.
+    """
+    if len(messages) > 1:
+        start = end = None
+    return tuple(Turn(role=m.role, content=m.content, start=start, end=end) for m in messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Prompt and completion in one: arrays of length T, the first `n_prompt` not sampled."""
+    """Everything the model saw, in order: arrays of length T, the mask 1 where it was sampled."""
 
     ids: Int32[np.ndarray, " T"]
     mask: Int32[np.ndarray, " T"]
@@ -180,23 +171,37 @@ class _Tokens:
     versions: Int32[np.ndarray, " T"] | None
     version_min: int
     version_max: int
-    n_prompt: int
 
 
-def _tokens_of(version: int, answer: ChatAnswer, completion: Completion) -> _Tokens:
-    prompt = answer.prompt_token_ids
-    n_prompt, n_sampled = len(prompt), len(completion.token_ids)
-    nothing = np.zeros(n_prompt, np.int32)
-    sampled = completion.policy_versions
-    versions = None
-    if sampled is not None:
-        versions = np.concatenate([np.full(n_prompt, sampled[0], np.int32), sampled])
+def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
+    """Join turns, each of whose prompts extends the turn before it.
+
+    Versions are by token as soon as weights were swapped within any turn; what was not sampled has
+    that of the next sampled token. `version` is that of turns without a swap.
+    """
+    mask: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    context: list[np.ndarray] = []
+    sampled: list[np.ndarray] = []
+    end = 0
+    for turn in turns:
+        n_context = len(turn.answer.prompt_token_ids) - end
+        n_sampled = len(turn.completion.token_ids)
+        mask += [np.zeros(n_context, np.int32), np.ones(n_sampled, np.int32)]
+        logprobs += [np.zeros(n_context, np.float32), turn.completion.logprobs]
+        versions = turn.completion.policy_versions
+        if versions is None:
+            versions = np.full(n_sampled, version, np.int32)
+        context.append(np.full(n_context, versions[0] if n_sampled else version, np.int32))
+        sampled.append(versions)
+        end += n_context + n_sampled
+    mixed = any(turn.completion.policy_versions is not None for turn in turns)
+    by_token = [part for pair in zip(context, sampled, strict=True) for part in pair]
     return _Tokens(
-        ids=np.concatenate([prompt, completion.token_ids]),
-        mask=np.concatenate([nothing, np.ones(n_sampled, np.int32)]),
-        logprobs=np.concatenate([nothing.astype(np.float32), completion.logprobs]),
-        versions=versions,
-        version_min=version if sampled is None else int(sampled.min()),
-        version_max=version if sampled is None else int(sampled.max()),
-        n_prompt=n_prompt,
+        ids=np.concatenate([turns[-1].answer.prompt_token_ids, turns[-1].completion.token_ids]),
+        mask=np.concatenate(mask),
+        logprobs=np.concatenate(logprobs),
+        versions=np.concatenate(by_token) if mixed else None,
+        version_min=int(np.concatenate(sampled).min()) if mixed else version,
+        version_max=int(np.concatenate(sampled).max()) if mixed else version,
     )

@@ -2,22 +2,34 @@
 
 The rows have the shape of rollouts and lie in one Parquet object, named for the attempt, which the
 slot's manifest names and thereby commits. Examples and sampling seeds are the same for every round,
-so that two evaluations differ by the policy alone.
+so that two evaluations differ by the policy alone. What is asked are the held-out examples of the
+run's environment, or named sets; no example of a fixed set counts twice. Leaves out the formulas
+(`estimates`).
+
+Axes: N samples of an example.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from marin_rl.config import Config, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.base import Environment, answer_in
+from marin_rl.config import Config, EnvironmentConfig, EvaluationConfig, fingerprint_fields
+from marin_rl.environments.base import (
+    Environment,
+    FixedSet,
+    answer_in,
+    check_seeds_apart,
+    construct,
+    environment_of,
+    loaded_environment,
+)
 from marin_rl.environments.scoring import Judge
-from marin_rl.rollouts.assemble import GroupRequest
+from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.episode import GroupRequest, last_completion
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
-from marin_rl.rollouts.held_out import HeldOut, held_out_sets
 from marin_rl.storage.commits import (
     commit_manifest,
     find_commit,
@@ -30,8 +42,70 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.runs import Run, evals_slot, round_name
 from marin_rl.storage.tables.rollouts import encode_shard
-from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Held-out examples of one environment.
+
+    `name` is None for the run's own; a named set's examples carry its name as their environment's,
+    which separates metrics and rows.
+    """
+
+    name: str | None
+    config: EnvironmentConfig
+    environment: Environment
+    examples: int
+
+    def example(self, index: int) -> Example:
+        """The example at `index`, the same in every round."""
+        example = self.environment.example(self.config.eval_seed, index, "eval")
+        return example if self.name is None else replace(example, environment=self.name)
+
+
+def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
+    """The sets of a run's evaluation, with their examples loaded.
+
+    Raises ConfigError for an unknown environment, wrong options, or seeds from which training and
+    evaluation would meet; InputError where there are no examples.
+    """
+    named = config.evaluation.sets
+    if named is None:
+        return (_held_out(None, config.environment, environment_of(config), config),)
+    used, asked = config.rounds * config.rollouts.groups_per_round, config.evaluation.examples
+    for name, chosen in named.items():
+        if chosen.name == config.environment.name:
+            check_seeds_apart(
+                config.environment,
+                chosen,
+                train_examples=used,
+                eval_examples=asked,
+                held_out_section=f"evaluation.sets.{name}",
+            )
+    return tuple(
+        _held_out(name, chosen, loaded_environment(chosen, "eval"), config)
+        for name, chosen in sorted(named.items())
+    )
+
+
+def judges_of(config: Config) -> Judge | Mapping[str, Judge]:
+    """The judges of an evaluation's answers: the run's environment, or that of each named set."""
+    if config.evaluation.sets is None:
+        return Judge(construct(config.environment), config.environment)
+    return {
+        name: Judge(construct(chosen), chosen) for name, chosen in config.evaluation.sets.items()
+    }
+
+
+def _held_out(
+    name: str | None, chosen: EnvironmentConfig, environment: Environment, config: Config
+) -> HeldOut:
+    examples = config.evaluation.examples
+    if isinstance(environment, FixedSet):
+        examples = min(examples, environment.eval_size)
+    return HeldOut(name=name, config=chosen, environment=environment, examples=examples)
 
 
 async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
@@ -41,16 +115,20 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     """
     sets = held_out_sets(run.config)
     decided = evaluation_fingerprint(run, round, policy, sets)
-    found = await asyncio.to_thread(find_commit, run.store, evals_slot(round), decided)
-    if found is not None:
-        return found
+    existing = await asyncio.to_thread(find_commit, run.store, evals_slot(round), decided)
+    if existing is not None:
+        return existing
     groups: list[RolloutGroup] = []
     for held_out in sets:
-        # scored by its own environment alone, and under its time limit
+        # a set is scored by its own environment, under that one's time limit
         config = run.config.model_copy(update={"environment": held_out.config})
         requests = evaluation_requests(run, round, held_out)
         groups += await sample_groups(
-            config, policy, held_out.environment, requests, stage="evaluate", round=round
+            config,
+            policy,
+            held_out.environment,
+            requests,
+            ProgressEvent(run_id=run.run_id, stage="evaluate", round=round),
         )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
@@ -154,33 +232,26 @@ def _judged(
     if isinstance(judge, Mapping):
         judge = judge[group.example.environment]
     right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
-    said = [_said(rollout) for rollout in group.rollouts]
-    texts = [text for text in said if text is not None]
-    found = iter(
+    # a failed sample has no vote
+    votes = [None if r.reward is None else last_completion(r) for r in group.rollouts]
+    texts = [text for text in votes if text is not None]
+    extracted = iter(
         judge.answers(texts) if isinstance(judge, Judge) else [answer_in(judge, t) for t in texts]
     )
-    answers = tuple(None if text is None else next(found) for text in said)
+    answers = tuple(None if text is None else next(extracted) for text in votes)
     return _Judged(group.example.environment, np.array(right, np.bool_), answers)
-
-
-def _said(rollout: Rollout) -> str | None:
-    """The completion that a sample votes with; a failed one does not vote."""
-    if rollout.reward is None:
-        return None
-    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-    return said[-1] if said else None
 
 
 def _estimates(prefix: str, judged: Sequence[_Judged], ks: Sequence[int]) -> dict[str, float]:
     """pass@k, mean@k and majority@k of examples, with their intervals."""
     result: dict[str, float] = {}
     for k in ks:
-        found = {
+        by_example = {
             "pass": [pass_at_k(j.right_N, k) for j in judged],
             "mean": [mean_at_k(j.right_N, k) for j in judged],
             "majority": [majority_at_k(j.right_N, j.answers, k) for j in judged],
         }
-        for kind, values in found.items():
+        for kind, values in by_example.items():
             of, name = estimate(np.array(values, np.float64)), f"{prefix}/{kind}@{k}"
             result |= {name: of.value, f"{name}/low": of.low, f"{name}/high": of.high}
     return result

@@ -10,39 +10,32 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-
-import numpy as np
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, environment_of
 from marin_rl.environments.scoring import Scorer, scorer_for
-from marin_rl.errors import (
-    BadResponse,
-    EndpointUnavailable,
-    InferenceError,
-    MarinRLError,
-    RequestRejected,
-    RewardFault,
-    StalePolicy,
-)
+from marin_rl.errors import InferenceError, MarinRLError, RewardFault
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer
-from marin_rl.progress import ProgressEvent, Stage, publish
-from marin_rl.rollouts.assemble import GroupRequest, RolloutMaker
+from marin_rl.progress import ProgressEvent, publish
+from marin_rl.rollouts.assemble import RolloutMaker
+from marin_rl.rollouts.episode import (
+    REQUEST_FAULTS,
+    Bridge,
+    EpisodeDriver,
+    GroupRequest,
+    all_of,
+    score_group,
+)
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
-from marin_rl.rollouts.summary import rollout_metrics
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.rollouts import commit_shard, shard_ref
-from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import SCHEMA_VERSION
 
 Connect = Callable[..., PolicyClient]
-
-# Faults that cost a group, not the shard; a stale policy always ends the shard.
-_GROUP_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
 
 
 async def generate_shard(
@@ -58,18 +51,16 @@ async def generate_shard(
     """
     environment = environment_of(run.config)
     decided = shard_fingerprint(run, round, shard, policy, environment, scorer)
-    found = await asyncio.to_thread(shard_ref, run, round, shard, decided)
-    if found is not None:
-        return found
+    existing = await asyncio.to_thread(shard_ref, run, round, shard, decided)
+    if existing is not None:
+        return existing
     requests = shard_requests(run, round, shard, environment)
     groups = await sample_groups(
         run.config,
         policy,
         environment,
         requests,
-        stage="generate",
-        round=round,
-        label=f"shard {shard}",
+        ProgressEvent(run_id=run.run_id, stage="generate", round=round, message=f"shard {shard}"),
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
@@ -145,19 +136,19 @@ async def sample_groups(
     policy: ServedPolicy,
     environment: Environment,
     requests: Sequence[GroupRequest],
+    progress: ProgressEvent,
     *,
-    stage: Stage,
-    round: int,
-    label: str = "",
     connect: Connect = PolicyClient,
+    bridge: Bridge | None = None,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
-    Publishes a progress event as each group is done. Raises what no single group can bear:
-    StalePolicy, InputError. Cancelling cancels every request.
+    `bridge` joins the turns of episodes that have several. Publishes `progress` with its numbers as
+    each group is done. Raises what no single group can bear: StalePolicy, InputError. Cancelling
+    cancels every request.
     """
     inference = config.inference
-    meter = _Meter(run_id=config.run_id, stage=stage, round=round, total=len(requests), label=label)
+    meter = _Meter(replace(progress, total=len(requests)))
     scorer = scorer_for(environment, config.environment)
     async with connect(
         endpoints=policy.endpoints,
@@ -167,40 +158,28 @@ async def sample_groups(
         attempts_max=inference.request_attempts_max,
         in_flight_max=inference.requests_in_flight_max,
     ) as client:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                started = [
-                    tasks.create_task(_sample(client, scorer, policy, request, meter.count))
-                    for request in requests
-                ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-    return [task.result() for task in started]
+        driver = EpisodeDriver(client=client, policy=policy, environment=environment, bridge=bridge)
+        return await all_of(_sample(driver, scorer, request, meter.count) for request in requests)
 
 
 async def _sample(
-    client: PolicyClient,
+    driver: EpisodeDriver,
     scorer: Scorer,
-    policy: ServedPolicy,
     request: GroupRequest,
     count: Callable[[RolloutGroup], None],
 ) -> RolloutGroup:
     started_at = datetime.now(UTC)
     try:
-        answers = await _answers(client, request)
-    except _GROUP_FAULTS as error:
-        maker = RolloutMaker(policy, request, started_at)
+        trajectories = await driver.play_group(request)
+    except REQUEST_FAULTS as error:
+        maker = RolloutMaker(driver.policy, request, started_at)
         rollouts = [maker.failed(index, error) for index in range(request.size)]
     else:
-        for answer in answers:
-            _check_identity(answer, policy)
-        sampled = [(answer, completion) for answer in answers for completion in answer.completions]
-        texts = [completion.text for _, completion in sampled]
-        scores = await scorer.score(request.example, texts)
-        maker = RolloutMaker(policy, request, started_at)
+        scores = await score_group(scorer, request.example, trajectories)
+        maker = RolloutMaker(driver.policy, request, started_at)
         rollouts = [
-            maker.sampled(index, answer, completion, score)
-            for index, ((answer, completion), score) in enumerate(zip(sampled, scores, strict=True))
+            maker.sampled(index, trajectory, score)
+            for index, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
         ]
     group = RolloutGroup(
         group_id=request.group_id,
@@ -212,78 +191,36 @@ async def _sample(
     return group
 
 
-async def _answers(client: PolicyClient, request: GroupRequest) -> Sequence[ChatAnswer]:
-    """Completions in the order of the members; the greedy one is a request of its own."""
-    messages = request.example.messages
-    if not request.greedy:
-        return [await client.chat(messages, request.size, request.sampling)]
-    last = request.size - 1
-    return await asyncio.gather(
-        client.chat(messages, last, request.sampling),
-        client.chat(messages, 1, request.sampling_of(last)),
-    )
-
-
-def _check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
-    """Servers of ours tell which parameters they sampled with; others only the model id."""
-    found = answer.parameters_digest
-    if found is not None and found != policy.parameters_digest:
-        raise StalePolicy(
-            f"expected samples of the parameters {policy.parameters_digest}, found {found}: the "
-            "endpoint serves other weights than this round's"
-        )
-
-
 def refuse_if_mostly_errors(
     groups: Sequence[RolloutGroup], errors_max_fraction: float, what: str
 ) -> None:
     """Raise the commonest fault where the share of failed rollouts is above the limit."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    told = [_fault_of(rollout) for rollout in rollouts if rollout.status in ("error", "aborted")]
-    if len(told) <= errors_max_fraction * len(rollouts):
+    errors = [
+        rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
+        for rollout in rollouts
+        if rollout.status in ("error", "aborted")
+    ]
+    if len(errors) <= errors_max_fraction * len(rollouts):
         return
-    (kind, _), *_ = Counter(error.partition(":")[0] for error in told).most_common(1)
-    example = next(error for error in told if error.startswith(kind))
+    (kind, _), *_ = Counter(error.partition(":")[0] for error in errors).most_common(1)
+    example = next(error for error in errors if error.startswith(kind))
     raise _FAULTS.get(kind, InferenceError)(
-        f"{what}: {len(told)} of {len(rollouts)} rollouts failed, above rollouts."
+        f"{what}: {len(errors)} of {len(rollouts)} rollouts failed, above rollouts."
         f"errors_max_fraction ({errors_max_fraction:g}); the commonest: {example}"
     )
 
 
-def _fault_of(rollout: Rollout) -> str:
-    return rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
-
-
 _FAULTS: dict[str, type[MarinRLError]] = {
-    kind.__name__: kind for kind in (*_GROUP_FAULTS, RewardFault)
+    kind.__name__: kind for kind in (*REQUEST_FAULTS, RewardFault)
 }
 
 
-def shard_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards, lengths and errors of some groups, under the names of `marin_rl.metrics`."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    values: dict[str, list[float]] = {}
-    for component in (c for rollout in rollouts for c in rollout.reward_components):
-        values.setdefault(component.name, []).append(component.value)
-    members = [len(group.rollouts) for group in groups]
-    return rollout_metrics(
-        rewards=np.array([np.nan if r.reward is None else r.reward for r in rollouts], np.float64),
-        groups=np.repeat(np.arange(len(groups)), members).astype(np.int64),
-        lengths=np.array([r.n_completion_tokens for r in rollouts], np.int64),
-        statuses=[rollout.status for rollout in rollouts],
-        components={name: np.array(v, np.float64) for name, v in values.items()},
-    )
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Meter:
     """Counts groups as they are done, and publishes progress."""
 
-    run_id: str
-    stage: Stage
-    round: int
-    total: int
-    label: str
+    event: ProgressEvent
     began: float = field(default_factory=time.monotonic)
     done: int = 0
     tokens: int = 0
@@ -298,14 +235,4 @@ class _Meter:
         metrics = {"perf/tokens_per_second": self.tokens / elapsed}
         if self.rewards:
             metrics["reward"] = sum(self.rewards) / len(self.rewards)
-        publish(
-            ProgressEvent(
-                run_id=self.run_id,
-                stage=self.stage,
-                round=self.round,
-                done=self.done,
-                total=self.total,
-                metrics=metrics,
-                message=self.label,
-            )
-        )
+        publish(replace(self.event, done=self.done, metrics=metrics))

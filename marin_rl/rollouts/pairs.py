@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from marin_rl.errors import InputError
+from marin_rl.rollouts.episode import last_completion
 from marin_rl.storage.runs import Run, progress
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
 from marin_rl.types import PreferencePair, Rollout, RolloutGroup
@@ -70,8 +71,8 @@ def pair_of_group(
     return PreferencePair(
         id=f"{source}/{group.group_id}",
         messages=group.example.messages,
-        chosen=_answer(chosen),
-        rejected=_answer(rejected),
+        chosen=last_completion(chosen) or "",
+        rejected=last_completion(rejected) or "",
         source=source,
         chosen_id=chosen.rollout_id,
         rejected_id=rejected.rollout_id,
@@ -87,15 +88,11 @@ def pair_of_group(
 def _value(rollout: Rollout, component: str | None) -> float | None:
     """Value that a member is ranked by; None where it has no such number."""
     if component is None:
-        found = rollout.reward
+        value = rollout.reward
     else:
         values = [part.value for part in rollout.reward_components if part.name == component]
-        found = values[0] if values else None
-    return found if found is not None and math.isfinite(found) else None
-
-
-def _answer(rollout: Rollout) -> str:
-    return rollout.turns[-1].content if rollout.turns else ""
+        value = values[0] if values else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _components(group: RolloutGroup) -> Iterator[str]:

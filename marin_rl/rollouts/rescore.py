@@ -1,7 +1,7 @@
 """A committed round scored again by another reward function, without sampling anything.
 
-Scores go into a table of their own; the shards stay as they are. The
-function runs in a process of its own, under the run's time limit, as while sampling.
+Scores go into a table of their own; the shards stay as they are. The function runs in a worker
+process, under the run's time limit, as while sampling.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import construct, reward_of
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
+from marin_rl.rollouts.episode import last_completion
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rewards import (
@@ -56,13 +57,13 @@ def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
     source = RewardSource(
         function=function, source_sha256=source_digest(function), rollouts_sha256=parent[1]
     )
-    found = committed_rewards(run, round, name, source)
-    if found is not None:
-        return _compared(*found)
+    existing = committed_rewards(run, round, name, source)
+    if existing is not None:
+        return _compared(*existing)
     made = commit_rewards(run, round, name, source, _scores_of(run, sealed, function))
-    found = committed_rewards(run, round, name, source)  # ours, or that of who came first
-    assert found is not None, "it was committed above"
-    return _compared(made, found[1])
+    existing = committed_rewards(run, round, name, source)  # ours, or another process's
+    assert existing is not None, "it was committed above"
+    return _compared(made, existing[1])
 
 
 def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
@@ -126,9 +127,8 @@ async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> 
 
 
 def _answer(rollout: Rollout) -> str | None:
-    """The last thing the policy said; None for rollouts that failed."""
-    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-    return said[-1] if said and rollout.status in ("complete", "truncated") else None
+    """The text that is scored; None for rollouts that failed."""
+    return last_completion(rollout) if rollout.status in ("complete", "truncated") else None
 
 
 def _row(rollout: Rollout, score: Score | None) -> dict:

@@ -95,7 +95,7 @@ def test_a_slow_form_holds_up_no_other():
     assert len({str(error) for error in first}) == 1
 
 
-def test_a_server_answers_bodies_with_tools_and_forms_beside_slow_schemas(compiled_quickly):
+def test_a_server_answers_bodies_with_tools_and_forms_during_slow_schemas(compiled_quickly):
     """As many slow ones as are tried at once, each another; then ordinary ones."""
 
     def form(schema: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
 from marin_rl.environments.base import construct
 from marin_rl.environments.scoring import close_scorers
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts.held_out import judges_of
+from marin_rl.rollouts.evaluate import judges_of
 from marin_rl.storage.own_runs import remember, remembered
 from marin_rl.storage.runs import RUN_KEY, Run
 from marin_rl.trust import Consent, check_named, settings_of

@@ -63,7 +63,7 @@ def test_a_fault_that_can_pass_is_tried_again(api: str, error: Exception) -> Non
             raise error
         return ref("done")
 
-    result, _ = run(lambda: StageRunner(FAST)(flaky))
+    result, _ = run(lambda: StageRunner(FAST).run(flaky))
     assert result == ref("done")
     assert next(tries) == 4
 
@@ -80,7 +80,7 @@ def test_a_fault_that_stays_is_not_tried_again(api: str, error: Exception) -> No
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        run(lambda: StageRunner(FAST)(broken))
+        run(lambda: StageRunner(FAST).run(broken))
     assert next(tries) == 2
 
 
@@ -93,7 +93,7 @@ def test_tries_are_bounded(api: str) -> None:
         raise EndpointUnavailable("still down")
 
     with pytest.raises(EndpointUnavailable, match="still down"):
-        run(lambda: StageRunner(FAST)(down))
+        run(lambda: StageRunner(FAST).run(down))
     assert next(tries) == 2 + FAST.retries
 
 
@@ -121,7 +121,7 @@ def test_a_deadline_ends_blocking_work(api: str) -> None:
         return ref("never")
 
     with pytest.raises(TimeoutError):  # the work itself never ends
-        run(lambda: StageRunner(FlowConfig(stage_timeout_s=0.5))(stuck))
+        run(lambda: StageRunner(FlowConfig(stage_timeout_s=0.5)).run(stuck))
     released.set()
 
 
@@ -181,10 +181,10 @@ def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
 
     @task(task_run_name="group", **GROUP)
     async def group() -> SlotRef:
-        attempt = StageRunner(FAST)
-        parts = await attempt.each(make, [("a", "old"), ("b", "new")])
+        stages = StageRunner(FAST)
+        parts = await stages.each(make, [("a", "old"), ("b", "new")])
         assert parts == [ref("a"), ref("b")]
-        return await attempt(use, parts)
+        return await stages.run(use, parts)
 
     _, flow_run_id = run(group)
     found = {item.name: item for item in task_runs(flow_run_id, 4)}

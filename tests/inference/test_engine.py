@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cases import others_slow, printed_seed
 from support.engines import (
+    PROGRAMS,
     amid,
     bits,
     engine_of,
@@ -22,8 +23,8 @@ from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tin
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.inference.programs import PROGRAMS, compiled_layers
-from marin_rl.inference.scoring import score_tokens
+from marin_rl.inference.logprobs import score_tokens
+from marin_rl.inference.programs import compiled_layers, decode_chunk
 from marin_rl.types import Sampling
 
 
@@ -206,14 +207,14 @@ def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
         pytest.skip("needs two devices")
     request = request_of()
     expected = bits(result_of(engine, request))
-    compiled = PROGRAMS.decode_chunk._cache_size()
+    compiled = decode_chunk._cache_size()
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arrays, rest = eqx.partition(model, eqx.is_array)
     try:
         engine.swap(eqx.combine(jax.device_put(arrays, spread), rest), 1, "one")
         assert bits(result_of(engine, request)) == expected
-        assert PROGRAMS.decode_chunk._cache_size() == compiled
+        assert decode_chunk._cache_size() == compiled
     finally:
         engine.swap(model, 1, "one")
 

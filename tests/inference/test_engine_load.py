@@ -186,7 +186,7 @@ def test_slots_that_are_done_ask_for_nothing(engine):
         "min_p": 0.1,
     }
     result_of(engine, request_of(n=8, max_tokens=5, **wishes))
-    extras = engine._table.extras
+    extras = engine._batch.extras
     assert not extras.reported
     assert not extras.constrained
     # the very arrays that were made at the start: nothing is copied to the device

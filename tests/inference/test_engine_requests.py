@@ -13,7 +13,7 @@ from support.models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest, Sample
-from marin_rl.inference.scoring import tile_length
+from marin_rl.inference.logprobs import tile_length
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -40,7 +40,7 @@ def shared_while(engine: Engine, *requests: GenerationRequest) -> set[int]:
     found: set[int] = set()
 
     def look(_: Delta) -> None:
-        found.add(engine._table.shared_positions(SHARE))
+        found.add(engine._batch.shared_positions(SHARE))
 
     engine.pause()
     futures = [engine.submit(request, look) for request in requests]

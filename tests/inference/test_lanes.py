@@ -10,6 +10,7 @@ import pytest
 from levanter.models.lm_model import LmHeadModel
 from support.cases import printed_seed
 from support.engines import (
+    PROGRAMS,
     bits,
     engine_of,
     random_requests,
@@ -30,7 +31,7 @@ from marin_rl.inference.cpu_streams import (
 )
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta
-from marin_rl.inference.programs import PROGRAMS, compiled_layers, fused_weights
+from marin_rl.inference.programs import compiled_layers, fused_weights
 from marin_rl.inference.weights import read_model
 from marin_rl.machine import pool_threads
 

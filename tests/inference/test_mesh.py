@@ -15,16 +15,17 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 from support.cases import others_slow
+from support.engines import PROGRAMS
 from support.models import uneven
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import (
-    PROGRAMS,
     ChunkInputs,
     Limits,
     compiled_layers,
+    decode_chunk,
     fused_weights,
 )
 from marin_rl.inference.weights import read_model
@@ -159,7 +160,7 @@ def test_eight_devices_answer_as_one():
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
 def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
     engine = engine_of(on_mesh(model_of(0), fsdp=2))
-    runner, table = engine._runner, engine._table
+    runner, table = engine._runner, engine._batch
     weights, limits = engine.policy.weights, Limits(np.int32(4), np.int32(0))
     given = ChunkInputs(table.inputs, table.extras.on_device(0), limits)
     sizes = {"spec": engine.spec}
@@ -168,7 +169,7 @@ def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
             dtype = np.dtype(np.float32)
             fuse = compiled_layers.lower(layers=weights.layers, dtype=dtype, **sizes)
             fused = fused_weights(engine.spec, weights, dtype)
-            chunk = PROGRAMS.decode_chunk.lower(
+            chunk = decode_chunk.lower(
                 fused, runner._rotary, runner._caches[0], given, **sizes, steps=4
             )
         in_fuse, in_chunk = gathers(fuse), gathers(chunk)

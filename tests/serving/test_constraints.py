@@ -212,7 +212,7 @@ def refused(schema: dict[str, Any]) -> str:
         ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "a form that no text has"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_told(schema, told):
+def test_a_schema_that_cannot_be_enforced_is_a_400_that_says_why(schema, told):
     assert told in refused(schema)
 
 

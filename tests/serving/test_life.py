@@ -31,7 +31,7 @@ from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving import server as server_module
-from marin_rl.serving.http.addresses import check_address
+from marin_rl.serving.http.auth import check_address
 from marin_rl.serving.launch import Weights
 from marin_rl.serving.launch import serving as briefly
 from marin_rl.serving.server import PolicyServer, serve_forever

@@ -425,7 +425,7 @@ def _ask_for_many(url: str) -> None:
         client.chat.completions.create(**ASK | {"max_tokens": 4}, n=64)
 
 
-def test_what_fails_in_mid_stream_is_told_in_the_stream() -> None:
+def test_an_error_in_mid_stream_is_sent_in_the_stream() -> None:
     server = started()
     try:
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:

@@ -375,7 +375,7 @@ def test_limits_of_the_configuration() -> None:
             assert 1 <= answer["usage"]["completion_tokens"] <= 4
 
 
-def test_unknown_routes_and_methods_are_told_in_the_same_shape(asked: Ask) -> None:
+def test_unknown_routes_and_methods_are_errors_of_the_same_shape(asked: Ask) -> None:
     status, _, answer = asked("GET", "/v1/nothing")
     assert (status, answer["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
     assert asked("GET", CHAT)[0] == 405

@@ -27,7 +27,7 @@ from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.serving.api.completions import _order as completion_order
+from marin_rl.serving.api.completions import _prepare as completion_order
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import named_parameters

@@ -54,7 +54,7 @@ TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL}
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST}
 
 
-def test_the_formats_are_found_in_what_the_templates_write():
+def test_tool_formats_are_read_off_what_templates_write():
     assert format_of(QWEN) == ToolFormat(
         opening="<tool_call>",
         closing="</tool_call>",

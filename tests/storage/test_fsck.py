@@ -354,7 +354,6 @@ class Meanwhile(LocalStore):
         self._unseen = unseen
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         found = super().list(prefix)
         return found if prefix else [key for key in found if not key.startswith(self._unseen)]
 

@@ -15,7 +15,10 @@ from support.models import VOCABULARY
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.programs import copy_slots, decode_chunk, prefill_slots
 from marin_rl.types import Sampling
+
+PROGRAMS = (decode_chunk, prefill_slots, copy_slots)
 
 CONTEXT = 96
 

@@ -103,7 +103,7 @@ class FakePolicyServer:
 
     def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
         """The chat completion for a request, with at most one fault in it."""
-        ids = prompt_ids(body["messages"])
+        ids = body["tokens"] if "tokens" in body else prompt_ids(body["messages"])
         text = body["messages"][-1]["content"]
         choices = [
             self._choice(index, self.script(text, body.get("seed", 0) + index), body, fault)

@@ -83,7 +83,6 @@ class StoppingStore(ObjectStore):
         self.url, self._world, self._process, self._lead = f"sim://{lead}", world, process, lead
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore."""
         fate = self._stop("create", key, data)
         bucket = self._world.bucket
         if fate == "served":
@@ -95,7 +94,6 @@ class StoppingStore(ObjectStore):
         return PutOutcome.EXISTS if fate == "seems another's" else PutOutcome.UNKNOWN
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         if self._stop("read", key) != "served":
             raise StoreUnavailable("503")
         if key not in self._world.bucket.objects:
@@ -103,34 +101,28 @@ class StoppingStore(ObjectStore):
         return self._world.bucket.objects[key]
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
         self._change("write", key, data, lambda: self._world.bucket.write(key, data))
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         self._change("delete", key, b"", lambda: self._world.bucket.delete(key))
 
     def list(self, prefix: str = "") -> "list[str]":
-        """See ObjectStore."""
         if self._stop("list", prefix) != "served":
             raise StoreUnavailable("503")
         lead = f"{prefix}/" if prefix else ""
         return sorted(key for key in self._world.bucket.objects if key.startswith(lead))
 
     def children(self, prefix: str = "") -> "list[str]":
-        """See ObjectStore."""
         lead = f"{prefix}/" if prefix else ""
         return sorted({key[len(lead) :].partition("/")[0] for key in self.list(prefix)})
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         return len(self.read(key))
 
     def local_path(self, key: str) -> None:
         """Nothing here is a file."""
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return self.url + key
 
     def at(self, folder: str) -> ObjectStore:

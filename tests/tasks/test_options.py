@@ -13,13 +13,10 @@ from marin_rl import errors
 from marin_rl.config import parse_config
 from marin_rl.storage.runs import Run
 from marin_rl.types import SlotRef
-from tasks.evaluate import evaluate
-from tasks.generate import generate, seal
+from tasks.generate import evaluate, generate, seal
 from tasks.options import as_state, in_thread, is_transient, open_run
-from tasks.process import process
-from tasks.publish import publish
-from tasks.serve import serve
-from tasks.train import begin, fine_tune, train
+from tasks.process import process, publish
+from tasks.train import begin, fine_tune, serve, train
 
 STAGES = (begin, evaluate, fine_tune, generate, process, publish, seal, serve, train)
 

@@ -7,7 +7,7 @@ import pytest
 from support.run_factories import whole_run
 
 from marin_rl.storage.runs import checkpoint_slot, latest_checkpoint
-from tasks.publish import publish
+from tasks.process import publish
 
 
 def test_a_strangers_folder_does_not_end_a_run(

@@ -17,8 +17,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+import numpy as np
 import orjson
 import tenacity
+from jaxtyping import Int32
 
 from marin_rl.errors import (
     BadResponse,
@@ -92,15 +94,29 @@ class PolicyClient:
         for client in self._clients:
             await client.close()
 
-    async def chat(self, messages: Sequence[Message], n: int, sampling: Sampling) -> ChatAnswer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+    ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
+        `prompt_ids` are the exact ids to go on from; without them the endpoint renders `messages`.
         Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
         refuses the request, StalePolicy when it serves another model, BadResponse when its answer
         cannot be trained on.
         """
-        request = ChatRequest(model=self._model, messages=tuple(messages), n=n, sampling=sampling)
-        data = await self._send("POST", "/chat/completions", request.body())
+        request = ChatRequest(
+            model=self._model,
+            messages=tuple(messages),
+            n=n,
+            sampling=sampling,
+            prompt_ids=prompt_ids,
+        )
+        data = await self._send("POST", request.path, request.body())
         answer = decode_answer(data)
         if answer.model != self._model:
             raise StalePolicy(
@@ -215,7 +231,7 @@ class PolicyClient:
         except TimeoutError:
             raise EndpointUnavailable(f"{url}: no answer in {self._timeout_s:g} s") from None
         except openai.APIConnectionError as error:
-            raise EndpointUnavailable(self._told(url, error.__cause__ or error)) from None
+            raise EndpointUnavailable(self._message(url, error.__cause__ or error)) from None
         except openai.APIStatusError as error:
             if error.status_code in _ASKS_TO_WAIT:
                 wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
@@ -225,23 +241,23 @@ class PolicyClient:
     def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
         """Error for a status other than 2xx."""
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
-        told = self._told(url, f"status {error.status_code}: {words}")
+        message = self._message(url, f"status {error.status_code}: {words}")
         if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
-            return StalePolicy(told)
+            return StalePolicy(message)
         if error.status_code in _PASSING or error.status_code >= 500:
-            return EndpointUnavailable(told)
+            return EndpointUnavailable(message)
         if error.status_code == 404 and _is_about_the_model(error.body):
-            return StalePolicy(f"{told} (asked for {self._model!r})")
+            return StalePolicy(f"{message} (asked for {self._model!r})")
         if error.status_code == 404:
-            return RequestRejected(f"{told}: no such route; does the base URL end in /v1?")
+            return RequestRejected(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
-                f"{told}: set the variable that inference.api_key_variable names, for new weights "
-                "the one of inference.server.admin_key_variable"
+                f"{message}: set the variable that inference.api_key_variable names, for new "
+                "weights the one of inference.server.admin_key_variable"
             )
-        return RequestRejected(told)
+        return RequestRejected(message)
 
-    def _told(self, url: str, message: object) -> str:
+    def _message(self, url: str, message: object) -> str:
         """The endpoint's own words, short, and never with our key in them."""
         text = f"{url}: {str(message) or type(message).__name__}"
         for key in filter(None, (self._api_key, self._admin_key)):

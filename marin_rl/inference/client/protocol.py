@@ -64,12 +64,22 @@ def parse_served_model_id(model: str) -> ServedModel | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """`n` samples of one conversation from one served model."""
+    """`n` samples of one conversation from one served model.
+
+    With `prompt_ids` the prompt is these very ids, and the server renders nothing.
+    """
 
     model: str
     messages: tuple[Message, ...]
     n: int
     sampling: Sampling
+    prompt_ids: Int32[np.ndarray, " P"] | None = None
+
+    @property
+    def path(self) -> str:
+        """The route, below the base URL of an endpoint."""
+        route = CHAT_ROUTE if self.prompt_ids is None else CHAT_TOKENS_ROUTE
+        return route.removeprefix("/v1")
 
     def body(self) -> dict[str, Any]:
         """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
@@ -86,6 +96,8 @@ class ChatRequest:
             "return_token_ids": True,
             "compact_logprobs": True,
         }
+        if self.prompt_ids is not None:
+            body["tokens"] = self.prompt_ids.tolist()
         if sampling.top_k:
             body["top_k"] = sampling.top_k
         if sampling.stop:
@@ -136,20 +148,25 @@ class ChatAnswer:
 
 def decode_answer(data: bytes) -> ChatAnswer:
     """Read a chat completion, ours or vLLM's; BadResponse says what is missing or absurd."""
-    body = _mapping(_json(data), "the answer")
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
-    ordered = sorted((_mapping(c, "a choice") for c in choices), key=_index)
+    body, choices = read_choices(data)
     return ChatAnswer(
         model=str(body.get("model", "")),
         prompt_token_ids=_token_ids(body.get("prompt_token_ids"), "prompt_token_ids"),
-        completions=tuple(_decode_choice(choice) for choice in ordered),
+        completions=tuple(_decode_choice(choice) for choice in choices),
         request_id=str(body.get("id") or ""),
         weight_version=_weight_version(body.get("weight_version")),
         parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
         timings=_timings(_mapping(body.get("timings") or {}, "timings")),
     )
+
+
+def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """Read an answer's object, and its choices in the order of their index. Raises BadResponse."""
+    body = _mapping(_json(data), "the answer")
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
+    return body, sorted((_mapping(c, "a choice") for c in choices), key=_index)
 
 
 def _weight_version(value: object) -> int | None:
@@ -160,11 +177,11 @@ def _weight_version(value: object) -> int | None:
 
 
 def _timings(timings: Mapping[str, Any]) -> ServerTimings:
-    found: dict[str, float] = {}
-    for name in ("queue_s", "prefill_s", "decode_s"):
-        value = _optional(timings.get(name), int | float, f"timings.{name}")
-        found[name] = 0.0 if value is None else float(value)
-    return ServerTimings(**found)
+    seconds = {
+        name: float(_optional(timings.get(name), int | float, f"timings.{name}") or 0.0)
+        for name in ("queue_s", "prefill_s", "decode_s")
+    }
+    return ServerTimings(**seconds)
 
 
 def error_body(

@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
+from jaxtyping import Int32
 
 from marin_rl.errors import BadResponse
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion
+from marin_rl.inference.client.protocol import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    read_choices,
+)
 from marin_rl.types import Message, Sampling
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
@@ -23,9 +28,17 @@ _CHOICES_MAX = 128  # OpenAI's bound on n
 class TextClient(PolicyClient):
     """`PolicyClient` over plain OpenAI chat completions."""
 
-    async def chat(self, messages: Sequence[Message], n: int, sampling: Sampling) -> ChatAnswer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+    ) -> ChatAnswer:
         """`n` samples of one conversation, text only. Raises as `PolicyClient.chat` does.
 
+        `prompt_ids` are ignored: such endpoints take messages alone.
         An endpoint that gives fewer choices than it is asked for is asked again for the rest.
         """
         completions: list[Completion] = []
@@ -34,10 +47,9 @@ class TextClient(PolicyClient):
             body = self._body(messages, min(n - len(completions), _CHOICES_MAX), sampling)
             if sampling.seed is not None:
                 body["seed"] = sampling.seed + len(completions)
-            data = _mapping(await self._send("POST", "/chat/completions", body))
-            found = [_completion(choice) for choice in _choices(data)]
-            completions += found[: n - len(completions)]
-            answered, request_id = str(data.get("model", "")), str(data.get("id") or "")
+            answer, choices = read_choices(await self._send("POST", "/chat/completions", body))
+            completions += [_completion(choice) for choice in choices][: n - len(completions)]
+            answered, request_id = str(answer.get("model", "")), str(answer.get("id") or "")
         return ChatAnswer(
             model=answered,
             prompt_token_ids=np.zeros(0, np.int32),
@@ -48,28 +60,6 @@ class TextClient(PolicyClient):
     def _body(self, messages: Sequence[Message], n: int, sampling: Sampling) -> dict[str, Any]:
         request = ChatRequest(model=self._model, messages=tuple(messages), n=n, sampling=sampling)
         return {name: value for name, value in request.body().items() if name not in _EXTENSIONS}
-
-
-def _mapping(data: bytes) -> Mapping[str, Any]:
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
-    if not isinstance(body, dict):
-        raise BadResponse(f"expected an object, found {data[:80]!r}")
-    return body
-
-
-def _choices(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """At least one choice, in order: an endpoint that ignores `n` gives one at a time."""
-    choices = body.get("choices")
-    if (
-        not isinstance(choices, list)
-        or not choices
-        or not all(isinstance(c, dict) for c in choices)
-    ):
-        raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
-    return sorted(choices, key=lambda choice: choice.get("index") or 0)
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

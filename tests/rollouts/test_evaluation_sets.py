@@ -14,8 +14,7 @@ from marin_rl.analysis.verify import evaluation_of
 from marin_rl.config import Config, fingerprint_fields, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.protocol import served_model_id
-from marin_rl.rollouts.evaluate import evaluate_round
-from marin_rl.rollouts.held_out import held_out_sets
+from marin_rl.rollouts.evaluate import evaluate_round, held_out_sets
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
 from marin_rl.types import ServedPolicy, SlotRef
