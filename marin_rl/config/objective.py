@@ -135,7 +135,7 @@ class ObjectiveConfig(Section):
     """The objective: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
     advantage: AdvantageName = Field(
-        default="rloo", description="baseline that a reward is held against; gae: training.critic"
+        default="rloo", description="baseline that a reward is compared with; gae: training.critic"
     )
     advantage_scale: ScaleName = Field(
         default="default",
@@ -149,7 +149,7 @@ class ObjectiveConfig(Section):
         default=None,
         ge=0,
         le=1,
-        description="discount from turn to turn: each turn's own return is held against those of "
+        description="discount from turn to turn: each turn's own return is compared with those of "
         "the group's turns of its place; null: the rollout's reward counts for all of it",
         json_schema_extra=OMIT_IF_NONE,
     )

@@ -70,8 +70,8 @@ class ServerConfig(Section):
     update_roots: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="folders and URLs below which admins may load weights, beside the root of the "
-        "run, or the folder above the model, that is served",
+        description="folders and URLs below which admins may load weights, in addition to the root "
+        "of the run, or the folder above the model, that is served",
         json_schema_extra=RUNTIME_ONLY,
     )
     body_bytes_max: Count = Field(

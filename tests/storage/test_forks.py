@@ -161,7 +161,7 @@ def test_only_closed_rounds_with_arrays_are_forked_from(parent: Run) -> None:
     with pytest.raises(ObjectMissing, match="the latest of run 'run' is checkpoints/round-00003"):
         fork_run(parent, 7, "fork")
     collect(parent, rule_of(parent, 2, None))
-    with pytest.raises(ObjectMissing, match="was given up by retention"):
+    with pytest.raises(ObjectMissing, match="was pruned by retention"):
         fork_run(parent, 1, "fork")
     parent.store.delete("metrics/round-00002.parquet")
     with pytest.raises(ObjectMissing, match="expected round 2 to be closed"):
@@ -192,7 +192,7 @@ def test_a_collection_between_the_first_look_and_the_fork_is_seen(
         return create(*arguments)
 
     monkeypatch.setattr(forks, "create_record", collected_first)
-    with pytest.raises(ObjectMissing, match=r"was given up by retention.* Delete .*/fork, then"):
+    with pytest.raises(ObjectMissing, match=r"was pruned by retention.* Delete .*/fork, then"):
         fork_run(parent, 1, "fork")
     (fault,) = check_run(parent.config.root, "fork").faults
     assert fault.kind == "missing"

@@ -465,5 +465,5 @@ def test_arrays_that_retention_took_are_missed_by_that_name(tmp_path: Path) -> N
     collect(run, rule_of(run, 2, None))
     restored = restore_checkpoint(run, refs[1], tree)
     assert restored["parameters"]["weight"].tolist() == list(range(6))
-    with pytest.raises(ObjectMissing, match="given up by the run's retention"):
+    with pytest.raises(ObjectMissing, match="pruned by the run's retention"):
         restore_checkpoint(run, refs[0], tree)

@@ -41,9 +41,9 @@ from marin_rl.tokenizers import encoder_of, is_direct
 TOKEN_CHARACTERS_MAX = 256
 # More than there are processes that check grammars: some may wait, others are known already.
 FORM_THREADS = 4
-# A text may have the tokens of so many contexts: `/tokenize` says how much too long it is.
+# Limit of a text, in contexts of tokens: `/tokenize` says by how much it is too long.
 CONTEXTS_MAX = 2
-# So many characters of a long text, for each token of the context, are tokenized first.
+# Characters of a long text that are tokenized first, for each token of the context.
 PROBE_CHARACTERS = 4
 
 Prompt = Int32[np.ndarray, " P"]

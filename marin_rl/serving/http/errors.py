@@ -26,7 +26,7 @@ from marin_rl.inference.client.protocol import error_body
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
 
-# A larger body is not parsed a second time, to name the number that was found in it.
+# A larger body is not parsed a second time only to name the number in it.
 FOUND_BYTES_MAX = 2**20
 
 # Token ids of one request: 512 prompts of 1,024 tokens, or one prompt of half a million.

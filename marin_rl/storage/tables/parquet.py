@@ -222,7 +222,7 @@ def verified(data: pa.Buffer, sha256: str, source: str) -> pa.Buffer:
     return data
 
 
-# Beside its own errors Arrow raises these about bytes that somebody made up.
+# In addition to its own errors Arrow raises these for forged bytes.
 _UNREADABLE = (pa.ArrowException, OSError, Malformed, ValueError, TypeError, ArithmeticError)
 
 

@@ -67,7 +67,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     except ObjectMissing as error:
         raise ObjectMissing(
             f"{error}. That happened while the fork was made: it cannot be played, and keeps other "
-            f"checkpoints from being given up. Delete {own.url}, then fork from another round"
+            f"checkpoints from being pruned. Delete {own.url}, then fork from another round"
         ) from None
     return run
 
@@ -117,7 +117,7 @@ def _check_whole(run: Run, round: int) -> None:
         )
     if pruned_parts(run.store, slot):
         raise ObjectMissing(
-            f"{run.store.url_of(slot)} was given up by retention: expected a checkpoint with its "
+            f"{run.store.url_of(slot)} was pruned by retention: expected a checkpoint with its "
             "arrays, to fork from or for the KL to it; one without pruned.json has them"
         )
 
@@ -203,7 +203,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
         except StorageError as error:
             if error.transient or is_run_name(name):
                 raise
-            continue  # a folder of others, such as lost+found
+            continue  # a folder that is no run, such as `lost+found`
         if reach is not None:
             found[name] = reach
     return Borrowed(found)

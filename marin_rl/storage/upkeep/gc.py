@@ -48,7 +48,7 @@ Found = TypeVar("Found")
 
 CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
 
-_known: dict[str, Mapping[str, Reach]] = {}  # by run: what its neighbours were found to read of it
+_known: dict[str, Mapping[str, Reach]] = {}  # by run: objects that other runs read
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def fork_faults(
                 "missing",
                 store.url_of(slot.slot),
                 f"run {parent.run_id!r} gave up its arrays before it could see the fork, which "
-                f"cannot be played and keeps other checkpoints from being given up: delete "
+                f"cannot be played and keeps other checkpoints from being pruned: delete "
                 f"{store.url}, and fork from a checkpoint that has arrays",
             )
 
