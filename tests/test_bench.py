@@ -25,7 +25,7 @@ OURS = ("marin_rl", "flows", "tasks", "schemas")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_from_the_library_is_there(script):
+def test_imports_of_benchmarks_exist_in_the_library(script):
     """Imports within functions too, which no start of the program would miss."""
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:

@@ -106,6 +106,17 @@ def test_docstrings_begin_with_an_act_or_a_noun_and_avoid_the_listed_words() -> 
     assert not wrong, "\n".join(wrong)
 
 
+def test_names_of_tests_follow_the_same_rules() -> None:
+    wrong = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                words = node.name.removeprefix("test_").replace("_", " ")
+                if FIRST_WORDS.match(words.capitalize()) or riddles(words):
+                    wrong.append(f"{path.relative_to(TOP)}: {node.name}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("texts", [comments, messages, prose])
 def test_other_texts_avoid_the_listed_words(texts) -> None:
     wrong = [f"{place}: {', '.join(words)}" for place, text in texts() if (words := riddles(text))]

@@ -174,7 +174,7 @@ def test_wrong_queries_get_duckdbs_own_words(run: Run) -> None:
         sql(root, run_id, "selct 1", options)
 
 
-def test_sql_sees_a_run_that_was_made_anew_under_the_same_name(tmp_path: Path) -> None:
+def test_sql_sees_a_run_made_again_under_the_same_name(tmp_path: Path) -> None:
     """DuckDB remembers footers, but not those of a run that is another one now."""
     for attempt in range(20):
         run = Run.create_or_open(configuration(str(tmp_path)))
@@ -186,7 +186,7 @@ def test_sql_sees_a_run_that_was_made_anew_under_the_same_name(tmp_path: Path) -
         shutil.rmtree(tmp_path / "run")
 
 
-def test_what_a_query_creates_is_gone_when_it_has_answered(tmp_path: Path) -> None:
+def test_tables_that_a_query_creates_are_dropped_at_its_end(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     commit_round(run, 0, [[group("a", [0.0, 1.0])]])
     made = "create table kept as from rollouts; select count(*) from kept"

@@ -233,7 +233,7 @@ def test_places_outside_of_a_run_are_named_before_they_are_read(tmp_path: Path) 
     check_named(forged, settings_of(forged, chosen), chosen)
 
 
-def test_what_comes_with_the_package_needs_no_trust(tmp_path: Path) -> None:
+def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
     for environment in (
         {"name": "echo"},
         {"name": "reasoning_gym", "options": {"dataset": "chain_sum"}},
@@ -278,7 +278,7 @@ def test_ones_own_run_has_its_settings_and_a_changed_one_has_not(tmp_path: Path)
         check_named(changed, changed.config, Consent())
 
 
-def test_a_fork_of_somebody_elses_run_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
     whole_run(str(tmp_path), 1)
     forge(
         tmp_path / "run",

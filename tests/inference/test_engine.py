@@ -219,7 +219,7 @@ def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
         engine.swap(model, 1, "one")
 
 
-def test_a_swap_in_the_middle_is_told_per_token_and_takes_no_copy(model):
+def test_a_swap_in_the_middle_has_versions_per_token_and_takes_no_copy(model):
     engine, other = engine_of(model), tiny_model(seed=9)
     try:
         with amid(engine, request_of(max_tokens=80), delta=3) as (future, _):
@@ -264,7 +264,7 @@ def test_a_cancelled_request_frees_its_slots(model):
         ),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(engine, request_, message):
+def test_requests_that_can_never_be_served_are_refused_at_once(engine, request_, message):
     with pytest.raises(InputError, match=message):
         engine.submit(request_)
 

@@ -159,7 +159,7 @@ def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model)
         engine.close()
 
 
-def test_a_chunk_ends_when_nobody_is_left(engine):
+def test_a_chunk_ends_when_every_sequence_has_ended(engine):
     before = engine.stats.snapshot()
     result_of(engine, request_of(n=8, max_tokens=1))
     after = engine.stats.snapshot()

@@ -145,7 +145,7 @@ def test_top_logprobs_of_a_filtered_distribution_end_with_what_it_left_out(engin
         {"repetition_penalty": 2.0, "logit_bias": ((3, 5.0),)},
     ],
 )
-def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine, model, wishes):
+def test_raw_logprobs_are_the_models_own_under_any_sampling(engine, model, wishes):
     request = request_of(raw_logprobs=True, max_tokens=30, **wishes)
     (sample,) = result_of(engine, request).samples
     truth = log_softmax(logits_before(model, request, sample))[np.arange(30), sample.token_ids]
@@ -376,7 +376,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
 
 
 @pytest.mark.bits
-def test_bitwise_the_same_alone_and_beside_any_wishes(engine):
+def test_bitwise_the_same_alone_and_next_to_any_sampling_options(engine):
     rng = random.Random(printed_seed())
     requests = random_requests(rng, 24)
     alone = [bits(result_of(engine, request)) for request in requests]

@@ -236,7 +236,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         assert len(answer["choices"]) == 64
 
 
-def test_what_outlives_the_drain_ends_properly() -> None:
+def test_streams_that_outlive_the_drain_end_properly() -> None:
     """A plain request gets an error, a stream an error event; neither is cut off."""
     with serving(ServerConfig(drain_timeout_s=0.2)) as server:
         assert asks_well(server)

@@ -82,7 +82,7 @@ def test_the_pieces_put_together_are_the_whole(
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-def test_what_precedes_a_stop_string_is_what_the_tokenizer_says(name: str) -> None:
+def test_text_before_a_stop_string_is_the_tokenizers(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     reading = TextDecoding(
         texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]), stop=("文",)
@@ -102,7 +102,7 @@ def test_a_character_comes_when_its_last_byte_is_there() -> None:
     assert shown == ["a", "", "", "", "😀", "b"]
 
 
-def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_delayed() -> None:
     tokenizer = TOKENIZERS["characters"]
     texts = Detokenizer(tokenizer)
     reading = TextDecoding(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))

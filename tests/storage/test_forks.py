@@ -63,7 +63,7 @@ def test_a_fork_has_its_parents_rounds_and_copies_nothing(parent: Run) -> None:
     assert runs_under(parent.config.root) == ["fork", "run"]
 
 
-def test_what_it_plays_is_its_own(parent: Run) -> None:
+def test_a_forks_later_rounds_are_its_own(parent: Run) -> None:
     fork, before = fork_run(parent, 2, "fork"), parent.folder.list()
     trained = play(fork, 2, latest(fork))
     assert parent.folder.list() == before
@@ -150,7 +150,9 @@ def test_the_same_command_again_finds_the_fork(parent: Run) -> None:
         ),
     ],
 )
-def test_what_decided_the_prefix_cannot_change(parent: Run, setting: str, key: str) -> None:
+def test_settings_that_decided_the_shared_rounds_cannot_change(
+    parent: Run, setting: str, key: str
+) -> None:
     with pytest.raises(ConfigError, match="a fork shares what its parent did") as refused:
         fork_run(parent, 2, "fork", setting.split())
     assert key in str(refused.value)
@@ -169,7 +171,7 @@ def test_only_closed_rounds_with_arrays_are_forked_from(parent: Run) -> None:
     assert runs_under(parent.config.root) == ["run"]
 
 
-def test_a_fork_is_refused_where_the_policy_it_is_held_to_was_given_up(parent: Run) -> None:
+def test_a_fork_whose_reference_policy_was_pruned_is_refused(parent: Run) -> None:
     kl = ["objective.kl_coefficient=0.1"]
     refreshed = [*kl, "objective.reference=refreshed", "objective.reference_every_rounds=2"]
     collect(parent, rule_of(parent, 2, None))

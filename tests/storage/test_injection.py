@@ -105,7 +105,7 @@ def test_a_create_suffers(
     assert store.read("slot") == b"mine"
 
 
-def test_a_late_create_arrives_when_nobody_waits(faulty: Opened) -> None:
+def test_a_late_create_arrives_after_its_caller_stopped_waiting(faulty: Opened) -> None:
     store = faulty("late")
     store.put_part("a", b"a")
     assert store.put_if_absent("slot", b"first") is UNKNOWN
@@ -148,7 +148,7 @@ def test_a_probe_without_an_answer_says_that_it_may_pass(faulty: Opened, kind: s
     assert caught.value.transient
 
 
-def test_operations_of_all_stores_are_counted_and_told(faulty: Opened, tmp_path: Path) -> None:
+def test_operations_of_all_stores_are_counted_and_logged(faulty: Opened, tmp_path: Path) -> None:
     store = faulty("delay")
     inside = store.at("run")
     inside.put_part("x/a", b"a")

@@ -79,7 +79,7 @@ def test_gae_of_rows_is_that_of_rlax(case: dict) -> None:
     assert_allclose(found[0], case["outputs"]["advantages"], rtol=5e-5, atol=5e-5)
 
 
-def test_gae_of_rows_is_that_of_each_trajectory_whatever_lies_between() -> None:
+def test_gae_of_rows_equals_that_of_each_trajectory() -> None:
     rng = np.random.default_rng(0)
     segments = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12], np.int32)
     mask = (rng.random((2, 12)) < 0.6) & (segments > 0)
