@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from marin_rl.serving.http.errors import (
 from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
 
+# The speed of the model does not matter here.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parents[1]
 MEGABYTE = 2**20
@@ -43,17 +46,6 @@ MEGABYTE = 2**20
 # bodies that this is about took 9 to 60 s.
 CPU_S_MAX = 1.2
 MB_MAX = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly(compiled_quickly: None) -> None:
-    """Speed of the model does not matter here."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 def costs(seed: int, count: int) -> list[dict[str, Any]]:
