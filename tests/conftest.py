@@ -70,3 +70,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _quick_programs_left and "compiled_quickly" not in getattr(item, "fixturenames", ()):
         jax.clear_caches()
         _quick_programs_left = False
+
+
+# The files that take longest, from the longest on: they begin first, so that `make test` does not
+# end with one process at work on one of them.
+LONGEST = (
+    "training/test_step.py",
+    "flows/test_every_operation.py",
+    "inference/test_engine.py",
+    "inference/test_engine_load.py",
+    "inference/test_batch_invariance.py",
+    "inference/test_lanes.py",
+    "training/test_loop.py",
+    "training/test_scoring.py",
+    "test_rounds.py",
+    "analysis/test_verify.py",
+    "serving/test_admin.py",
+    "serving/test_watcher.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file stays."""
+    top = Path(__file__).parent
+    rank = {top / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
