@@ -21,6 +21,9 @@ from marin_rl.training.model import build_model, save_hf
 from marin_rl.training.sft import WarmStart
 from marin_rl.types import Example, Message
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parents[1] / "configs/debug.yaml"
 
 

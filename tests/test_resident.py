@@ -24,6 +24,9 @@ from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, parameters_digest
 from marin_rl.types import SlotRef
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
 

@@ -18,6 +18,9 @@ from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards, seal_round
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
