@@ -244,9 +244,4 @@ class PlainStream:
 
 
 def _choice(index: int, text: str, finish_reason: str) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": finish_reason or None,
-    }
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason or None}

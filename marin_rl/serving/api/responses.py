@@ -196,10 +196,7 @@ def tokens_of(results: Sequence[GenerationResult]) -> int:
 
 def identity(result: GenerationResult | Delta) -> dict[str, Any]:
     """Our own addition: which weights answered."""
-    return {
-        "weight_version": result.weight_version,
-        "parameters_digest": result.parameters_digest,
-    }
+    return {"weight_version": result.weight_version, "parameters_digest": result.parameters_digest}
 
 
 def timings(result: GenerationResult) -> ServerTimings:

@@ -104,9 +104,7 @@ class Service:
     def constraints(self) -> Constraints:
         """Compiler of constraints on the form of answers."""
         return Constraints(
-            self.tokenizer,
-            vocabulary=self.engine.spec.vocabulary,
-            stop_tokens=self.stop_token_ids,
+            self.tokenizer, vocabulary=self.engine.spec.vocabulary, stop_tokens=self.stop_token_ids
         )
 
     @property

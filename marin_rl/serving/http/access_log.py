@@ -130,7 +130,7 @@ class RequestLog:
 def internal_error(request_id: str) -> ApiError:
     """A fault of ours; what it was stands in the log alone."""
     message = f"internal error; the server's log has it as {request_id}"
-    return ApiError(500, message, type="server_error", code="internal_error")
+    return ApiError(500, message, code="internal_error")
 
 
 class CutShort(Exception):

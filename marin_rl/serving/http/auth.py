@@ -22,13 +22,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.serving.http.addresses import Cors, Origins, is_loopback, listen
 from marin_rl.serving.http.connections import Client, client_of
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import (
-    BodyBudget,
-    BodyShare,
-    Deadline,
-    Rates,
-    request_timeout,
-)
+from marin_rl.serving.http.limits import BodyBudget, BodyShare, Deadline, Rates, request_timeout
 
 # Compared with where no token is set, so that every comparison takes the same time.
 _NO_TOKEN = bytes(32)
@@ -279,7 +273,7 @@ def require_admin(request: Request) -> None:
         if variable is None
         else f"no admin token is set: start the server with one in the variable {variable}"
     )
-    raise ApiError(403, message, type="permission_error", code="admin_only")
+    raise ApiError(403, message, code="admin_only")
 
 
 class Refusal(JSONResponse):
@@ -330,7 +324,6 @@ def unauthenticated() -> ApiError:
     return ApiError(
         401,
         "expected the header 'Authorization: Bearer <token>' with the server's token",
-        type="authentication_error",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

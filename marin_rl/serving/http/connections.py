@@ -26,8 +26,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.client.protocol import error_body
-from marin_rl.serving.http.errors import new_id
+from marin_rl.serving.http.errors import ApiError, new_id
 
 # After a refusal the rest of a body is thrown away for so long, or the client may never see why.
 LINGER_S = 2.0
@@ -370,8 +369,7 @@ def raise_files_limit() -> None:
 
 
 def _answer(status: int, message: str, code: str) -> bytes:
-    type = "server_error" if status >= 500 else "invalid_request_error"
-    body = orjson.dumps(error_body(message, type=type, code=code))
+    body = orjson.dumps(ApiError(status, message, code=code).body)
     retry = "Retry-After: 1\r\n" if status == 503 else ""
     head = (
         f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n"
