@@ -71,7 +71,7 @@ class PolicyServer:
         self._config = config.server
         self._keys = Keys.from_environment(config)
         self._tokenizer = tokenizer
-        texts = Detokenizer(tokenizer)
+        detokenizer = Detokenizer(tokenizer)
         self.engine = Engine(
             model,
             config.engine,
@@ -79,12 +79,12 @@ class PolicyServer:
             weight_version=weight_version,
             parameters_digest=parameters_digest,
             stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
-            decode=texts.of,
+            decode=detokenizer.of,
             dtype=dtype,
         )
         self.telemetry = Telemetry(self._snapshot)
         self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, self.telemetry)
-        self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
+        self._service = Service(self.engine, tokenizer, detokenizer, config.model, self.updater)
         origins = self._origins("127.0.0.1")
         self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
         self._uvicorn: uvicorn.Server | None = None

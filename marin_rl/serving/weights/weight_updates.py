@@ -133,8 +133,8 @@ class WeightUpdater:
         self._tokenizer = TokenizerIdentity.of(tokenizer)
         self._template: LmHeadModel = eqx.filter_eval_shape(lambda model: model, model)
         self._canary_ids = canary_ids(tokenizer)
-        self._one = threading.Lock()
-        self._recording = threading.Lock()
+        self._update_lock = threading.Lock()
+        self._stats_lock = threading.Lock()
         self._stats = UpdateStats()
 
     @property
@@ -145,7 +145,7 @@ class WeightUpdater:
     @property
     def busy(self) -> bool:
         """True while an update from disk is in progress."""
-        return self._one.locked()
+        return self._update_lock.locked()
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Update:
         """Switch to arrays that this process has already: no copy, and no wait for an update.
@@ -163,7 +163,7 @@ class WeightUpdater:
         UpdateRunning during another update, InferenceError where the engine does not compute what
         the trainer does with them, and what `Engine.swap` and reading them raise.
         """
-        if not self._one.acquire(blocking=False):
+        if not self._update_lock.acquire(blocking=False):
             raise UpdateRunning("another update of the weights is under way")
         try:
             with self._recorded(source.kind, source.error_text) as record:
@@ -174,7 +174,7 @@ class WeightUpdater:
                 self._engine.swap(loaded.model, version, loaded.parameters_digest)
                 return record(version, loaded.parameters_digest, loaded.bytes)
         finally:
-            self._one.release()
+            self._update_lock.release()
 
     @cached_property
     def _served(self) -> Served:
@@ -206,7 +206,7 @@ class WeightUpdater:
                 seconds=time.monotonic() - started,
                 ended_at=time.time(),
             )
-            with self._recording:
+            with self._stats_lock:
                 self._stats = self._stats.after(update)
             if refused:
                 self._recorder.weights_failed(source=source)
@@ -309,14 +309,14 @@ class CheckpointWatcher:
 
         Raises what the store raises where that may pass; nothing is refused for it.
         """
-        for round in self._newer():
+        for round in self._newer_rounds():
             refusal = self._refused.get(round)
             if refusal is not None and time.monotonic() < refusal.again_at:
                 continue
-            if self._is_committed(round) and self._taken(round):
+            if self._is_committed(round) and self._load(round):
                 return
 
-    def _newer(self) -> list[int]:
+    def _newer_rounds(self) -> list[int]:
         """Rounds after the last one that have a folder, falling."""
         rounds = map(round_of, self._run.store.children("checkpoints"))
         return sorted((r for r in rounds if r is not None and r > self._round), reverse=True)
@@ -327,7 +327,7 @@ class CheckpointWatcher:
         except CorruptObject:
             return True  # and refused, with a word on why, by those who load it
 
-    def _taken(self, round: int) -> bool:
+    def _load(self, round: int) -> bool:
         run = self._run
         source = Source(
             kind="watcher",
