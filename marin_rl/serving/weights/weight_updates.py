@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -48,19 +47,6 @@ from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.model import LmHeadModel
 
 ErrorText = Callable[[Exception], str]
-
-
-@runtime_checkable
-class Recorder(Protocol):
-    """Consumer of update records, for the metrics."""
-
-    def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
-        """New weights are served."""
-        ...
-
-    def weights_failed(self, *, source: str) -> None:
-        """The old weights go on."""
-        ...
 
 
 class UpdateRunning(InferenceError):
@@ -114,7 +100,8 @@ class UpdateStats:
 class WeightUpdater:
     """Changes the weights of one engine. Safe from any thread.
 
-    Raises InputError where the model that is served first is none that could be updated.
+    `on_update` gets the record of each update, also of a refused one. Raises InputError
+    where the model that is served first is none that could be updated.
     """
 
     def __init__(
@@ -124,10 +111,10 @@ class WeightUpdater:
         tokenizer: PreTrainedTokenizerBase,
         config: InferenceConfig,
         dtype: jnp.dtype | type,
-        recorder: Recorder,
+        on_update: Callable[[Update], None],
     ) -> None:
         self._engine, self._config, self._dtype = engine, config, dtype
-        self._recorder = recorder
+        self._on_update = on_update
         check_positions(model, engine.context_length)
         # all that is asked of the tokenizer is asked now: two threads must not use one
         self._tokenizer = TokenizerIdentity.of(tokenizer)
@@ -208,11 +195,7 @@ class WeightUpdater:
             )
             with self._stats_lock:
                 self._stats = self._stats.after(update)
-            if refused:
-                self._recorder.weights_failed(source=source)
-            else:
-                seconds = update.seconds
-                self._recorder.weights_updated(source=source, bytes=size, seconds=seconds)
+            self._on_update(update)
             return update
 
         try:
