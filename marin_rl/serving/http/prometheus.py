@@ -143,7 +143,7 @@ class Telemetry:
         self._failures = self._counter("weight_update_failures_total")
         self._bytes = self._counter("weight_update_bytes_total")
         self._update_seconds = self._counter("weight_update_seconds_total")
-        # children by (route, status): `labels` takes a lock and formats, for every request anew
+        # children by (route, status): `labels` takes a lock and builds a key for each call
         self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(_AtScrape(self._at_scrape))
         self.lines_dropped: Callable[[], int] = lambda: 0
