@@ -195,6 +195,7 @@ def schedule(
     """
     plan = Schedule()
     free = _by_lane(lanes, batch.free())
+    # a prompt may exceed what is left of `tokens`, so that the longest is let in too
     while queue and tokens > 0:
         job = queue.head
         scores_only = job.request.sampling.max_tokens == 0
