@@ -192,7 +192,7 @@ class RunningBatch:
 
     def jobs(self) -> list[Job]:
         """Every request that has a running sequence, once."""
-        return list({id(r.job): r.job for r in self._running if r is not None}.values())
+        return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
     def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:
         """Put the job's sample `index` into the slot whose cache will begin with `prefix`.

@@ -100,7 +100,7 @@ def decode_step(
         written.append(blocks)
         attended = attend(query, blocks, positions_S, longest, shared)
         x_SD = constrain(_after_attention(spec, layer, x_SD, attended), SLOTS)
-    return constrain(_logits(spec, decoder, x_SD), SLOTS), tuple(written)
+    return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
 
 
 def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> Array:
@@ -111,7 +111,8 @@ def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> 
     return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
 
 
-def _logits(spec: DecoderSpec, decoder: Decoder, x_SD: Array) -> Float32[Array, "S V"]:
+def logits(spec: DecoderSpec, decoder: Decoder, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+    """Logits of the token after each position, of whose last layer the hidden state is given."""
     x_SD = _rms_norm(spec, decoder.final_norm, x_SD)
     # float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary
     return jnp.einsum("...d,vd->...v", x_SD, decoder.head, preferred_element_type=jnp.float32)
@@ -291,13 +292,6 @@ def hidden_states(
 ) -> Float[Array, "R P D"]:
     """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
     return _prefill_tile(spec, decoder, rotary, tokens_RP, whole=True)[0]
-
-
-def logits(
-    spec: DecoderSpec, decoder: Decoder, hidden_ND: Float[Array, "N D"]
-) -> Float32[Array, "N V"]:
-    """Logits of the token after each of the positions whose hidden states are given."""
-    return _logits(spec, decoder, hidden_ND)
 
 
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
