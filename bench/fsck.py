@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from machine import print_head
-from support.builders import configuration
-from support.whole_runs import play
+from support.run_factories import configuration, play
 
 from marin_rl.storage.commits import (
     commit_manifest,

@@ -112,7 +112,7 @@ def make_run(folder: Path, run_id: str, rollouts: int) -> float | None:
 def shard_template(run_id: str) -> pa.Table:
     """A shard's rows, of which `commit` replaces what differs from shard to shard."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from support.builders import group
+    from support.run_factories import group
 
     from marin_rl.storage.tables.records import rollout_table
 

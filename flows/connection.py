@@ -12,7 +12,7 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -57,11 +57,22 @@ def _drop_lost_reports(record: logging.LogRecord) -> bool:
     return record.name in RUNS and not isinstance(error, httpx.TransportError)
 
 
-class ApiConnection:
-    """A connection that is open until it is lost, which it stays. Thread safe."""
+def _filter_reports(loggers: Sequence[str]) -> None:
+    for name in loggers:
+        logging.getLogger(name).addFilter(_drop_lost_reports)
 
-    def __init__(self, url: str) -> None:
+
+class ApiConnection:
+    """A connection that is open until it is lost, which it stays. Thread safe.
+
+    `temporary`: the server ends with this process and is lost only when it is killed. Prefect's
+    background senders may see that first, so their reports of it are dropped from the start.
+    """
+
+    def __init__(self, url: str, *, temporary: bool = False) -> None:
         self.url = url
+        if temporary:
+            _filter_reports(NOISY)
         self._lost = threading.Event()
         self._lock = threading.Lock()
 
@@ -77,21 +88,20 @@ class ApiConnection:
                 return
             self._lost.set()
         _log.warning("%s: going on without reports to Prefect; files are not affected", reason)
-        for name in NOISY + RUNS:
-            logging.getLogger(name).addFilter(_drop_lost_reports)
+        _filter_reports(NOISY + RUNS)
         set_api_log_sink(lambda _: None)
         EventsWorker.set_client_override(NullEventsClient)
         discard(services())
 
     def close(self) -> None:
         """Leave the process as it was before the API was lost."""
+        for name in NOISY + RUNS:
+            logging.getLogger(name).removeFilter(_drop_lost_reports)
         if not self.lost:
             return
         discard(services())
         set_api_log_sink(None)
         EventsWorker.set_client_override(None)
-        for name in NOISY + RUNS:
-            logging.getLogger(name).removeFilter(_drop_lost_reports)
 
     def confirm(self) -> None:
         """Find out whether the API is still there, before the last reports are sent."""

@@ -132,7 +132,7 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
         database, template = Path(home) / DATABASE, _template()
         if template.exists():
             shutil.copyfile(template, database)
-        connection = ApiConnection(url)
+        connection = ApiConnection(url, temporary=True)
         with using(connection), _spawned(port, Path(home), connection) as (process, answered):
             _import(warm)
             _wait_until_healthy(process, connection, Path(home) / LOG)

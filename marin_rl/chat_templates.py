@@ -103,10 +103,12 @@ class ChatTemplate:
         `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
         conversation, TemplateFault where it exceeds a limit or does what it must not.
         """
-        given = [self._variables(conversation) for conversation in conversations]
+        all_variables = [self._variables(conversation) for conversation in conversations]
         if self.is_built_in:
-            return [_rendered_here(self._source, variables, spans=spans) for variables in given]
-        items = [_as_json({"variables": variables, "spans": spans}) for variables in given]
+            return [
+                _rendered_here(self._source, variables, spans=spans) for variables in all_variables
+            ]
+        items = [_as_json({"variables": variables, "spans": spans}) for variables in all_variables]
         return [_rendering(answer) for answer in self._pool.ask(self._encoded, items)]
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:

@@ -231,7 +231,7 @@ class RunRuntime:
 
         from marin_rl.compilation import spare_long_lived_objects
         from marin_rl.serving.server import PolicyServer
-        from marin_rl.serving.weights.update_roots import with_update_root
+        from marin_rl.serving.weights.checkpoint_loader import with_update_root
 
         model = self.trainer.model
         if self._server is not None and not self._server.engine.alive:

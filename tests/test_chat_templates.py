@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chat_templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, byte_level_tokenizer
+from support.templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, trained_byte_tokenizer
 
 from marin_rl.batching.sequences import chat_tokens, chats_tokens, prompt_tokens, prompts_tokens
 from marin_rl.chat_templates import ChatTemplate, Conversation
@@ -59,7 +59,7 @@ tools_of = st.none() | st.lists(
 
 
 def tokenizer_with(template: str) -> Any:
-    tokenizer = byte_level_tokenizer()
+    tokenizer = trained_byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.bos_token = "<|user|>"
     return tokenizer
@@ -129,7 +129,7 @@ def test_a_batch_equals_single_conversations():
 
 
 def test_the_tools_template_of_a_tokenizer_with_several_is_used():
-    tokenizer = byte_level_tokenizer()
+    tokenizer = trained_byte_tokenizer()
     tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
     for tools, expected in ((None, "plain"), (TOOLS, "with tools")):
         conversation = Conversation(messages=TALK, tools=tools)

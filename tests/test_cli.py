@@ -7,8 +7,7 @@ from pathlib import Path
 
 import prefect.main  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
 import pytest
-from support.builders import commit_round, configuration, group, group_of, rollout
-from support.whole_runs import whole_run
+from support.run_factories import commit_round, configuration, group, group_of, rollout, whole_run
 from typer.testing import CliRunner, Result
 
 from marin_rl.cli import app

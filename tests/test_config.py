@@ -190,8 +190,8 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
         ({"objective": {"advantage": "gae"}}, "needs ratio_level token, found sequence"),
         (
             {"objective": {"advantage": "gae", "advantage_scale": "group_std"}},
-            "advantage gae has a scale of default, none, batch_whitening, token_whitening: found "
-            "group_std",
+            "advantage_scale group_std divides by the spread of rewards, and advantage gae is a "
+            "critic's: expected none, batch_whitening, token_whitening",
         ),
         (
             {"objective": {"advantage": "optimal_token_baseline"}},

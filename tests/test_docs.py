@@ -1,6 +1,8 @@
 """Documentation that is generated, or that lists files, matches the code."""
 
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from marin_rl.serving.http.prometheus import telemetry_markdown
 
 TOP = Path(__file__).parent.parent
 ROOMS = ("marin_rl", "flows", "tasks", "schemas")
+ARCHITECTURE = (TOP / "docs/architecture.md").read_text(encoding="utf-8")
 README = (TOP / "README.md").read_text(encoding="utf-8")
 
 
@@ -62,3 +65,70 @@ def test_every_command_in_the_readme_exists():
     known = set(get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
     for command in re.findall(r"marin-rl ([a-z]+(?:-[a-z]+)*)", README):
         assert command in known, command
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def definitions(path: Path) -> set[str]:
+    """Names of the classes, functions and methods (`Class.method`) that a file defines."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.ClassDef, *functions)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{f.name}" for f in node.body if isinstance(f, functions)}
+    return names
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, at its head or inside a function, with the packages above."""
+    modules = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    parts = [module.split(".") for module in modules]
+    return {".".join(each[: n + 1]) for each in parts for n in range(len(each))}
+
+
+def test_architecture_names_functions_that_exist():
+    pairs = re.findall(r"`([\w.]+)`(?:,\s+|\s+\()`([\w/]+\.py)`", ARCHITECTURE)
+    assert len(pairs) > 40
+    assert not [f"{name}: {path}" for name, path in pairs if name not in definitions(TOP / path)]
+
+
+def test_architecture_names_files_and_folders_that_exist():
+    paths = re.findall(r"`((?:marin_rl|flows|tasks|schemas)/[\w/.]*)`", ARCHITECTURE)
+    assert not [path for path in paths if not (TOP / path).exists()]
+
+
+def test_architecture_lists_the_layers_of_the_contract():
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    layers = next(each["layers"] for each in contracts if each.get("containers") == ["marin_rl"])
+    rows = [" · ".join(f"`{name.strip()}`" for name in layer.split("|")) for layer in layers]
+    expected = "\n".join(f"{number}. {row}" for number, row in enumerate(rows, 1))
+    assert expected in ARCHITECTURE, f"docs/architecture.md lists other layers than\n{expected}"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_libraries_are_imported_behind_their_doors_alone(page):
+    text = (TOP / page).read_text(encoding="utf-8")
+    table = text[text.index("| its only door |") :].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \| (`[^|]+`) \|$", table, re.MULTILINE)
+    assert len(rows) >= 8
+    modules = {
+        path.relative_to(TOP).as_posix(): imported(path)
+        for room in ROOMS
+        for path in (TOP / room).rglob("*.py")
+    }
+    for libraries, doors in rows:
+        names = {name.lower() for name in re.findall(r"[\w.]+", libraries)} - {"s", "client"}
+        allowed = tuple(re.findall(r"`([^`]+)`", doors))
+        users = {path for path, used in modules.items() if names & {u.lower() for u in used}}
+        assert users, f"nothing imports {libraries}"
+        assert not {path for path in users if not path.startswith(allowed)}, libraries

@@ -1,7 +1,7 @@
 """`export --hf`: others read from the folder what we computed.
 
 transformers needs PyTorch to compute, which is no dependency. So its own numbers, recorded in
-tests/golden/hf-greedy.json, are compared with plain_llama.py, and plain_llama.py with what our
+tests/golden/hf-greedy.json, are compared with hf_models.py, and hf_models.py with what our
 folders are: a forward pass in NumPy and float64 that shares no code with us.
 """
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.hf_checkpoints import write_checkpoint
-from support.plain_llama import logits_TV
-from support.small_runs import commit, small_run, weights
-from support.tiny_models import full_logits
+from support.hf_models import logits_TV, write_checkpoint
+from support.models import full_logits
+from support.policy_runs import commit, small_run, weights
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 

@@ -7,9 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.builders import commit_round, configuration, group_of, rollout
-from support.byte_tokenizers import byte_level_tokenizer
-from support.shown_runs import HOSTILE, add_checkpoint
+from support.run_factories import (
+    HOSTILE,
+    add_checkpoint,
+    commit_round,
+    configuration,
+    group_of,
+    rollout,
+)
+from support.templates import byte_level_tokenizer
 from typer.testing import CliRunner
 
 from marin_rl.analysis import scan_rollouts, sql

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.shown_runs import HOSTILE, ROUNDS, shown_run
-from support.whole_runs import whole_run
+from support.run_factories import HOSTILE, ROUNDS, shown_run, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
@@ -134,8 +133,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 
 def test_a_run_that_was_given_more_rounds_is_not_complete(tmp_path: Path) -> None:
     """run.json has what was planned at first; later checkpoints know better."""
-    from support.builders import FINGERPRINT
-    from support.shown_runs import add_round
+    from support.run_factories import FINGERPRINT, add_round
 
     from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
     from marin_rl.storage.runs import checkpoint_slot

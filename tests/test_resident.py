@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from support.small_runs import commit, small_run
-from support.stale_servers import RawLogprobs, check_told, deaf_server
+from support.policy_runs import commit, small_run
+from support.servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ObjectMissing, StalePolicy
@@ -17,8 +17,7 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import prove
-from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint
-from marin_rl.serving.weights.update_roots import with_update_root
+from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint, with_update_root
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.played_runs import play_round
+from support.policy_runs import play_round
 
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined

@@ -199,7 +199,7 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
     choice, consumed = advantage_choice(objective), place["disposition"] == "consumed"
     if consumed and objective.whitens_tokens:
         return True
-    if choice.estimator == "gae" or not (consumed or place["reason"] in COMPARED):
+    if choice.facts.needs_critic or not (consumed or place["reason"] in COMPARED):
         return False
     return choice.over_round or (choice.within_groups and row["group_id"] == place["group_id"])
 

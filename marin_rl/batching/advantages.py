@@ -1,28 +1,26 @@
 """Advantages: what each rollout's reward is worth against a baseline.
 
 An estimator names the baseline, a scale what the difference is divided by; the methods of the field
-are pairs of the two (docs/objectives.md). One function per estimator, over all groups of a round:
-that of a single group is the round of this one. Facts of estimators are in config/objective.py.
-Rewards are numbers of any type, in arrays or lists; NaN or None marks a rollout that has none or is
-masked out: it is left out of every mean and gets 0. What is computed is float64. A group with fewer
-than two valid rewards carries no signal against its own mean: all 0, and the caller filters it.
+are pairs of the two (docs/objectives.md). Each estimator is one function over one group, written
+for the last axis, so that a round applies it to all groups of one size at once. Facts of estimators
+are in config/objective.py. Rewards are numbers of any type, in arrays or lists; NaN or None marks a
+rollout that has none or is masked out: it is left out of every mean and gets 0. What is computed is
+float64. A group with fewer than two valid rewards carries no signal against its own mean: all 0.
 
 Returns over time (discounted sums, generalised advantage estimation) are of one trajectory of T
 steps, in float64; training has the same estimation over padded rows on the device
 (training/critic.py), and a test compares them.
 
-Axes: G members of a group, N rollouts of a round, P groups.
+Axes: G members of a group, N rollouts of a round, P groups; `*P G` is one group or a stack of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64, Real
 
-from marin_rl.config.objective import ESTIMATORS as FACTS
-from marin_rl.config.objective import Estimator
+from marin_rl.config.objective import ESTIMATORS, SCALES, Estimator
 
 
 def discounted_returns(
@@ -82,10 +80,9 @@ EPSILON = 1e-4
 # Whitening over tokens has this under the root instead, as TRL, verl and others have it.
 WHITENING_VARIANCE_MIN = 1e-8
 
-SCALES = ("default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening")
-
-Rewards = Real[np.ndarray, " G"] | Sequence[float | int | None]
-Advantages = Float64[np.ndarray, " G"]
+Rewards = Real[np.ndarray, "*P G"] | Sequence[float | int | None]
+Advantages = Float64[np.ndarray, "*P G"]
+PerGroup = Float64[np.ndarray, "*P 1"]
 RoundRewards = Real[np.ndarray, " N"] | Sequence[float | int | None]
 
 
@@ -95,29 +92,88 @@ def rewards_array(rewards: Rewards) -> Advantages:
     return np.where(np.isfinite(values), values, np.nan)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """Number of valid rewards of a group, their mean, spread (max - min) and std with ddof 1.
+
+    All are 0 for a group without valid rewards.
+    """
+
+    count: Int64[np.ndarray, "*P"]
+    mean: Float64[np.ndarray, "*P"]
+    spread: Float64[np.ndarray, "*P"]
+    std: Float64[np.ndarray, "*P"]
+
+
+def statistics(reward_G: Advantages) -> GroupStatistics:
+    """Statistics over the last axis, which is kept with a length of 1."""
+    valid_G = np.isfinite(reward_G)
+    count = valid_G.sum(axis=-1, keepdims=True)
+    mean = _total(np.where(valid_G, reward_G, 0.0)) / np.maximum(count, 1)
+    squares = _total(np.where(valid_G, (reward_G - mean) ** 2, 0.0))
+    low = np.min(reward_G, axis=-1, keepdims=True, where=valid_G, initial=np.inf)
+    high = np.max(reward_G, axis=-1, keepdims=True, where=valid_G, initial=-np.inf)
+    spread = np.subtract(high, low, out=np.zeros_like(low), where=count > 0)
+    return GroupStatistics(count, mean, spread, np.sqrt(squares / np.maximum(count - 1, 1)))
+
+
+def _total(value_G: Advantages) -> PerGroup:
+    # Member by member: np.sum adds in pairs, by the shape of the stack, and a group would not have
+    # the same bits alone and among others.
+    before_G = np.zeros((*value_G.shape[:-1], 1))
+    return np.cumsum(np.concatenate([before_G, value_G], axis=-1), axis=-1)[..., -1:]
+
+
+def _less_baseline(
+    reward_G: Advantages, of: GroupStatistics, baseline: PerGroup | float
+) -> Advantages:
+    """r - baseline; exactly 0 where a reward is missing, in groups of one or of equal rewards.
+
+    Equal rewards need the check: the rounding of their mean would leave a difference.
+    """
+    signal_G = np.isfinite(reward_G) & (of.count >= 2) & (of.spread > 0)
+    return np.where(signal_G, reward_G - baseline, 0.0)
+
+
 def rloo(reward_G: Rewards) -> Advantages:
     """`A_i = r_i - mean_{j != i} r_j`, the exact leave-one-out baseline.
 
     Ahmadian et al. 2024, "Back to Basics", equation 8 (REINFORCE leave-one-out).
     """
-    return _of_group(reward_G, AdvantageChoice(estimator="rloo"))
-
-
-def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
-    """`A_i = (r_i - mean r) / (std r + epsilon)`, std with ddof 1 as TRL and verl have it.
-
-    Shao et al. 2024, "DeepSeekMath", section 4.1.2.
-    """
-    return _of_group(reward_G, AdvantageChoice(estimator="grpo", epsilon=epsilon))
+    reward_G = rewards_array(reward_G)
+    of = statistics(reward_G)
+    return _less_baseline(reward_G, of, of.mean) * (of.count / np.maximum(of.count - 1, 1))
 
 
 def dr_grpo(reward_G: Rewards) -> Advantages:
     """`A_i = r_i - mean r`: GRPO without the division by the spread.
 
-    Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2. Rewards that are all equal
-    give exactly 0, for any rounding of their mean.
+    Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2.
     """
-    return _of_group(reward_G, AdvantageChoice(estimator="dr_grpo"))
+    reward_G = rewards_array(reward_G)
+    of = statistics(reward_G)
+    return _less_baseline(reward_G, of, of.mean)
+
+
+def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
+    """`A_i = (r_i - mean r) / (std r + epsilon)`, std with ddof 1 as TRL and verl have it.
+
+    Shao et al. 2024, "DeepSeekMath", section 4.1.2. The difference is that of `dr_grpo`, the
+    divisor the scale `group_std`.
+    """
+    return dr_grpo(reward_G) / (statistics(rewards_array(reward_G)).std + epsilon)
+
+
+def reinforce(reward_G: Rewards) -> Advantages:
+    """`A_i = r_i`: no baseline. Williams 1992, REINFORCE."""
+    return np.nan_to_num(rewards_array(reward_G))
+
+
+def reinforce_batch(reward_G: Rewards) -> Advantages:
+    """`A_i = r_i - mean r`, over the whole round (REINFORCE++, arXiv:2501.03262)."""
+    reward_G = rewards_array(reward_G)
+    valid = reward_G[np.isfinite(reward_G)]
+    return _less_baseline(reward_G, statistics(reward_G), valid.mean() if len(valid) else 0.0)
 
 
 def maxrl(reward_G: Rewards) -> Advantages:
@@ -127,7 +183,12 @@ def maxrl(reward_G: Rewards) -> Advantages:
     group whose mean is 0 has no success to learn from and gives 0. Raises ValueError for a negative
     reward.
     """
-    return _of_group(reward_G, AdvantageChoice(estimator="maxrl"))
+    reward_G = rewards_array(reward_G)
+    lowest = np.nanmin(reward_G, initial=0.0)
+    if lowest < 0:
+        raise ValueError(f"maxrl needs rewards of at least 0, found {lowest:g}")
+    of = statistics(reward_G)
+    return _less_baseline(reward_G, of, of.mean) / np.where(of.mean > 0, of.mean, np.inf)
 
 
 def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
@@ -138,96 +199,79 @@ def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
     `(1 - R) / s` and a failure `(1 - R - C(f - 1, k - 1) / C(n - 1, k - 1)) / s`. All 0 where every
     subset, or none, has a success. Raises ValueError unless 1 <= k <= n.
     """
-    choice = AdvantageChoice(estimator="pass_at_k", pass_k=k, success_threshold=threshold)
-    return _of_group(reward_G, choice)
+    reward_G = rewards_array(reward_G)
+    valid_G = np.isfinite(reward_G)
+    count = valid_G.sum(axis=-1, keepdims=True)
+    if k < 1 or (count[count >= 2] < k).any():
+        raise ValueError(
+            f"pass_at_k needs 1 <= k <= the group's valid rewards, found k = {k} and a group of "
+            f"{count[count >= 2].min(initial=k)}: lower objective.pass_k"
+        )
+    success_G = np.where(valid_G, reward_G, -np.inf) >= threshold
+    failed = (valid_G & ~success_G).sum(axis=-1, keepdims=True)
+    none = _subsets_ratio(failed, count, k)  # no success among k: 1 - R
+    others = _subsets_ratio(failed - 1, count - 1, k - 1)
+    spread = np.sqrt(none * (1 - none))
+    divisor = np.where(spread > 0, spread, np.inf)
+    values_G = np.where(success_G, none / divisor, (none - others) / divisor)
+    return np.where(valid_G & (count >= 2), values_G, 0.0)
 
 
-def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, " G"]) -> Advantages:
+def _subsets_ratio(part: np.ndarray, total: np.ndarray, k: int) -> np.ndarray:
+    """C(part, k) / C(total, k), as a product of k fractions; 0 where part < k."""
+    ratio = np.ones(part.shape)
+    for i in range(k):
+        ratio = ratio * (np.maximum(part - i, 0) / np.maximum(total - i, 1))
+    return ratio
+
+
+def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, "*P G"]) -> Advantages:
     """`A_i = r_i - sum_j l_j r_j / sum_j l_j`, l the trained tokens of a member.
 
     Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the
     baseline of least variance where the squared norm of a completion's gradient grows with its
-    length. Rewards that are all equal give exactly 0.
-    """
-    return _of_group(reward_G, AdvantageChoice(estimator="opo"), tokens_G)
-
-
-def remax(reward_G: Rewards, greedy: int) -> Advantages:
-    """`A_i = r_i - r_greedy`, with the member `greedy` as the baseline; its own is 0.
-
-    Li et al. 2024, "ReMax", arXiv:2310.10505.
+    length.
     """
     reward_G = rewards_array(reward_G)
-    greedy_G = np.arange(len(reward_G)) == greedy
-    groups = np.zeros(len(reward_G), np.int64)
-    choice = AdvantageChoice(estimator="remax")
-    return round_advantages(reward_G, groups, 1, choice, greedy_N=greedy_G)
+    of, valid_G = statistics(reward_G), np.isfinite(reward_G)
+    tokens = _total(np.where(valid_G, tokens_G, 0.0))
+    weighed = _total(np.where(valid_G, tokens_G * reward_G, 0.0))
+    baseline = np.where(tokens > 0, weighed / np.maximum(tokens, 1), of.mean)
+    return _less_baseline(reward_G, of, baseline)
 
 
-def _of_group(
-    reward_G: Rewards, choice: "AdvantageChoice", tokens_G: Int[np.ndarray, " G"] | None = None
-) -> Advantages:
-    """The round of this one group."""
-    reward_G = rewards_array(reward_G)
-    return round_advantages(reward_G, np.zeros(len(reward_G), np.int64), 1, choice, tokens_G)
+def remax(reward_G: Rewards, greedy_G: Bool[np.ndarray, "*P G"]) -> Advantages:
+    """`A_i = r_i - r_greedy`, with the greedy member as the baseline; its own is 0.
 
-
-def _pass_at_k_values(
-    count_P: Int64[np.ndarray, " P"], failed_P: Int64[np.ndarray, " P"], k: int
-) -> tuple[Float64[np.ndarray, " P"], Float64[np.ndarray, " P"]]:
-    """Advantages of a success and of a failure, by size and failures of the group."""
-    if k < 1 or (count_P[count_P >= 2] < k).any():
-        raise ValueError(
-            f"pass_at_k needs 1 <= k <= the group's valid rewards, found k = {k} and a group of "
-            f"{count_P[count_P >= 2].min(initial=k)}: lower objective.pass_k"
-        )
-    none_P = _subsets_ratio(failed_P, count_P, k)  # no success among k: 1 - R
-    others_P = _subsets_ratio(failed_P - 1, count_P - 1, k - 1)
-    spread_P = np.sqrt(none_P * (1 - none_P))
-    divisor_P = np.where(spread_P > 0, spread_P, np.inf)
-    return none_P / divisor_P, (none_P - others_P) / divisor_P
-
-
-def _subsets_ratio(
-    part_P: Int64[np.ndarray, " P"], whole_P: Int64[np.ndarray, " P"], k: int
-) -> Float64[np.ndarray, " P"]:
-    """C(part, k) / C(whole, k), as a product of k fractions; 0 where part < k."""
-    factors = [np.maximum(part_P - i, 0) / np.maximum(whole_P - i, 1) for i in range(k)]
-    return np.prod([np.ones(len(part_P)), *factors], axis=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStatistics:
-    """Per group g of a round: number of valid rewards, their mean, spread (max - min) and std."""
-
-    count: Int64[np.ndarray, " P"]
-    mean: Float64[np.ndarray, " P"]
-    spread: Float64[np.ndarray, " P"]
-    std: Float64[np.ndarray, " P"]
-
-
-def group_statistics(
-    reward_N: RoundRewards, group_N: Int[np.ndarray, " N"], groups: int
-) -> GroupStatistics:
-    """Statistics over the valid rewards of each of `groups` groups; `group_N` is in [0, groups).
-
-    Mean, spread and std are 0 for a group without valid rewards; std has ddof 1.
+    Li et al. 2024, "ReMax", arXiv:2310.10505. `greedy_G` marks at most one member; a group without
+    its reward is all 0.
     """
-    reward_N = rewards_array(reward_N)
-    valid = np.isfinite(reward_N)
-    reward, group = reward_N[valid], group_N[valid]
-    count = np.bincount(group, minlength=groups)
-    mean = np.bincount(group, weights=reward, minlength=groups) / np.maximum(count, 1)
-    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
-    np.minimum.at(low, group, reward)
-    np.maximum.at(high, group, reward)
-    squares = np.bincount(group, weights=(reward - mean[group]) ** 2, minlength=groups)
-    return GroupStatistics(
-        count=count.astype(np.int64),
-        mean=mean,
-        spread=np.subtract(high, low, out=np.zeros(groups), where=count > 0),
-        std=np.sqrt(squares / np.maximum(count - 1, 1)),
-    )
+    reward_G = rewards_array(reward_G)
+    known_G = greedy_G & np.isfinite(reward_G)
+    baseline = np.sum(reward_G, axis=-1, keepdims=True, where=known_G)
+    apart_G = _less_baseline(reward_G, statistics(reward_G), baseline)
+    return np.where(known_G.any(axis=-1, keepdims=True) & ~greedy_G, apart_G, 0.0)
+
+
+def made_in_training(reward_G: Rewards) -> Advantages:
+    """0 until the training stage makes advantages, token by token."""
+    return np.zeros_like(rewards_array(reward_G))
+
+
+_OF_GROUP: dict[str, Callable[..., Advantages]] = {
+    "rloo": rloo,
+    "grpo": dr_grpo,  # its division by the std is the scale that is its default
+    "dr_grpo": dr_grpo,
+    "reinforce": reinforce,
+    "reinforce_batch": reinforce_batch,
+    "maxrl": maxrl,
+    "pass_at_k": pass_at_k,
+    "opo": opo,
+    "remax": remax,
+    "gae": made_in_training,
+    "optimal_token_baseline": made_in_training,
+}
+assert set(_OF_GROUP) == set(ESTIMATORS), "every estimator of the configuration has a function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +290,7 @@ class AdvantageChoice:
 
     def __post_init__(self) -> None:
         for what, found, known in (
-            ("estimator", self.estimator, tuple(FACTS)),
+            ("estimator", self.estimator, tuple(ESTIMATORS)),
             ("scale", self.scale, SCALES),
         ):
             if found not in known:
@@ -255,7 +299,7 @@ class AdvantageChoice:
     @property
     def facts(self) -> Estimator:
         """Return what is known of the estimator."""
-        return FACTS[self.estimator]
+        return ESTIMATORS[self.estimator]
 
     @property
     def within_groups(self) -> bool:
@@ -273,9 +317,14 @@ class AdvantageChoice:
         return self.facts.members_min(self.pass_k)
 
     @property
+    def scale_used(self) -> str:
+        """The scale, with the estimator's own in place of `default`."""
+        return self.facts.scale if self.scale == "default" else self.scale
+
+    @property
     def needs_tokens(self) -> bool:
         """Return True where advantages depend on the trained tokens of rollouts."""
-        return self.facts.weighs_tokens or self.scale == "token_whitening"
+        return "tokens_G" in self.facts.inputs or self.scale == "token_whitening"
 
 
 def round_advantages(
@@ -288,14 +337,13 @@ def round_advantages(
 ) -> Float64[np.ndarray, " N"]:
     """The advantages of all rollouts of a round, 0 where there is no reward.
 
-    Estimators: those of one group (`ESTIMATORS` and pass_at_k), `reinforce` (the reward itself) and
-    `reinforce_batch` (less the mean over the round); `gae` and `optimal_token_baseline` are 0 here,
-    for they wait for a critic's values (training/critic.py) and for the policy's probabilities
+    `group_N` is in [0, groups). Advantages of `gae` and `optimal_token_baseline` are 0 here: they
+    wait for a critic's values (training/critic.py) and for the policy's probabilities
     (training/token_baseline.py). Scales: `none`; `group_std` and `batch_std`,
     the std (ddof 1) of the rewards of the group or round; `batch_whitening`, which subtracts the
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
-    2025, section 3); `default` is group_std for grpo, none for others. `greedy_N` marks the
+    2025, section 3); `default` is the estimator's own. `greedy_N` marks the
     baselines of remax, at most one in a group. Raises ValueError where remax lacks them, where
     token_whitening or opo lack the tokens, where maxrl finds a negative reward, and where pass_at_k
     finds a group of fewer than `pass_k`.
@@ -303,18 +351,45 @@ def round_advantages(
     reward_N = rewards_array(reward_N)
     if tokens_N is None:
         if choice.needs_tokens:
-            name = choice.estimator if choice.facts.weighs_tokens else choice.scale
+            name = choice.estimator if "tokens_G" in choice.facts.inputs else choice.scale
             raise ValueError(f"{name} needs the number of tokens of every rollout")
         tokens_N = np.zeros(len(reward_N), np.int64)
-    statistics = group_statistics(reward_N, group_N, groups)
-    valid_N: Bool[np.ndarray, " N"] = np.isfinite(reward_N)
-    if choice.estimator == "remax" and greedy_N is None:
-        raise ValueError("remax needs to know the greedy member of every group")
-    of = _Round(reward_N, group_N, tokens_N, statistics, choice, greedy_N)
-    raw_N = np.where(valid_N, _BASELINES[choice.estimator](of), 0.0)
-    if choice.scale == "token_whitening":
-        return np.where(valid_N, whitened(raw_N, np.where(valid_N, tokens_N, 0)), 0.0)
-    return _scaled(raw_N, reward_N, group_N, statistics, choice)
+    if "greedy_G" in choice.facts.inputs and greedy_N is None:
+        raise ValueError(f"{choice.estimator} needs to know the greedy member of every group")
+    baseline_N = np.zeros_like(group_N) if choice.facts.over_round else group_N
+    advantage_N, of_group = np.zeros(len(reward_N)), _OF_GROUP[choice.estimator]
+    for _, index_PG in _stacks(baseline_N):
+        inputs = {
+            "tokens_G": tokens_N[index_PG],
+            "greedy_G": None if greedy_N is None else greedy_N[index_PG],
+            "k": choice.pass_k,
+            "threshold": choice.success_threshold,
+        }
+        chosen = {name: inputs[name] for name in choice.facts.inputs}
+        advantage_N[index_PG] = of_group(reward_N[index_PG], **chosen)
+    return _scaled(advantage_N, reward_N, group_N, groups, tokens_N, choice)
+
+
+def _stacks(group_N: Int[np.ndarray, " N"]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Groups of each size that occurs: their numbers `[P]`, their members' places `[P, G]`."""
+    order = np.argsort(group_N, kind="stable")
+    numbers, first, sizes = np.unique(group_N[order], return_index=True, return_counts=True)
+    for size in np.unique(sizes):
+        chosen = sizes == size
+        yield numbers[chosen], order[first[chosen][:, None] + np.arange(size)]
+
+
+def group_statistics(
+    reward_N: RoundRewards, group_N: Int[np.ndarray, " N"], groups: int
+) -> GroupStatistics:
+    """Statistics over the valid rewards of each of `groups` groups; `group_N` is in [0, groups)."""
+    reward_N = rewards_array(reward_N)
+    count, (mean, spread, std) = np.zeros(groups, np.int64), np.zeros((3, groups))
+    for numbers, index_PG in _stacks(group_N):
+        of = statistics(reward_N[index_PG])
+        count[numbers], mean[numbers] = of.count[:, 0], of.mean[:, 0]
+        spread[numbers], std[numbers] = of.spread[:, 0], of.std[:, 0]
+    return GroupStatistics(count, mean, spread, std)
 
 
 def whitened(
@@ -327,144 +402,29 @@ def whitened(
     return (value_N - mean) / np.sqrt(squares / max(total - 1, 1) + WHITENING_VARIANCE_MIN)
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """Inputs of a baseline: rewards (NaN for none), groups and tokens of N rollouts."""
-
-    reward_N: Float64[np.ndarray, " N"]
-    group_N: Int[np.ndarray, " N"]
-    tokens_N: Int[np.ndarray, " N"]
-    groups: GroupStatistics
-    choice: AdvantageChoice
-    greedy_N: Bool[np.ndarray, " N"] | None = None
-
-    def against(self, baseline_P: Float64[np.ndarray, " P"]) -> Float64[np.ndarray, " N"]:
-        """r - baseline of the group; exactly 0 in groups of one or of equal rewards."""
-        signal_P = (self.groups.count >= 2) & (self.groups.spread > 0)
-        return np.where(signal_P[self.group_N], self.reward_N - baseline_P[self.group_N], 0.0)
-
-
-_Baseline = Callable[[_Round], Float64[np.ndarray, " N"]]
-
-
-def _against_mean(of: _Round) -> np.ndarray:
-    return of.against(of.groups.mean)
-
-
-def _rloo(of: _Round) -> np.ndarray:
-    factor_P = of.groups.count / np.maximum(of.groups.count - 1, 1)
-    return _against_mean(of) * factor_P[of.group_N]
-
-
-def _maxrl(of: _Round) -> np.ndarray:
-    lowest = np.nanmin(of.reward_N, initial=0.0)
-    if lowest < 0:
-        raise ValueError(f"maxrl needs rewards of at least 0, found {lowest:g}")
-    mean_P = of.groups.mean
-    return _against_mean(of) / np.where(mean_P > 0, mean_P, np.inf)[of.group_N]
-
-
-def _pass_at_k(of: _Round) -> np.ndarray:
-    valid_N, count_P = np.isfinite(of.reward_N), of.groups.count
-    threshold = of.choice.success_threshold
-    success_N = np.greater_equal(
-        of.reward_N, threshold, where=valid_N, out=np.zeros(len(valid_N), bool)
-    )
-    failed_P = np.bincount(of.group_N[valid_N & ~success_N], minlength=len(count_P))
-    good_P, bad_P = _pass_at_k_values(count_P, failed_P, of.choice.pass_k)
-    values_N = np.where(success_N, good_P[of.group_N], bad_P[of.group_N])
-    return np.where(count_P[of.group_N] >= 2, values_N, 0.0)
-
-
-def _opo(of: _Round) -> np.ndarray:
-    valid_N, groups = np.isfinite(of.reward_N), len(of.groups.count)
-    group_n, tokens_n = of.group_N[valid_N], of.tokens_N[valid_N].astype(np.float64)
-    tokens_P = np.bincount(group_n, weights=tokens_n, minlength=groups)
-    weighed_P = np.bincount(group_n, weights=tokens_n * of.reward_N[valid_N], minlength=groups)
-    return of.against(np.where(tokens_P > 0, weighed_P / np.maximum(tokens_P, 1), of.groups.mean))
-
-
-def _remax(of: _Round) -> np.ndarray:
-    assert of.greedy_N is not None, "checked before"
-    baseline_P = greedy_rewards(of.reward_N, of.group_N, len(of.groups.count), of.greedy_N)
-    known_P = np.isfinite(baseline_P)
-    apart_N = of.against(np.where(known_P, baseline_P, 0.0))
-    return np.where(known_P[of.group_N] & ~of.greedy_N, apart_N, 0.0)
-
-
-def greedy_rewards(
-    reward_N: Float64[np.ndarray, " N"],
-    group_N: Int[np.ndarray, " N"],
-    groups: int,
-    greedy_N: Bool[np.ndarray, " N"],
-) -> Float64[np.ndarray, " P"]:
-    """The reward of each group's greedy member, NaN where it has none.
-
-    The baseline of ReMax (Li et al. 2024, arXiv:2310.10505).
-    """
-    baseline_P = np.full(groups, np.nan)
-    baseline_P[group_N[greedy_N]] = reward_N[greedy_N]
-    return baseline_P
-
-
-def _reinforce(of: _Round) -> np.ndarray:
-    return of.reward_N
-
-
-def _nothing(of: _Round) -> np.ndarray:
-    return np.zeros_like(of.reward_N)
-
-
-def _against_round(of: _Round) -> np.ndarray:
-    valid = of.reward_N[np.isfinite(of.reward_N)]
-    if len(valid) < 2 or np.ptp(valid) == 0.0:
-        return np.zeros_like(of.reward_N)
-    return of.reward_N - valid.mean()
-
-
-ESTIMATORS: Mapping[str, Callable[[Rewards], Advantages]] = MappingProxyType(
-    {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
-)
-
-_BASELINES: Mapping[str, _Baseline] = MappingProxyType(
-    {
-        "rloo": _rloo,
-        "grpo": _against_mean,
-        "dr_grpo": _against_mean,
-        "maxrl": _maxrl,
-        "pass_at_k": _pass_at_k,
-        "opo": _opo,
-        "remax": _remax,
-        "reinforce": _reinforce,
-        "reinforce_batch": _against_round,
-        "gae": _nothing,
-        "optimal_token_baseline": _nothing,
-    }
-)
-assert set(_BASELINES) == set(FACTS), "every estimator of the configuration has a baseline"
-
-
 def _scaled(
     advantage_N: np.ndarray,
     reward_N: np.ndarray,
     group_N: np.ndarray,
-    statistics: GroupStatistics,
+    groups: int,
+    tokens_N: np.ndarray,
     choice: AdvantageChoice,
 ) -> Float64[np.ndarray, " N"]:
-    default = "group_std" if choice.estimator == "grpo" else "none"
     valid_N = np.isfinite(reward_N)
-    match default if choice.scale == "default" else choice.scale:
-        case "none":
-            return advantage_N
+    match choice.scale_used:
         case "group_std":
-            return advantage_N / (statistics.std[group_N] + choice.epsilon)
+            std_N = group_statistics(reward_N, group_N, groups).std[group_N]
+            return advantage_N / (std_N + choice.epsilon)
         case "batch_std":
             return advantage_N / (_std(reward_N[valid_N]) + choice.epsilon)
         case "batch_whitening":
             values = advantage_N[valid_N]
             centred_N = advantage_N - (values.mean() if len(values) else 0.0)
             return np.where(valid_N, centred_N / (_std(values) + choice.epsilon), 0.0)
-    raise AssertionError(choice.scale)
+        case "token_whitening":
+            counted_N = np.where(valid_N, tokens_N, 0)
+            return np.where(valid_N, whitened(advantage_N, counted_N), 0.0)
+    return advantage_N
 
 
 def _std(values: np.ndarray) -> float:

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float64, Int64
 from marin_rl.batching import filters
 from marin_rl.batching.advantages import (
     AdvantageChoice,
-    greedy_rewards,
     group_statistics,
     round_advantages,
 )
@@ -104,9 +103,9 @@ def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
     statistics = group_statistics(eligible_N, group_N, groups)
     fewest = max(config.rollouts.group_size_min, choice.members_min)
     short_P = filters.short(statistics.count, fewest)
-    greedy_N = _greedy(light) if choice.estimator == "remax" else None
+    greedy_N = _greedy(light, choice)
     if greedy_N is not None:
-        short_P |= np.isnan(greedy_rewards(eligible_N, group_N, groups, greedy_N))
+        short_P |= np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups) == 0
     _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     worth = _worth(light, compared_N, group_N, groups, objective)
@@ -211,7 +210,7 @@ def _worth(
 ) -> _Worth:
     choice, discount = advantage_choice(objective), objective.turn_discount
     parted = Turns.of(light) if looks_at_turns(objective) else None
-    greedy_N = _greedy(light) if choice.estimator == "remax" else None
+    greedy_N = _greedy(light, choice)
     try:
         if parted is None or discount is None:
             tokens_N = None if parted is None else parted.trained_n
@@ -235,20 +234,20 @@ def _spreads(
 
     To pass_at_k they are where each of `pass_k` members, or none of them, has a success.
     """
-    if choice.estimator == "pass_at_k":
+    if "k" in choice.facts.inputs:
         reward_N = round_advantages(reward_N, group_N, groups, replace(choice, scale="none"))
     return group_statistics(reward_N, group_N, groups).spread
 
 
 def looks_at_turns(objective: ObjectiveConfig) -> bool:
     """True if advantages depend on where a rollout's trained tokens and rewards are."""
-    needs_tokens = advantage_choice(objective).needs_tokens and objective.advantage != "gae"
-    return objective.turn_discount is not None or needs_tokens
+    return objective.turn_discount is not None or advantage_choice(objective).needs_tokens
 
 
 def columns_needed(objective: ObjectiveConfig) -> tuple[str, ...]:
     """Columns without tokens that a plan reads in addition to the light ones."""
-    return ("index_in_group", "group_size") if objective.advantage == "remax" else ()
+    greedy = "greedy_G" in objective.estimator.inputs
+    return ("index_in_group", "group_size") if greedy else ()
 
 
 def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
@@ -295,8 +294,13 @@ def _drop(
     reason_N[newly_N] = reason
 
 
-def _greedy(light: pa.Table) -> Bool[np.ndarray, " N"]:
-    """The last member of each group, which `rollouts.greedy_baseline` has sampled greedily."""
+def _greedy(light: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:
+    """The last member of each group, which `rollouts.greedy_baseline` has sampled greedily.
+
+    None for an estimator that does not compare with it.
+    """
+    if "greedy_G" not in choice.facts.inputs:
+        return None
     return numbers(light, "index_in_group") == numbers(light, "group_size") - 1
 
 

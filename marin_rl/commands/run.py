@@ -148,7 +148,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
             raise ConfigError(f"{flag} needs a run: --run RUN_ID")
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
-    from marin_rl.serving.http.addresses import check_address
+    from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
     from marin_rl.serving.launch import serve_checkpoint, serve_folder

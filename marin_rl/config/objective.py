@@ -6,7 +6,7 @@ Leaves out the critic's own settings and the optimizer (training.py).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,54 +15,56 @@ from marin_rl.config.section import OMIT_IF_NONE, Count, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """Facts of an advantage estimator; batching/advantages.py has what it computes.
+    """Facts of an advantage estimator: all that the rest of the code asks about one.
 
-    `within_groups`: members are compared with one another, so a group of equal rewards has no
-    signal and one of a single member no baseline. `over_round`: the baseline is the round's.
-    `linear`: the advantage of a sum of rewards is the sum of their advantages. `by_turns`: returns
-    of turns can stand for rewards. `weighs_tokens`: the baseline depends on the trained tokens of
-    rollouts. `by_token`: the training stage makes advantages, token by token, of what batches have
-    as `returns`. `scales_refused` make no sense with it, for `scales_reason`.
-    `no_penalty` says why rewards cannot be lowered by a penalty; empty where they can.
+    Its function over one group has the same name in batching/advantages.py and takes `inputs` in
+    addition to the rewards. `within_groups`: members are compared with one another, so a group of
+    equal rewards has no signal and one of a single member no baseline. `over_round`: the baseline
+    is the round's. `linear`: the advantage of a sum of rewards is the sum of their advantages.
+    `by_turns`: returns of turns can stand for rewards. `by_token`: the training stage makes
+    advantages, token by token, with a critic if `needs_critic`. `scale` is what the scale
+    `default` means to it;
+    `scales_refused` make no sense with it, for `scales_reason`. `no_penalty` says why rewards
+    cannot be lowered by a penalty; empty where they can.
     """
 
     name: str
+    inputs: tuple[Literal["tokens_G", "greedy_G", "k", "threshold"], ...] = ()
     within_groups: bool = True
     over_round: bool = False
     linear: bool = False
     by_turns: bool = True
-    weighs_tokens: bool = False
     by_token: bool = False
+    needs_critic: bool = False
+    scale: str = "none"
     scales_refused: tuple[str, ...] = ()
     scales_reason: str = ""
     no_penalty: str = ""
 
-    @property
-    def groups_of_one(self) -> bool:
-        """Return True where a group may have a single member."""
-        return not self.within_groups
-
     def members_min(self, pass_k: int) -> int:
         """Return the fewest valid rewards of a group that is trained on."""
-        if self.name == "pass_at_k":
+        if "k" in self.inputs:
             return pass_k
         return 2 if self.within_groups else 1
 
+
+DIVIDES_BY_0 = (
+    "divides by a spread that is 0 where rewards are equal, and advantage {} is not 0 there"
+)
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
         each.name: each
         for each in (
             Estimator(name="rloo", linear=True),
-            Estimator(name="grpo"),
+            Estimator(name="grpo", scale="group_std"),
             Estimator(name="dr_grpo", linear=True),
             Estimator(
                 name="reinforce",
                 within_groups=False,
                 linear=True,
                 scales_refused=("group_std", "batch_std"),
-                scales_reason="divides by a spread that is 0 where rewards are equal, and "
-                "advantage reinforce is not 0 there",
+                scales_reason=DIVIDES_BY_0.format("reinforce"),
             ),
             Estimator(
                 name="reinforce_batch",
@@ -70,24 +72,33 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 over_round=True,
                 linear=True,
                 scales_refused=("group_std",),
-                scales_reason="divides by a spread that is 0 where rewards are equal, and "
-                "advantage reinforce_batch is not 0 there",
+                scales_reason=DIVIDES_BY_0.format("reinforce_batch"),
             ),
             Estimator(name="maxrl", no_penalty="needs rewards of at least 0"),
             Estimator(
                 name="pass_at_k",
+                inputs=("k", "threshold"),
                 by_turns=False,
                 no_penalty="would count a success that is penalised at all as a failure",
             ),
-            Estimator(name="opo", weighs_tokens=True),
+            Estimator(name="opo", inputs=("tokens_G",)),
             Estimator(
                 name="remax",
+                inputs=("greedy_G",),
                 by_turns=False,
                 scales_refused=("batch_whitening", "token_whitening"),
                 scales_reason="takes the mean of advantages over all members, and remax has a "
                 "baseline of its own that is not trained on",
             ),
-            Estimator(name="gae", within_groups=False, by_turns=False, by_token=True),
+            Estimator(
+                name="gae",
+                within_groups=False,
+                by_turns=False,
+                by_token=True,
+                needs_critic=True,
+                scales_refused=("group_std", "batch_std"),
+                scales_reason="divides by the spread of rewards, and advantage gae is a critic's",
+            ),
             Estimator(
                 name="optimal_token_baseline",
                 by_turns=False,
@@ -99,7 +110,13 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         )
     }
 )
-GROUPS_OF_ONE = tuple(sorted(e.name for e in ESTIMATORS.values() if e.groups_of_one))
+SCALES = ("default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening")
+GROUPS_OF_ONE = tuple(sorted(e.name for e in ESTIMATORS.values() if not e.within_groups))
+
+if TYPE_CHECKING:
+    AdvantageName = ScaleName = str
+else:  # literals, so that pydantic refuses other names and documents these
+    AdvantageName, ScaleName = Literal[tuple(ESTIMATORS)], Literal[SCALES]
 
 # Surrogates that say what their ratio is taken over.
 RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
@@ -117,24 +134,10 @@ SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class ObjectiveConfig(Section):
     """The objective: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
-    advantage: Literal[
-        "rloo",
-        "grpo",
-        "dr_grpo",
-        "reinforce",
-        "reinforce_batch",
-        "maxrl",
-        "pass_at_k",
-        "opo",
-        "remax",
-        "gae",
-        "optimal_token_baseline",
-    ] = Field(
+    advantage: AdvantageName = Field(
         default="rloo", description="baseline that a reward is held against; gae: training.critic"
     )
-    advantage_scale: Literal[
-        "default", "none", "group_std", "batch_std", "batch_whitening", "token_whitening"
-    ] = Field(
+    advantage_scale: ScaleName = Field(
         default="default",
         description="divisor; default: group_std for grpo, token_whitening for gae, else none",
     )
@@ -323,17 +326,23 @@ class ObjectiveConfig(Section):
     def _advantage_goes_together(self) -> None:
         if self.turn_discount is not None:
             self._turns_go_together()
-        if self.advantage == "gae":
-            self._goes_with_a_critic()
-        if self.advantage == "optimal_token_baseline":
-            self._token_baseline_goes_together()
         refused = self.estimator.scales_refused
         if self.advantage_scale in refused:
-            scales = ("none", "group_std", "batch_std", "batch_whitening", "token_whitening")
-            others = ", ".join(scale for scale in scales if scale not in refused)
+            others = ", ".join(s for s in SCALES[1:] if s not in refused)
             raise ValueError(
                 f"advantage_scale {self.advantage_scale} {self.estimator.scales_reason}: "
                 f"expected {others}"
+            )
+        if self.estimator.by_token and self.ratio_level != "token":
+            raise ValueError(
+                f"advantage {self.advantage} differs from token to token and needs ratio_level "
+                f"token, found {self.ratio_level}"
+            )
+        if self.advantage == "optimal_token_baseline" and self.overlong == "mask":
+            raise ValueError(
+                "overlong mask keeps what is cut off in the baseline of rewards, and "
+                "optimal_token_baseline has a baseline of what is trained on alone: set "
+                "filters.truncated instead, which leaves it out of both"
             )
         if self.overlong == "soft_penalty" and self.estimator.no_penalty:
             raise ValueError(
@@ -352,7 +361,7 @@ class ObjectiveConfig(Section):
                 "reference average keeps a copy of the parameters that kl_coefficient 0 never "
                 "looks at: expected a kl_coefficient above 0, or reference first"
             )
-        if self.advantage == "gae":
+        if self.estimator.needs_critic:
             return
         linear = [each.name for each in ESTIMATORS.values() if each.linear]
         scales = ("default", "none", "token_whitening")
@@ -394,31 +403,6 @@ class ObjectiveConfig(Section):
                 "whole completion"
             )
 
-    def _goes_with_a_critic(self) -> None:
-        scales = ("default", "none", "batch_whitening", "token_whitening")
-        if self.advantage_scale not in scales:
-            raise ValueError(
-                f"advantage gae has a scale of {', '.join(scales)}: found {self.advantage_scale}"
-            )
-        if self.ratio_level != "token":
-            raise ValueError(
-                "advantage gae differs from token to token and needs ratio_level token, found "
-                f"{self.ratio_level}"
-            )
-
-    def _token_baseline_goes_together(self) -> None:
-        if self.ratio_level != "token":
-            raise ValueError(
-                "advantage optimal_token_baseline differs from token to token and needs "
-                f"ratio_level token, found {self.ratio_level}"
-            )
-        if self.overlong == "mask":
-            raise ValueError(
-                "overlong mask keeps what is cut off in the baseline of rewards, and "
-                "optimal_token_baseline has a baseline of what is trained on alone: set "
-                "filters.truncated instead, which leaves it out of both"
-            )
-
     @property
     def estimator(self) -> Estimator:
         """Return the facts of the chosen `advantage`."""
@@ -441,9 +425,10 @@ class ObjectiveConfig(Section):
         A critic learns it through rewards instead, at any scale.
         """
         whitens = self.advantage_scale == "token_whitening"
-        return self.kl_in_reward and whitens and self.advantage != "gae"
+        return self.kl_in_reward and whitens and not self.estimator.needs_critic
 
     @property
     def whitens_tokens(self) -> bool:
         """True if the training stage whitens advantages, over the trained tokens of the round."""
-        return self.kl_by_token or (self.advantage == "gae" and self.advantage_scale != "none")
+        by_critic = self.estimator.needs_critic and self.advantage_scale != "none"
+        return self.kl_by_token or by_critic

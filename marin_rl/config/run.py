@@ -90,19 +90,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _critic_and_groups(self) -> "Config":
-        gae, rollouts = self.objective.advantage == "gae", self.rollouts
-        if gae and self.training.critic is None:
+        estimator, rollouts = self.objective.estimator, self.rollouts
+        if estimator.needs_critic and self.training.critic is None:
             raise ValueError(
-                "objective.advantage gae needs a critic: expected training.critic, found null "
-                "(recipes/ppo.yaml sets both)"
+                f"objective.advantage {estimator.name} needs a critic: expected training.critic, "
+                "found null (recipes/ppo.yaml sets both)"
             )
-        if self.training.critic is not None and not gae:
+        if self.training.critic is not None and not estimator.needs_critic:
             raise ValueError(
                 "training.critic is for objective.advantage gae: found "
                 f"{self.objective.advantage}, which would not look at its values"
             )
-        needs_others = not self.objective.estimator.groups_of_one
-        if needs_others and min(rollouts.group_size, rollouts.group_size_min) < 2:
+        if estimator.within_groups and min(rollouts.group_size, rollouts.group_size_min) < 2:
             raise ValueError(
                 "rollouts.group_size and group_size_min are at least 2, for a baseline of the "
                 f"group needs others: found {rollouts.group_size} and {rollouts.group_size_min}; 1 "
@@ -110,7 +109,7 @@ class Config(Section):
             )
         self._greedy_goes_together()
         k = self.objective.pass_k
-        if self.objective.advantage == "pass_at_k" and k >= rollouts.group_size:
+        if "k" in estimator.inputs and k >= rollouts.group_size:
             raise ValueError(
                 f"objective.pass_k is {k} and rollouts.group_size {rollouts.group_size}: the best "
                 "of k tells members of a group apart only where k is less than there are of them"
@@ -118,8 +117,8 @@ class Config(Section):
         return self
 
     def _greedy_goes_together(self) -> None:
-        remax, greedy = self.objective.advantage == "remax", self.rollouts.greedy_baseline
-        if remax != bool(greedy):
+        needs, greedy = "greedy_G" in self.objective.estimator.inputs, self.rollouts.greedy_baseline
+        if needs != bool(greedy):
             raise ValueError(
                 "objective.advantage remax and rollouts.greedy_baseline true need each other: "
                 f"found {self.objective.advantage} and {'true' if greedy else 'null'}"

@@ -24,12 +24,11 @@ import orjson
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, answer_in, checked_components, extracts_here
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.process import PrintedText, WorkerProcess, clean_environment
+from marin_rl.isolated.processes import EXIT_PATIENCE_S, KeptWorker
+from marin_rl.process import clean_environment
 from marin_rl.types import Example, RewardComponent
 
-STARTUP_TIMEOUT_S = 120.0
 SEND_TIMEOUT_S = 60.0  # for a worker to take in a group, which it does at once
-EXIT_PATIENCE_S = 5.0  # between a worker's last word and its exit status
 ANSWER_BYTES_MAX = 4 << 20
 MESSAGE_CHARACTERS_MAX = 500
 
@@ -102,24 +101,24 @@ class Scorer:
             self._workers.put(worker)
 
 
-class RewardWorker:
-    """A worker process that scores, started again whenever one had to be ended.
-
-    Not thread safe: one caller at a time. The process starts at once, before the first group. It
-    and whatever it started end with this process, however that ends.
-    """
+class RewardWorker(KeptWorker):
+    """A worker process that scores; it and what it started end with this process."""
 
     def __init__(self, hello: dict[str, Any], timeout_s: float) -> None:
-        self._hello = hello
+        self._environment = hello
         self._timeout_s = timeout_s
-        self._settings = EnvironmentConfig.model_validate(hello["environment"])
-        self._printed = PrintedText("reward")
-        self._start()
+        settings = EnvironmentConfig.model_validate(hello["environment"])
+        super().__init__(
+            "marin_rl.environments.worker:main",
+            "reward",
+            environment=clean_environment(settings.pass_environment),
+            memory_bytes_max=settings.reward_memory_bytes_max,
+        )
 
-    @property
-    def process_id(self) -> int:
-        """Process id of the supervisor of the process that scores at the moment."""
-        return self._process.process_id
+    def hello(self) -> bytes:
+        """Name the environment, with a number that the first answer must repeat."""
+        self._nonce = secrets.token_hex(16)
+        return orjson.dumps({"nonce": self._nonce, **self._environment})
 
     def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
         """One score per completion, in order. Raises InputError where the worker cannot start."""
@@ -134,10 +133,6 @@ class RewardWorker:
         while len(answers) < len(completions):
             self._ask_rest({"extract": True}, completions, answers, _answer_of)
         return [None if isinstance(answer, RewardFault) else answer for answer in answers]
-
-    def close(self) -> None:
-        """End the process now, and whatever it started."""
-        self._process.end()
 
     def _ask_rest(
         self,
@@ -158,54 +153,29 @@ class RewardWorker:
                 scores.append(read(_checked(line, nonce, index)))
         except TimeoutError:
             scores.append(RewardFault(f"the reward took longer than {self._timeout_s:g} s"))
-            self._restart()
+            self.restart()
         except (EOFError, BrokenPipeError):
             how = self._process.end(patience_s=EXIT_PATIENCE_S)
             scores.append(RewardFault(f"the reward ended its process ({how})"))
-            self._restart()
+            self.restart()
         except ValueError as error:
             scores.append(RewardFault(f"the reward wrote to the scorer's own pipe: {error}"))
-            self._restart()
-
-    def _start(self) -> None:
-        self._ready = False
-        self._process = WorkerProcess(
-            "marin_rl.environments.worker:main",
-            environment=clean_environment(self._settings.pass_environment),
-            memory_bytes_max=self._settings.reward_memory_bytes_max,
-            printed=self._printed,
-        )
-        self._greeting = {"nonce": secrets.token_hex(16), **self._hello}
-        # A process that has ended already is reported once something waits until it is ready.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.send(orjson.dumps(self._greeting), STARTUP_TIMEOUT_S)
-
-    def _restart(self) -> None:
-        self._process.end()
-        self._start()
+            self.restart()
 
     def _wait_until_ready(self) -> None:
-        if self._ready:
+        line = self.first_line(ANSWER_BYTES_MAX)
+        if line is None:
             return
         try:
-            line = self._process.receive(STARTUP_TIMEOUT_S, ANSWER_BYTES_MAX)
-            answer = _checked(line, self._greeting["nonce"])
-        except TimeoutError:
-            raise InputError(
-                f"the environment could not be imported for scoring in {STARTUP_TIMEOUT_S:g} s"
-            ) from None
-        except EOFError:
-            how = self._process.end(patience_s=EXIT_PATIENCE_S)
-            raise InputError(
-                f"the process for scoring ended at its start ({how}); its standard error says why"
-            ) from None
+            answer = _checked(line, self._nonce)
         except ValueError as error:
+            self.restart()
             raise InputError(
                 f"the environment wrote to the scorer's own pipe while it was imported: {error}"
             ) from None
         if "unfit" in answer:
+            self.restart()
             raise InputError(f"the environment cannot score: {answer['unfit']}")
-        self._ready = True
 
 
 def _checked(line: bytes, nonce: str, index: int | None = None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Work on what others wrote (chat templates, grammars), in processes that can be killed.
 
-`processes` starts, limits and kills them; `child` is the loop that runs in them; `templates` and
-`grammars` are the work. The modules that run in a child import neither JAX nor transformers.
+`processes` starts, limits and kills them; `templates` and `grammars` are the work. None of these
+modules imports JAX or transformers, so that a worker starts fast.
 """

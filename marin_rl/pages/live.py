@@ -25,8 +25,7 @@ from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.pages.assets import policy, scripts
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import live_html, page_json
-from marin_rl.serving.http.addresses import listen
-from marin_rl.serving.http.origins import Origins, is_loopback
+from marin_rl.serving.http.addresses import Origins, is_loopback, listen
 
 _log = logging.getLogger(__name__)
 

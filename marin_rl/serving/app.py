@@ -1,86 +1,164 @@
-"""The application: every route behind the gate, and the schema that describes them.
+"""The ASGI application: middlewares, routes, and the API description.
 
-Owns the assembly, and which route a request goes to. Who may call is the `middleware`'s,
-what each route does its own module's.
+Owns the order of the middlewares (request log, guard, routes), which route a request goes to, and
+the routes about the server itself: health, models, metrics, `/openapi.json`. Leaves out what each
+middleware does (`access_log`, `auth`) and the routes of the API (`api`).
 """
 
-from collections.abc import Sequence
-from functools import cache
+import asyncio
+from functools import cached_property
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
+from marin_rl.config import ServerConfig
+from marin_rl.inference.client.protocol import MODELS_ROUTE
 from marin_rl.serving.api.admin import admin_routes
-from marin_rl.serving.api.catalog import catalog_routes
 from marin_rl.serving.api.chat import chat_routes
 from marin_rl.serving.api.completions import completions_routes
-from marin_rl.serving.api.openapi import SCHEMA_ROUTE, describe
+from marin_rl.serving.api.openapi import (
+    API_ROUTE,
+    ERROR,
+    ApiRoute,
+    Model,
+    Models,
+    Status,
+    describe,
+)
 from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.api.token_routes import tokens_routes
-from marin_rl.serving.http.access_log import record_of
-from marin_rl.serving.http.auth import as_response
+from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord, record_of
+from marin_rl.serving.http.addresses import Origins
+from marin_rl.serving.http.auth import Guard, Keys, Refusal
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.middleware import Middleware
-
-ROUTES = (catalog_routes, chat_routes, completions_routes, tokens_routes, admin_routes)
+from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 
 
 class Application:
-    """Routes behind a gate, in ASGI's terms: only the health routes are open without a token."""
+    """The routes of one server behind its middlewares.
 
-    def __init__(self, routes: Sequence[Route], gate: Middleware) -> None:
-        self.routes = tuple(routes)
-        self._exact = {route.path: route for route in routes if not route.param_convertors}
-        self._router = Router(list(routes))
-        self._gated = gate.around(self._dispatch)
+    `origins` follows the address that the server binds; `log` is None until requests are logged.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        keys: Keys,
+        origins: Origins,
+        telemetry: Telemetry,
+    ) -> None:
+        service.limits = config
+        self.origins = origins
+        self.log: AccessLog | None = None
+        self._telemetry = telemetry
+        self.routes = (
+            *server_routes(service),
+            ApiRoute(METRICS_ROUTE, self._metrics, response_class=PlainTextResponse),
+            ApiRoute(API_ROUTE, self._openapi),
+            *chat_routes(service),
+            *completions_routes(service),
+            *tokens_routes(service),
+            *admin_routes(service),
+        )
+        self._exact = {route.path: route for route in self.routes if not route.param_convertors}
+        self._router = Router(list(self.routes))
+        guard = Guard(self._dispatch, config=config, keys=keys, origins=lambda: self.origins)
+        self._entry = RequestLog(  # outermost: it sees what the guard refuses too
+            guard,
+            on_start=telemetry.request_started,
+            on_end=self._on_end,
+            bodies=config.log_prompts,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        await self._gated(scope, receive, send)
+        await self._entry(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """To a route, or to its refusal, in the shape of all errors."""
+        """Call the route of a request; refusals get the shape of all errors."""
         try:
-            await self._routed(scope, receive, send)
+            # a dictionary first: Starlette would match every route's regular expression in turn
+            route = self._exact.get(scope["path"])
+            if route is not None and scope["method"] in (route.methods or ()):
+                scope["route"], scope["path_params"] = route, {}
+                await route.app(scope, receive, send)
+            else:
+                scope["app"] = self  # which makes Starlette raise its refusals
+                await self._router(scope, receive, send)
         except (ApiError, HTTPException) as error:
             if record_of(scope).status:  # too late to answer otherwise
                 raise
-            await as_response(_told(error, scope))(scope, receive, send)
+            await Refusal(_as_api_error(error, scope))(scope, receive, send)
 
-    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Most paths are what they say; Starlette knows the rest, and how to refuse."""
-        route = self._exact.get(scope["path"])
-        if route is not None and scope["method"] in (route.methods or ()):
-            scope["route"], scope["path_params"] = route, {}
-            await route.app(scope, receive, send)
-        else:
-            scope["app"] = self  # which makes Starlette raise its refusals
-            await self._router(scope, receive, send)
+    async def _metrics(self, request: Request) -> Response:
+        """Return the server's metrics in the Prometheus text format."""
+        data = await asyncio.to_thread(self._telemetry.exposition)
+        return Response(data, media_type=CONTENT_TYPE)
+
+    async def _openapi(self, request: Request) -> Response:
+        """Return this description."""
+        return Response(self._description, media_type="application/json")
+
+    @cached_property
+    def _description(self) -> bytes:
+        return bytes(json_response(describe(self.routes)).body)
+
+    def _on_end(self, record: RequestRecord) -> None:
+        self._telemetry.request_ended(record)
+        if self.log is not None:
+            self.log.add(record)
 
 
-def _told(error: ApiError | HTTPException, scope: Scope) -> ApiError:
+def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:
     """Unknown routes and methods as our own errors; the path is the client's own."""
     if isinstance(error, ApiError):
         return error
-    told = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
-    return ApiError(error.status_code, told, headers=dict(error.headers or {}))
+    message = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {}))
 
 
-def create_app(service: Service, gate: Middleware) -> Application:
-    """All routes, and their description."""
-    service.limits = gate.config
+def server_routes(service: Service) -> list[ApiRoute]:
+    """Routes of health and models."""
 
-    @cache
-    def described() -> bytes:
-        return bytes(json_response(describe(app.routes)).body)
+    def model_card(model: str) -> dict[str, Any]:
+        return {
+            "id": model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "marin-rl",
+            "root": service.name,
+            "parent": None if model == service.name else service.name,
+            "max_model_len": service.engine.context_length,
+        }
 
-    async def openapi(request: Request) -> Response:
-        """This description."""
-        return Response(described(), media_type="application/json")
+    async def healthz(request: Request) -> Response:
+        """Return 200 while the process answers."""
+        return json_response({"status": "ok"})
 
-    routes = [route for made_by in ROUTES for route in made_by(service)]
-    app = Application([*routes, *gate.routes, Route(SCHEMA_ROUTE, openapi)], gate)
-    return app
+    async def readyz(request: Request) -> Response:
+        """Return 200 while new work is taken, else 503."""
+        ready = service.engine.alive and not (service.draining or service.stopping)
+        return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+
+    async def models(request: Request) -> Response:
+        """List the loaded weights under their own id, and the name that always means them."""
+        return json_response({"object": "list", "data": [model_card(m) for m in service.known]})
+
+    async def model(request: Request) -> Response:
+        """Return one served model."""
+        name = request.path_params["model"]
+        service.check_model(name)
+        return json_response(model_card(name))
+
+    not_ready = ERROR | {503: {"model": Status, "description": "not ready"}}
+    return [
+        ApiRoute("/healthz", healthz, response=Status),
+        ApiRoute("/readyz", readyz, response=Status, responses=not_ready),
+        ApiRoute(MODELS_ROUTE, models, response=Models),
+        ApiRoute(MODELS_ROUTE + "/{model:path}", model, response=Model),
+    ]

@@ -26,8 +26,8 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_checkpoint,
     read_folder,
     read_slot,
+    with_update_root,
 )
-from marin_rl.serving.weights.update_roots import with_update_root
 from marin_rl.serving.weights.weight_updates import POLL_S, canary_ids, following
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for

@@ -2,7 +2,7 @@
 
 Owns starting and stopping, the port, new weights for a running server, and the end of a standalone
 one (SIGTERM: no new work, running requests finish, exit). Leaves out the routes (`app`), who may
-call them (`middleware`) and the address (`addresses`).
+call them (`auth`) and the address (`addresses`).
 """
 
 import json
@@ -27,13 +27,12 @@ from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
-from marin_rl.serving.app import Service, create_app
+from marin_rl.serving.api.service import Service
+from marin_rl.serving.app import Application
 from marin_rl.serving.http.access_log import AccessLog, Stream
-from marin_rl.serving.http.addresses import check_reach, listen
-from marin_rl.serving.http.auth import Keys
+from marin_rl.serving.http.addresses import Origins, listen
+from marin_rl.serving.http.auth import Keys, check_reach
 from marin_rl.serving.http.connections import Connections, raise_files_limit
-from marin_rl.serving.http.middleware import Middleware
-from marin_rl.serving.http.origins import Origins
 from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import check_template
@@ -86,13 +85,8 @@ class PolicyServer:
         self.telemetry = Telemetry(self._snapshot)
         self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, self.telemetry)
         self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
-        self._gate = Middleware(
-            config=self._config,
-            keys=self._keys,
-            origins=self._origins("127.0.0.1"),
-            telemetry=self.telemetry,
-        )
-        self._app = create_app(self._service, self._gate)
+        origins = self._origins("127.0.0.1")
+        self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
         self._uvicorn: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._base_url = ""
@@ -111,10 +105,10 @@ class PolicyServer:
     @property
     def routes(self) -> dict[str, set[str]]:
         """Every path, as a template, with its methods."""
-        found: dict[str, set[str]] = {}
+        methods: dict[str, set[str]] = {}
         for route in self._app.routes:
-            found.setdefault(route.path, set()).update(route.methods or ())
-        return found
+            methods.setdefault(route.path, set()).update(route.methods or ())
+        return methods
 
     def start(self, host: str = "127.0.0.1", port: int = 0, *, warm_up: bool = False) -> str:
         """Answer requests from a thread; returns the base URL. Port 0 takes a free one.
@@ -123,7 +117,7 @@ class PolicyServer:
         bound, or one beyond this machine without a token.
         """
         check_reach(self._keys, host)
-        self._gate.origins = self._origins(host)
+        self._app.origins = self._origins(host)
         listener = listen(host, port)
         if warm_up:
             self.engine.warm_up()
@@ -145,8 +139,8 @@ class PolicyServer:
     def log_requests(self, stream: Stream) -> None:
         """Write one JSON line for each request to `stream` from now on."""
         self._close_log()
-        self._gate.log = AccessLog(stream)
-        self.telemetry.lines_dropped = self._gate.log.lines_dropped
+        self._app.log = AccessLog(stream)
+        self.telemetry.lines_dropped = self._app.log.lines_dropped
 
     def how_to_call(self) -> str:
         """Start message for people: address, which tokens are needed, and an example call."""
@@ -157,8 +151,8 @@ class PolicyServer:
         return "\n".join(
             (
                 f"serving {self.model_id} at {self.base_url}",
-                f"  API token:   {_whence(keys.api, keys.api_variable, 'this machine only')}",
-                f"  admin token: {_whence(keys.admin, keys.admin_variable, 'no admin routes')}",
+                f"  API token:   {_source_of(keys.api, keys.api_variable, 'this machine only')}",
+                f"  admin token: {_source_of(keys.admin, keys.admin_variable, 'no admin routes')}",
                 f"  try: curl {root}{CHAT_ROUTE} {header}-H 'Content-Type: application/json' "
                 f"-d '{body}'",
             )
@@ -231,7 +225,7 @@ class PolicyServer:
         self._close_log()
 
     def _close_log(self) -> None:
-        log, self._gate.log = self._gate.log, None
+        log, self._app.log = self._app.log, None
         if log is not None:
             log.close()
 
@@ -247,7 +241,7 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tupl
     return ids
 
 
-def _whence(digest: bytes | None, variable: str, without: str) -> str:
+def _source_of(digest: bytes | None, variable: str, without: str) -> str:
     return f"from {variable}" if digest else f"{variable} is not set: {without}"
 
 
@@ -267,11 +261,11 @@ def serve_forever(
     except BaseException:
         server.stop()
         raise
-    with _signals() as come:
+    with _signals() as wait_for_signal:
         try:
             spare_long_lived_objects()
             announce(server.how_to_call())
-            while not come(ALIVE_S):
+            while not wait_for_signal(ALIVE_S):
                 if not server.engine.alive:
                     announce("the engine ended by itself: its last words are above")
                     return 1
@@ -291,8 +285,8 @@ def _signals() -> Iterator[Callable[[float], bool]]:
     the very thread that it interrupts.
     """
     reading, writing = os.pipe()
-    told = select.poll()
-    told.register(reading, select.POLLIN)
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
     asked = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -305,7 +299,7 @@ def _signals() -> Iterator[Callable[[float], bool]]:
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
-        yield lambda seconds: bool(told.poll(1000 * seconds))
+        yield lambda seconds: bool(poll.poll(1000 * seconds))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

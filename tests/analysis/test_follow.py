@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.fake_gcs import FakeGCS, fake_gcs
-from support.shown_runs import add_round, shown_run
+from support.fake_stores import FakeGCS, fake_gcs
+from support.run_factories import add_round, shown_run
 
 from marin_rl.analysis.status import metric_rows
 from marin_rl.analysis.watch import Watched, look_at

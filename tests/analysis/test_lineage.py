@@ -6,8 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support.builders import commit_round, configuration, group_of, rollout
-from support.whole_runs import play, whole_run
+from support.run_factories import commit_round, configuration, group_of, play, rollout, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.analysis.diff import compare_runs

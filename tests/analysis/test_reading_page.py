@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from support.shown_runs import shown_run
+from support.run_factories import shown_run
 
 from marin_rl.analysis import sql
 

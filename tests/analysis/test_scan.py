@@ -12,16 +12,17 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from polars.testing import assert_frame_equal
-from support.builders import (
+from support.fake_stores import fake_gcs
+from support.run_factories import (
     CHECKPOINT,
     FINGERPRINT,
     commit_round,
     configuration,
     group,
+    play,
     policy,
+    whole_run,
 )
-from support.fake_gcs import fake_gcs
-from support.whole_runs import play, whole_run
 
 from marin_rl.analysis.scan import (
     scan_batches,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.whole_runs import sample, whole_run
+from support.run_factories import sample, whole_run
 
 from marin_rl.analysis.status import Unreadable, each_run, run_status
 from marin_rl.errors import StorageError, StoreUnavailable

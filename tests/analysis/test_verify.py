@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow as pa
 import pytest
-from support.played_runs import play_two_rounds
+from support.policy_runs import play_two_rounds
 from typer.testing import CliRunner
 
 from marin_rl.analysis.lineage import trace_forward

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.builders import FINGERPRINT, commit_round, configuration, group, policy
-from support.shown_runs import PLANNED, add_checkpoint, shown_run
+from support.run_factories import (
+    FINGERPRINT,
+    PLANNED,
+    add_checkpoint,
+    commit_round,
+    configuration,
+    group,
+    policy,
+    shown_run,
+)
 
 from marin_rl import dashboard
 from marin_rl.analysis.watch import Look, Watched, look_at, look_at_all, warnings_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.whole_runs import whole_run
+from support.run_factories import whole_run
 from typer.testing import CliRunner
 
 from marin_rl.cli import app

@@ -16,22 +16,23 @@ import pytest
 from attacks.hostile_bodies import SHAPES, body_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.seeds import printed_seed
+from support.cases import printed_seed
 from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.api.requests import ChatBody, CompletionBody, DetokenizeBody
-from marin_rl.serving.http import body_budget, json_bounds
-from marin_rl.serving.http.body_budget import FREE_BYTES, TRIM_BYTES, BodyBudget
-from marin_rl.serving.http.errors import ApiError, parse
-from marin_rl.serving.http.json_bounds import (
+from marin_rl.serving.http import errors
+from marin_rl.serving.http.errors import (
     CONTAINERS_MAX,
     DEPTH_MAX,
     NAMES_MAX,
     VALUES_MAX,
+    ApiError,
     TooMuchJson,
     check_bounds,
+    parse,
 )
+from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
 
 FOLDER = Path(__file__).parent
@@ -113,16 +114,16 @@ def test_what_is_counted_in_the_bytes_is_what_a_parser_sees(
     names = ("VALUES_MAX", "NAMES_MAX", "CONTAINERS_MAX", "DEPTH_MAX")
     counts = dict(zip(names, shape_of(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "_CHUNK_BYTES", chunk)
+        patch.setattr(errors, "_CHUNK_BYTES", chunk)
         for name, count in counts.items():
-            patch.setattr(json_bounds, name, count)
+            patch.setattr(errors, name, count)
         check_bounds(data)
         for name, count in counts.items():
             if count:
-                patch.setattr(json_bounds, name, count - 1)
+                patch.setattr(errors, name, count - 1)
                 with pytest.raises(TooMuchJson):
                     check_bounds(data)
-                patch.setattr(json_bounds, name, count)
+                patch.setattr(errors, name, count)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,9 @@ def test_what_is_counted_in_the_bytes_is_what_a_parser_sees(
     ],
     ids=["values", "names", "objects", "lists in lists", "objects in objects"],
 )
-def test_a_body_beyond_a_bound_is_told_which(kind: type, data: bytes, words: str) -> None:
+def test_a_body_beyond_a_bound_is_an_error_that_names_it(
+    kind: type, data: bytes, words: str
+) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         parse(kind, data)
     assert caught.value.status == 400
@@ -149,7 +152,7 @@ def test_commas_and_brackets_in_texts_count_for_nothing() -> None:
     assert body.prompts == [text]
 
 
-def test_what_was_found_is_still_told() -> None:
+def test_errors_still_show_the_number_that_was_found() -> None:
     """The error is made without its input, which may be as large as the body."""
     ids = json.dumps({"tokens": [1] * 1000 + [-5] + [True] * 1000}).encode()
     with pytest.raises(ApiError, match=r"^tokens\.1000: .* greater than .*, found -5$"):
@@ -204,7 +207,7 @@ def test_a_budget_is_shared_and_given_back() -> None:
     budget = BodyBudget(TRIM_BYTES + 10, give_back=trimmed.set)
     first, second, third = budget.share(), budget.share(), budget.share()
     first.grow_to(FREE_BYTES)
-    assert budget.held == 0  # small bodies are none of its business
+    assert budget.bytes_in_use == 0  # small bodies are none of its business
     first.grow_to(FREE_BYTES + TRIM_BYTES)
     second.grow_to(FREE_BYTES + 10)
     with pytest.raises(ApiError) as caught:
@@ -215,11 +218,11 @@ def test_a_budget_is_shared_and_given_back() -> None:
     first.release()
     first.release()
     first.grow_to(10 * FREE_BYTES)  # too late to count
-    assert budget.held == 10
+    assert budget.bytes_in_use == 10
     third.grow_to(FREE_BYTES + 1)
     for share in (second, third):
         share.release()
-    assert budget.held == 0
+    assert budget.bytes_in_use == 0
     assert trimmed.wait(60)
 
 
@@ -251,7 +254,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
             open_ones.enter_context(unfinished(running, MEGABYTE, MEGABYTE - 10))
         # a large body that came before they were read would take the place of one of them
         read = 4 * (MEGABYTE - 10 - FREE_BYTES)
-        assert becomes(lambda: bool(budgets) and budgets[0].held == read)
+        assert becomes(lambda: bool(budgets) and budgets[0].bytes_in_use == read)
         status, headers, answer = talk(running, "POST", "/tokenize", large)
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         assert headers["retry-after"] == "1"
@@ -263,7 +266,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
 def test_a_body_that_was_read_is_no_longer_held_while_its_answer_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shares: list[body_budget.BodyShare] = []
+    shares: list[BodyShare] = []
     share = BodyBudget.share
     monkeypatch.setattr(
         BodyBudget, "share", lambda budget: shares.append(share(budget)) or shares[-1]

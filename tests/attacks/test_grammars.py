@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.chat_templates import byte_level_tokenizer
+from support.cases import others_slow
 from support.servers import CHAT, chat_body, serving, talk
-from support.slow_cases import others_slow
+from support.templates import trained_byte_tokenizer
 
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import LIMITS, Constraints
@@ -50,7 +50,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def constraints() -> Constraints:
-    tokenizer: Any = byte_level_tokenizer()
+    tokenizer: Any = trained_byte_tokenizer()
     return Constraints(tokenizer, vocabulary=400, stop_tokens=[tokenizer.eos_token_id])
 
 
@@ -95,7 +95,7 @@ def test_a_slow_form_holds_up_no_other():
     assert len({str(error) for error in first}) == 1
 
 
-def test_a_server_answers_bodies_with_tools_and_forms_beside_slow_schemas(compiled_quickly):
+def test_a_server_answers_bodies_with_tools_and_forms_during_slow_schemas(compiled_quickly):
     """As many slow ones as are tried at once, each another; then ordinary ones."""
 
     def form(schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.builders import configuration
-from support.debug_run import DEBUG
+from support.flow_runs import DEBUG
+from support.run_factories import configuration
 
 from marin_rl.storage.own_runs import remembered, try_to_remember
 from marin_rl.storage.runs import Run

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.policy_runs import small_run, weights
 from support.servers import asks_well, talk
-from support.small_runs import small_run, weights
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError
@@ -21,8 +21,7 @@ from marin_rl.model_folders import (
 )
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.checkpoint_loader import Loaded
-from marin_rl.serving.weights.update_roots import Places, with_update_root
+from marin_rl.serving.weights.checkpoint_loader import Loaded, Places, with_update_root
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.training.model import hf_template, load_hf, parameters_digest, save_hf
 

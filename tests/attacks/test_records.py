@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.cases import printed_seed
 from support.forgeries import (
     COMMANDS,
     DEEP,
@@ -27,8 +28,7 @@ from support.forgeries import (
     outcomes,
     sealed,
 )
-from support.seeds import printed_seed
-from support.whole_runs import whole_run
+from support.run_factories import whole_run
 
 from marin_rl.analysis.status import RunStatus, Unreadable, each_run, run_status
 from marin_rl.errors import ConfigError, CorruptObject

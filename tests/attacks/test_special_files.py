@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.whole_runs import whole_run
+from support.run_factories import whole_run
 
 from marin_rl.analysis.report import write_learning_curve
 from marin_rl.analysis.status import metric_rows

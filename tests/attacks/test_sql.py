@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from support.builders import commit_round, configuration, group
+from support.run_factories import commit_round, configuration, group
 
 from marin_rl.analysis.scan import sql
 from marin_rl.errors import InputError

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, TALK
-from support.hostile_templates import DOUBLED, ESCAPES, LOOPS, ONE_CALL
+from support.cases import others_slow
+from support.models import tiny_model
+from support.policy_runs import small_run
 from support.servers import CHAT, CONTEXT, ENGINE, chat_body, talk
-from support.slow_cases import others_slow
-from support.small_runs import small_run
-from support.tiny_models import tiny_model
+from support.templates import CHATML, DOUBLED, ESCAPES, LOOPS, ONE_CALL, TALK
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
@@ -97,7 +96,7 @@ def test_a_worker_inherits_no_secret_and_may_not_touch_files_or_start_processes(
     """Surroundings that an escape from the sandbox would meet."""
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "secret")
     limits = WorkerLimits(cpu_s=5, wall_s=HANGS_S, memory_bytes=MEMORY_BYTES, answer_bytes=2**16)
-    pool = WorkerPool("support.worker_facts", limits, 1)
+    pool = WorkerPool("support.processes", limits, 1)
     try:
         (answer,) = pool.ask(b"", [b""])
     finally:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support.builders import configuration
-from support.whole_runs import whole_run
+from support.run_factories import configuration, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.analysis.verify import verify_run
@@ -247,7 +246,7 @@ def test_what_comes_with_the_package_needs_no_trust(tmp_path: Path) -> None:
     run = Run.create_or_open(
         configuration(str(tmp_path / "in"), environment={"name": "chat", "options": inside})
     )
-    with pytest.raises(ConfigError, match=r"imports marin_rl\.storage\.gc:collect"):
+    with pytest.raises(ConfigError, match=r"imports marin_rl\.storage\.upkeep\.gc:collect"):
         check_named(run, run.config, Consent())
 
 

@@ -13,7 +13,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from marin_rl.batching.advantages import (
     EPSILON,
-    ESTIMATORS,
     WHITENING_VARIANCE_MIN,
     AdvantageChoice,
     discounted_returns,
@@ -29,8 +28,10 @@ from marin_rl.batching.advantages import (
     rloo,
     round_advantages,
 )
-from marin_rl.config.objective import ESTIMATORS as FACTS
-from marin_rl.config.objective import GROUPS_OF_ONE, ObjectiveConfig
+from marin_rl.config.objective import ESTIMATORS, GROUPS_OF_ONE, ObjectiveConfig
+
+# Each with rewards alone as its input, and a sum of 0 in every group.
+WITHIN_GROUPS = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl-advantages.json").read_text())
 
@@ -136,7 +137,7 @@ def test_missing_rewards_stay_out_of_the_baseline() -> None:
     assert_array_equal(rloo(rewards_array([None, 1.0, float("inf"), 3.0])), [0.0, -2.0, 0.0, 2.0])
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+@pytest.mark.parametrize("estimator", WITHIN_GROUPS.values(), ids=WITHIN_GROUPS)
 @pytest.mark.parametrize("rewards", [[], [np.nan], [5.0], [5.0, np.nan], [0.1] * 7])
 def test_no_signal_is_exactly_zero(estimator, rewards: list[float]) -> None:
     assert_array_equal(estimator(np.array(rewards)), np.zeros(len(rewards)))
@@ -156,7 +157,7 @@ def test_agrees_with_trl(case: dict) -> None:
     whole = round_advantages(reward, groups, int(groups.max()) + 1, choice)
     assert_allclose(whole, case["advantages"], rtol=1e-4, atol=1e-4)
     if choice.scale == "default":
-        alone = ESTIMATORS[case["estimator"]]
+        alone = WITHIN_GROUPS[case["estimator"]]
         ours = np.concatenate([alone(reward[groups == g]) for g in range(groups.max() + 1)])
         assert_allclose(ours, case["advantages"], rtol=1e-4, atol=1e-4)
 
@@ -173,27 +174,27 @@ def test_rloo_is_the_leave_one_out_difference(rewards: list[float | None]) -> No
 
 
 @given(
-    st.lists(REWARDS, min_size=1, max_size=9), st.sampled_from(sorted({*ESTIMATORS} - {"maxrl"}))
+    st.lists(REWARDS, min_size=1, max_size=9), st.sampled_from(sorted({*WITHIN_GROUPS} - {"maxrl"}))
 )
 def test_advantages_sum_to_zero_and_ignore_a_constant(
     rewards: list[float | None], name: str
 ) -> None:
     reward = rewards_array(rewards)
-    advantage = ESTIMATORS[name](reward)
+    advantage = WITHIN_GROUPS[name](reward)
     assert_allclose(advantage.sum(), 0.0, atol=1e-8)
     # A power of two keeps the shift exact for the small integers and close for the rest.
-    assert_allclose(ESTIMATORS[name](reward + 4.0), advantage, rtol=1e-6, atol=1e-6)
+    assert_allclose(WITHIN_GROUPS[name](reward + 4.0), advantage, rtol=1e-6, atol=1e-6)
 
 
 @given(
     st.lists(st.lists(REWARDS, min_size=1, max_size=6), min_size=1, max_size=6),
-    st.sampled_from(sorted(ESTIMATORS)),
+    st.sampled_from(sorted(WITHIN_GROUPS)),
     st.randoms(use_true_random=False),
 )
 def test_a_round_equals_its_groups(groups: list[list[float | None]], name: str, random) -> None:
     rewards = np.abs(np.concatenate([rewards_array(group) for group in groups]))
     numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    expected = np.concatenate([ESTIMATORS[name](np.abs(rewards_array(g))) for g in groups])
+    expected = np.concatenate([WITHIN_GROUPS[name](np.abs(rewards_array(g))) for g in groups])
     choice = AdvantageChoice(estimator=name)
     assert_allclose(
         round_advantages(rewards, numbers, len(groups), choice), expected, rtol=1e-9, atol=1e-9
@@ -277,15 +278,17 @@ def test_pass_at_k_of_a_round_is_that_of_its_groups() -> None:
 
 
 def test_only_group_baselines_are_blind_to_a_group_of_equal_rewards() -> None:
-    within = [AdvantageChoice(estimator=name).within_groups for name in (*ESTIMATORS, "pass_at_k")]
+    within = [
+        AdvantageChoice(estimator=name).within_groups for name in (*WITHIN_GROUPS, "pass_at_k")
+    ]
     assert all(within)
     assert not AdvantageChoice(estimator="reinforce_batch").within_groups
 
 
 def test_a_group_of_one_is_enough_where_its_mean_is_no_baseline() -> None:
-    found = {name: AdvantageChoice(estimator=name, pass_k=3).members_min for name in FACTS}
+    found = {name: AdvantageChoice(estimator=name, pass_k=3).members_min for name in ESTIMATORS}
     assert found == dict.fromkeys(
-        [*ESTIMATORS, "opo", "remax", "optimal_token_baseline"], 2
+        [*WITHIN_GROUPS, "opo", "remax", "optimal_token_baseline"], 2
     ) | {
         "pass_at_k": 3, "reinforce": 1, "reinforce_batch": 1, "gae": 1,
     }  # fmt: skip
@@ -316,8 +319,9 @@ def test_opo_by_hand_and_by_loops() -> None:
 
 
 def test_remax_by_hand_and_by_loops() -> None:
-    assert_array_equal(remax([1.0, 0.0, 0.25], 2), [0.75, -0.25, 0.0])
-    assert_array_equal(remax([1.0, 0.0, None], 2), np.zeros(3))  # no baseline
+    last = np.array([False, False, True])
+    assert_array_equal(remax([1.0, 0.0, 0.25], last), [0.75, -0.25, 0.0])
+    assert_array_equal(remax([1.0, 0.0, None], last), np.zeros(3))  # no baseline
     rng = np.random.default_rng(12)
     groups, rewards = np.repeat(np.arange(5), 3), rng.normal(0, 1, 15)
     greedy = np.arange(15) % 3 == 2
@@ -335,7 +339,7 @@ def test_remax_by_hand_and_by_loops() -> None:
 
 def test_every_estimator_of_the_configuration_has_its_facts() -> None:
     field = ObjectiveConfig.model_fields["advantage"]
-    assert set(FACTS) == set(get_args(field.annotation))
+    assert tuple(ESTIMATORS) == get_args(field.annotation)
     assert GROUPS_OF_ONE == ("gae", "reinforce", "reinforce_batch")
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.builders import commit_round, configuration, group, group_of, rollout
+from support.run_factories import commit_round, configuration, group, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.plan import bucket
@@ -453,7 +453,7 @@ def test_how_a_round_is_cut_into_shards_changes_nothing(
 
 
 def test_order_of_commits_changes_nothing(tmp_path: Path) -> None:
-    from support.builders import CHECKPOINT, FINGERPRINT, policy
+    from support.run_factories import CHECKPOINT, FINGERPRINT, policy
 
     from marin_rl.storage.tables.rollouts import commit_shard, seal_round
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from support.builders import commit_round, configuration, group_of, rollout
+from support.run_factories import commit_round, configuration, group_of, rollout
 
 from marin_rl.batching.advantages import discounted_returns, gae, rewards_of
 from marin_rl.batching.build import build_round

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.crash_states import CrashStates, Recording, Undisturbed
-from support.debug_run import Played, debug, latest_flow_run
-from support.run_outcomes import outcome
+from support.faults import CrashStates, Recording, Undisturbed, outcome
+from support.flow_runs import Played, debug, latest_flow_run
 
 from flows.rl_loop import start
 from flows.server import prefect_api

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.debug_run import REPOSITORY, debug
-from support.whole_runs import whole_run
+from support.flow_runs import REPOSITORY, debug
+from support.run_factories import whole_run
 
 from flows.evaluate import evaluate_run
 from marin_rl.errors import ConfigError, ObjectMissing

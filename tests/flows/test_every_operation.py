@@ -32,15 +32,10 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from support.crash_states import Undisturbed
-from support.debug_run import debug
-from support.fake_gcs import Fault, Faults, fake_gcs
-from support.fake_s3 import fake_s3
-from support.fault_groups import Case, groups, play_groups
-from support.fault_names import NamedOperations
-from support.fork_server import ForkServer
-from support.run_outcomes import Outcome, outcome
-from support.seeds import printed_seed
+from support.cases import printed_seed
+from support.fake_stores import Fault, Faults, fake_gcs, fake_s3
+from support.faults import Case, NamedOperations, Outcome, Undisturbed, groups, outcome, play_groups
+from support.flow_runs import ForkServer, debug
 
 from flows.rl_loop import start
 from marin_rl.config import Config

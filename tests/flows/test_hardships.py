@@ -13,9 +13,8 @@ from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
-from support.crash_states import Undisturbed
-from support.debug_run import debug
-from support.run_outcomes import Outcome, committed_digests, outcome
+from support.faults import Outcome, Undisturbed, committed_digests, outcome
+from support.flow_runs import debug
 
 from flows.rl_loop import start
 from marin_rl.errors import RootUnfit, StorageError

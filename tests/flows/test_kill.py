@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from support.debug_run import ROUNDS, SHARDS, Played, debug
-from support.fork_server import ForkServer
-from support.seeds import printed_seed
+from support.cases import printed_seed
+from support.flow_runs import ROUNDS, SHARDS, ForkServer, Played, debug
 
 from marin_rl.config import Config
 from marin_rl.storage.commits import manifest_of

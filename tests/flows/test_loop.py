@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
 )
 from prefect.client.schemas.objects import Artifact, TaskRun
-from support.debug_run import ROUNDS, SHARDS, Played, debug, latest_flow_run
+from support.flow_runs import ROUNDS, SHARDS, Played, debug, latest_flow_run
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start

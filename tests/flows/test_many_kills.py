@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.debug_run import REPOSITORY, debug
-from support.fork_server import ForkServer
-from support.run_outcomes import Digests, committed_digests, outcome
-from support.seeds import printed_seed
+from support.cases import printed_seed
+from support.faults import Digests, committed_digests, outcome
+from support.flow_runs import REPOSITORY, ForkServer, debug
 
 from flows.server import free_port, healthy
 from marin_rl.config import Config

@@ -10,7 +10,7 @@ import pytest
 from prefect.client.schemas.objects import Artifact, State, TaskRun
 from prefect.settings import temporary_settings
 from prefect.states import Running
-from support.debug_run import Played
+from support.flow_runs import Played
 
 from flows.reports import Reporter, _linked, _quoted, round_page, rounds_table
 from flows.server import free_port

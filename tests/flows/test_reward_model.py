@@ -4,9 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support.debug_run import debug
-from support.kills import finish, kill_when, spawn_program
-from support.seeds import printed_seed
+from support.cases import printed_seed
+from support.flow_runs import debug, finish, kill_when, spawn_program
 from support.word_forms import write_prompts
 
 import flows.reward_model

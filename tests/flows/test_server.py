@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import get_current_settings, temporary_settings
-from support.debug_run import REPOSITORY
+from support.flow_runs import REPOSITORY
 
 from flows.server import free_port, healthy, prefect_api
 

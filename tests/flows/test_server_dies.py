@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.debug_run import DEBUG, REPOSITORY, Played, debug
-from support.run_outcomes import outcome
-from support.slow_cases import others_slow
+from support.cases import others_slow
+from support.faults import outcome
+from support.flow_runs import DEBUG, REPOSITORY, Played, debug
 
 from flows.connection import healthy
 from flows.server import free_port

@@ -22,7 +22,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.schemas.automations import EventTrigger
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Suspended
-from support.debug_run import REPOSITORY, ROUNDS, debug
+from support.flow_runs import REPOSITORY, ROUNDS, debug
 
 from flows.server import free_port, healthy
 from flows.session import resolve_config

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.debug_run import Played
-from support.stale_servers import check_told, deaf_server
+from support.flow_runs import Played
+from support.servers import check_told, deaf_server
 
 from flows.rl_loop import start
 from marin_rl.errors import StalePolicy

@@ -1,4 +1,4 @@
-"""Write hf-greedy.json: results of transformers for the models of support/hf_checkpoints.py.
+"""Write hf-greedy.json: results of transformers for the models of support/hf_models.py.
 
 PyTorch is no dependency, so this runs in an environment of its own, from the repository's root:
 
@@ -24,15 +24,15 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.hf_checkpoints import (
+from support.hf_models import (
     CONTEXT,
     PARTICULARS,
-    VOCABULARY,
     config_of,
     digest_of,
     tensors_of,
     write_checkpoint,
 )
+from support.models import VOCABULARY
 
 NEW_TOKENS = 56
 PROMPT_LENGTHS = (1, 2, 9, 17, 30)

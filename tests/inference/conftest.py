@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from levanter.models.lm_model import LmHeadModel
 from support.engines import engine_of
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support.cases import printed_seed
 from support.engines import (
     bits,
     engine_of,
@@ -15,8 +16,7 @@ from support.engines import (
     result_of,
     results_under_load,
 )
-from support.seeds import printed_seed
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 
 from marin_rl.compilation import CACHE_VARIABLE
 from marin_rl.inference import batch_invariance

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import others_slow, printed_seed
 from support.engines import (
     PROGRAMS,
     amid,
@@ -18,9 +19,7 @@ from support.engines import (
     result_of,
     results_under_load,
 )
-from support.seeds import printed_seed
-from support.slow_cases import others_slow
-from support.tiny_models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
+from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest

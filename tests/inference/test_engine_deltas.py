@@ -16,7 +16,7 @@ from support.engines import (
     together,
     wait_until,
 )
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.engines import bits, engine_of, prompt_of, request_of, result_of
-from support.tiny_models import VOCABULARY, tiny_model
+from support.models import VOCABULARY, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine, EngineStats

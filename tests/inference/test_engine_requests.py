@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import others_slow, printed_seed
 from support.engines import bits, engine_of, request_of, result_of, results_under_load
-from support.seeds import printed_seed
-from support.slow_cases import others_slow
-from support.tiny_models import FAMILIES, VOCABULARY, full_logits, tiny_model
+from support.models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest, Sample

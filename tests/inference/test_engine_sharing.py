@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from support.cases import printed_seed
 from support.engines import bits, engine_of, request_of, result_of
-from support.seeds import printed_seed
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 
 from marin_rl.inference.attention import SHARE
 from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from levanter.models.gemma import Gemma2Config, Gemma2LMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from support.hf_checkpoints import (
+from support.cases import others_slow
+from support.hf_models import (
     CONTEXT,
     PARTICULARS,
     config_of,
@@ -23,8 +24,7 @@ from support.hf_checkpoints import (
     tensors_of,
     write_checkpoint,
 )
-from support.slow_cases import others_slow
-from support.tiny_models import FAMILIES, full_logits, tiny_model
+from support.models import FAMILIES, full_logits, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InputError

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.cases import printed_seed
 from support.engines import (
     PROGRAMS,
     bits,
@@ -19,8 +20,7 @@ from support.engines import (
     together,
     wait_until,
 )
-from support.seeds import printed_seed
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 
 from marin_rl.errors import InputError
 from marin_rl.inference.cpu_streams import (

@@ -14,9 +14,9 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
+from support.cases import others_slow
 from support.engines import PROGRAMS
-from support.slow_cases import others_slow
-from support.tiny_models import uneven
+from support.models import uneven
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from support.seeds import printed_seed
+from support.cases import printed_seed
 
 from marin_rl.inference.stops import StopWatch, first_stop
 

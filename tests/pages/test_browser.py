@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
-from support.shown_runs import add_round, shown_run
+from support.run_factories import add_round, shown_run
 
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html

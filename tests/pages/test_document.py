@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.builders import FINGERPRINT, commit_round, configuration, group, policy
-from support.shown_runs import HOSTILE, ROUNDS, add_round, shown_run
-from support.whole_runs import whole_run
+from support.run_factories import (
+    FINGERPRINT,
+    HOSTILE,
+    ROUNDS,
+    add_round,
+    commit_round,
+    configuration,
+    group,
+    policy,
+    shown_run,
+    whole_run,
+)
 
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
-from support.shown_runs import add_round, shown_run
+from support.run_factories import add_round, shown_run
 from typer.testing import CliRunner
 
 from marin_rl.cli import app

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.builders import group_of, rollout
+from support.run_factories import group_of, rollout
 
 from marin_rl.config import EnvironmentConfig, EvaluationConfig
 from marin_rl.environments.base import answer_in, construct

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.builders import commit_round, configuration, group, group_of, rollout
+from support.run_factories import commit_round, configuration, group, group_of, rollout
 
 from marin_rl.errors import InputError, ObjectMissing
 from marin_rl.rollouts.pairs import pair_of_group, pairs_of_run

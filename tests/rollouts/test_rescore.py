@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.builders import CHECKPOINT, FINGERPRINT, configuration, group, policy
+from support.run_factories import CHECKPOINT, FINGERPRINT, configuration, group, policy
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import build_round, preview_round

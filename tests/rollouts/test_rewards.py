@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.builders import group, rollout
 from support.fakes import FakePolicyServer
+from support.run_factories import group, rollout
 
 from marin_rl.config import (
     Config,

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.builders import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
+from support.run_factories import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
 
 from marin_rl.storage.tables.pairs import encode_pairs, read_pairs
 from marin_rl.storage.tables.parquet import TableReader, TableWriter

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
-from support.small_runs import commit, parts, small_run, weights
+from support.policy_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -231,7 +231,7 @@ def test_a_flipped_bit_contradicts_the_promised_digest(
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_places_that_the_caller_did_not_name_are_not_told(
+def test_errors_do_not_show_places_that_the_caller_did_not_name(
     server: PolicyServer, run: Run, tmp_path: Path
 ) -> None:
     secret = tmp_path / "of-another-user" / "hidden"
@@ -533,7 +533,7 @@ def test_the_admin_routes_are_for_the_admin_alone(
     assert server.engine.paused is False
 
 
-def test_what_is_going_on_is_told(server: PolicyServer, run: Run) -> None:
+def test_status_reports_what_is_served_and_the_load(server: PolicyServer, run: Run) -> None:
     server.swap(weights(run, 1), 1, parameters_digest(weights(run, 1)))
     status, _, answer = talk(server, "GET", "/admin/status")
     last = answer.pop("last_update")

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
+import uvicorn
 from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
 from marin_rl.config import ServerConfig
@@ -32,6 +33,15 @@ def patient() -> Iterator[PolicyServer]:
 def server() -> Iterator[PolicyServer]:
     with serving(LIMITS) as running:
         yield running
+
+
+def test_uvicorn_is_the_version_whose_private_parts_are_overridden() -> None:
+    assert uvicorn.__version__.startswith("0.54."), (
+        "expected uvicorn 0.54, whose private protocol classes `serving/http/connections.py` "
+        f"overrides, found {uvicorn.__version__}: read the changes of HttpToolsProtocol, "
+        "RequestResponseCycle and FlowControl, run this file and attacks/test_connections.py, "
+        "then raise the bound here and in pyproject.toml"
+    )
 
 
 def metric(server: PolicyServer, line: str) -> float:
@@ -151,7 +161,7 @@ def raw_unbuffered(server: PolicyServer) -> socket.socket:
     return connection
 
 
-def test_whoever_reads_no_answers_does_not_keep_the_connection(
+def test_a_client_that_reads_no_answers_does_not_keep_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refusals cost no token, and an answer that is not read waits for its reader."""
@@ -263,7 +273,7 @@ def taken(connection: socket.socket, data: bytes, most: int) -> int:
     return sent
 
 
-def test_a_head_just_too_large_is_told_so(server: PolicyServer) -> None:
+def test_a_head_just_too_large_is_a_431(server: PolicyServer) -> None:
     with raw(server) as connection:
         connection.sendall(HEAD + b"X: " + b"y" * 70_000 + b"\r\n\r\n")
         answer = read_all(connection)
@@ -290,7 +300,7 @@ def test_200_megabytes_that_are_declared_are_refused_unread(server: PolicyServer
     assert asks_well(server)
 
 
-def test_a_body_declared_too_large_is_told_before_it_is_sent(server: PolicyServer) -> None:
+def test_a_body_declared_too_large_is_a_413_before_it_is_sent(server: PolicyServer) -> None:
     with raw(server) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (200 * MEGABYTE))
         answer = read_all(connection)
@@ -308,7 +318,7 @@ def test_200_megabytes_in_chunks_are_cut_off(patient: PolicyServer) -> None:
 
 
 @pytest.mark.parametrize("asked", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
-def test_a_body_in_chunks_just_too_large_is_told_so(patient: PolicyServer, asked: bytes) -> None:
+def test_a_body_in_chunks_just_too_large_is_a_413(patient: PolicyServer, asked: bytes) -> None:
     with raw(patient) as connection:
         connection.sendall(HEAD + asked + b"Transfer-Encoding: chunked\r\n\r\n")
         pour(connection, 17, b"100000\r\n%s\r\n")
@@ -345,7 +355,7 @@ def test_a_thousand_requests_down_one_connection_are_answered_in_order(
     assert answers.rstrip().endswith(b'{"status":"ready"}')
 
 
-def test_a_large_answer_that_nobody_reads_does_not_keep_its_connection(
+def test_a_large_unread_answer_does_not_keep_its_connection(
     server: PolicyServer,
 ) -> None:
     body = orjson.dumps(chat_body(n=96, max_tokens=90, logprobs=True, top_logprobs=20))

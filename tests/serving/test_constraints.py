@@ -11,8 +11,8 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
-from support.chat_templates import byte_level_tokenizer
-from support.seeds import printed_seed
+from support.cases import printed_seed
+from support.templates import trained_byte_tokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ from marin_rl.tokenizers import character_tokenizer
 STEPS_MAX = 4000
 
 
-BYTE_LEVEL = byte_level_tokenizer()
+BYTE_LEVEL = trained_byte_tokenizer()
 CHARACTERS = character_tokenizer()
 
 
@@ -212,7 +212,7 @@ def refused(schema: dict[str, Any]) -> str:
         ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "a form that no text has"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_told(schema, told):
+def test_a_schema_that_cannot_be_enforced_is_a_400_that_says_why(schema, told):
     assert told in refused(schema)
 
 

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from support.models import full_logprobs, tiny_model
 from support.servers import CHAT, CONTEXT, asks_well, chat_body, raw, serving, talk
-from support.tiny_models import full_logprobs, tiny_model
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
@@ -31,7 +31,7 @@ from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving import server as server_module
-from marin_rl.serving.http.addresses import check_address
+from marin_rl.serving.http.auth import check_address
 from marin_rl.serving.launch import Weights
 from marin_rl.serving.launch import serving as briefly
 from marin_rl.serving.server import PolicyServer, serve_forever
@@ -349,7 +349,7 @@ def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import sys
-from support.tiny_models import tiny_model
+from support.models import tiny_model
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
 from marin_rl.serving.server import PolicyServer, serve_forever

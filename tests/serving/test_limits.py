@@ -49,7 +49,7 @@ def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
     burst=st.integers(1, 50),
     pauses=st.lists(st.floats(0, 3), max_size=60),
 )
-def test_whoever_waits_as_told_is_let_in_and_nobody_gets_more(
+def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(
     rate: float, burst: int, pauses: list[float]
 ) -> None:
     clock = Clock()
@@ -118,7 +118,7 @@ def test_tokens_are_counted() -> None:
         check_tokens(config, prompt_tokens=1, new_tokens=6)
 
 
-def test_too_many_requests_are_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_are_a_429_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("marin_rl.serving.http.auth.Rates", partial(Rates, clock=clock))
     with serving(ServerConfig(requests_per_second=2.0, requests_burst=3)) as server:
@@ -134,7 +134,7 @@ def test_too_many_requests_are_told_when_to_come_again(monkeypatch: pytest.Monke
         assert talk(server, "GET", "/v1/models")[0] == 200
 
 
-def test_configured_limits_of_a_request_are_told_by_name() -> None:
+def test_configured_limits_of_a_request_are_errors_by_name() -> None:
     limits = ServerConfig(samples_max=4, prompts_max=2, new_tokens_max=8, prompt_tokens_max=20)
     with serving(limits) as server:
         for path, fields, param in (
@@ -169,7 +169,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again() -> None:
         assert asks_well(server)
 
 
-def test_who_finds_no_slot_in_time_is_told_and_leaves_nothing_behind() -> None:
+def test_a_request_without_a_slot_in_time_is_a_503_and_leaves_nothing_behind() -> None:
     with serving(ServerConfig(queue_timeout_s=3.0)) as server:
         server.engine.pause()
         try:
@@ -194,7 +194,7 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] == 200
 
 
-def test_a_body_that_trickles_in_is_given_up() -> None:
+def test_a_body_that_trickles_in_is_a_408() -> None:
     with serving(ServerConfig(body_timeout_s=1.0)) as server, raw(server) as slow:
         started = time.monotonic()
         slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")

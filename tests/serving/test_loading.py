@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_runs import commit, small_run, weights
-from support.tiny_models import tiny_model
+from support.models import tiny_model
+from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
@@ -75,25 +75,25 @@ def test_a_folder_and_a_checkpoint_of_the_same_weights_are_the_same(tmp_path: Pa
         ("1/2 of it, and/or more", "1/2 of it, and/or more"),
     ],
 )
-def test_only_places_that_the_caller_named_are_told(
+def test_errors_show_only_places_that_the_caller_named(
     tmp_path: Path, message: str, told: str
 ) -> None:
     source = folder(str(tmp_path))
-    assert source.told(InputError(message.format(tmp_path))) == told.format(tmp_path)
+    assert source.error_text(InputError(message.format(tmp_path))) == told.format(tmp_path)
 
 
-def test_a_place_is_told_as_the_caller_wrote_it(
+def test_errors_show_a_place_as_the_caller_wrote_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert folder("model").told(InputError(f"in {tmp_path}/model/x")) == "in model/x"
+    assert folder("model").error_text(InputError(f"in {tmp_path}/model/x")) == "in model/x"
     up = f"{'../' * len(tmp_path.parts)}elsewhere"
     for message in (f"no {up}/a.json: really", f"no {up}", "no runs/elsewhere"):
-        assert folder(up).told(InputError(message)) == message
-    assert folder(up).told(InputError("no /elsewhere/a.json")) == f"no {up}/a.json"
+        assert folder(up).error_text(InputError(message)) == message
+    assert folder(up).error_text(InputError("no /elsewhere/a.json")) == f"no {up}/a.json"
 
 
-def test_of_a_root_without_the_run_a_few_names_are_told(tmp_path: Path) -> None:
+def test_a_root_without_the_run_is_an_error_with_a_few_names(tmp_path: Path) -> None:
     for number in range(100, 130):
         (tmp_path / str(number)).mkdir()
     with pytest.raises(ObjectMissing, match=r"found there: 100, .*, 109 and 20 more$"):

@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pytest
 from openai.types import CompletionChoice
-from support.byte_tokenizers import byte_level_tokenizer
+from support.models import full_logits, tiny_model
 from support.servers import CONTEXT, ENGINE
-from support.tiny_models import full_logits, tiny_model
+from support.templates import byte_level_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import InferenceConfig, ServerConfig
@@ -425,7 +425,7 @@ def _ask_for_many(url: str) -> None:
         client.chat.completions.create(**ASK | {"max_tokens": 4}, n=64)
 
 
-def test_what_fails_in_mid_stream_is_told_in_the_stream() -> None:
+def test_an_error_in_mid_stream_is_sent_in_the_stream() -> None:
     server = started()
     try:
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:

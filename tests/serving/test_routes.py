@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import jsonschema
 import numpy as np
 import pytest
+from support.models import full_logprobs, tiny_model
 from support.servers import CONTEXT, MESSAGES, raw, serving, talk
-from support.tiny_models import full_logprobs, tiny_model
 
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
@@ -375,7 +375,7 @@ def test_limits_of_the_configuration() -> None:
             assert 1 <= answer["usage"]["completion_tokens"] <= 4
 
 
-def test_unknown_routes_and_methods_are_told_in_the_same_shape(asked: Ask) -> None:
+def test_unknown_routes_and_methods_are_errors_of_the_same_shape(asked: Ask) -> None:
     status, _, answer = asked("GET", "/v1/nothing")
     assert (status, answer["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
     assert asked("GET", CHAT)[0] == 405

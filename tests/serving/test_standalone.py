@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.policy_runs import commit, small_run
 from support.servers import CHAT, chat_body, talk
-from support.small_runs import commit, small_run
 from typer.testing import CliRunner
 
 from marin_rl import cli
@@ -49,7 +49,7 @@ def test_a_run_or_a_round_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert told in str(error)
 
 
-def test_what_does_not_go_together_is_told() -> None:
+def test_flags_that_do_not_go_together_are_refused() -> None:
     assert "exactly one of --run RUN_ID and --model FOLDER" in str(refusal())
     for option in (["--follow"], ["--round", "3"]):
         error = refusal("--model", "somewhere", *option)
@@ -71,7 +71,7 @@ def test_the_environment_stands_for_the_flags(
     assert "no.yaml" in str(refusal("--run", run.run_id, "--port", "0"))
 
 
-def test_of_a_file_beside_a_run_the_section_inference_counts(tmp_path: Path) -> None:
+def test_only_the_section_inference_of_a_file_counts_with_a_run(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     file = tmp_path / "serving.yaml"
     file.write_text("rounds: 99\ninference: {model: mine, engine: {slots: 3}}\n", encoding="utf-8")

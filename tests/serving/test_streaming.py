@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from support.templates import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.serving.api.responses import TextDecoding
@@ -72,11 +72,11 @@ def test_the_pieces_put_together_are_the_whole(
     ids, reason = as_the_engine(reading, ids)
     whole = reading.text(ids, reason)
     assert not any(string in whole for string in stop)
-    growing, shown = reading.growing(), ""
+    growing, shown = reading.incremental(), ""
     chunks = cut_up(ids, cuts)
     for number, chunk in enumerate(chunks):
         last = number == len(chunks) - 1
-        shown += reading.grown(growing, chunk, reason if last else "")
+        shown += reading.new_text(growing, chunk, reason if last else "")
         assert whole.startswith(shown), (whole, shown)
     assert shown == whole
 
@@ -96,9 +96,9 @@ def test_what_precedes_a_stop_string_is_what_the_tokenizer_says(name: str) -> No
 def test_a_character_comes_when_its_last_byte_is_there() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     reading = TextDecoding(texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]))
-    growing = reading.growing()
+    growing = reading.incremental()
     ids = tokenizer.encode("a😀b", add_special_tokens=False)
-    shown = [reading.grown(growing, [token], "") for token in ids]
+    shown = [reading.new_text(growing, [token], "") for token in ids]
     assert shown == ["a", "", "", "", "😀", "b"]
 
 
@@ -106,10 +106,12 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
     tokenizer = TOKENIZERS["characters"]
     texts = Detokenizer(tokenizer)
     reading = TextDecoding(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))
-    growing = reading.growing()
-    shown = [reading.grown(growing, tokenizer.encode(text), "") for text in ("xE", "N", "x", "EN")]
+    growing = reading.incremental()
+    shown = [
+        reading.new_text(growing, tokenizer.encode(text), "") for text in ("xE", "N", "x", "EN")
+    ]
     assert shown == ["x", "", "ENx", ""]
-    assert reading.grown(growing, tokenizer.encode("D"), "stop") == ""
+    assert reading.new_text(growing, tokenizer.encode("D"), "stop") == ""
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
@@ -195,7 +197,7 @@ def test_the_loop_is_woken_once_for_all_that_waits() -> None:
     asyncio.run(check())
 
 
-def test_a_reply_whose_loop_is_gone_bothers_nobody() -> None:
+def test_a_response_whose_loop_is_closed_is_dropped() -> None:
     async def make() -> ResponseQueue:
         return ResponseQueue()
 

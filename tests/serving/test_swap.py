@@ -19,15 +19,15 @@ import jax
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.cases import printed_seed
 from support.engines import together, wait_until
-from support.seeds import printed_seed
-from support.tiny_models import VOCABULARY, full_logprobs, tiny_model
+from support.models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.serving.api.completions import _order as completion_order
+from marin_rl.serving.api.completions import _prepare as completion_order
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import named_parameters

@@ -13,8 +13,8 @@ import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
+from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
-from support.tiny_models import tiny_model
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.batch_invariance import UNPROVEN
@@ -177,7 +177,7 @@ def test_one_line_a_request_says_what_it_cost(server: PolicyServer, log) -> None
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
 
 
-def test_a_request_that_was_given_up_says_what_it_cost(server: PolicyServer, log) -> None:
+def test_an_abandoned_request_is_logged_with_its_cost(server: PolicyServer, log) -> None:
     body = json.dumps(chat_body(n=8, max_tokens=80, stream=True)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with raw(server) as leaving:
@@ -271,7 +271,7 @@ def run_failing(begin: bool) -> tuple[list[Message], list[RequestRecord]]:  # no
     return sent, ended
 
 
-def test_a_fault_of_ours_is_told_by_its_number_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_shows_the_request_id_alone(caplog: pytest.LogCaptureFixture) -> None:
     (start, body), (ended,) = run_failing(begin=False)
     assert start["status"] == ended.status == 500
     assert (b"x-request-id", ended.request_id.encode()) in start["headers"]
@@ -307,7 +307,7 @@ def test_an_answer_that_cannot_be_completed_is_cut_short_visibly() -> None:
         run_failing(begin=True)
 
 
-def test_a_log_that_cannot_be_written_drops_lines_and_holds_nobody_up() -> None:
+def test_a_log_that_cannot_be_written_drops_lines_and_delays_no_request() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

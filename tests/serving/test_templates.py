@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chat_templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
+from support.templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
 
 from marin_rl.errors import InputError
 from marin_rl.isolated.templates import CHARACTERS_MAX

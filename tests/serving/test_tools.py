@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chat_templates import (
+from support.cases import printed_seed
+from support.templates import (
     CALLING,
     CHATML,
     LLAMA3,
     MISTRAL,
     QWEN,
     TOOLS,
-    byte_level_tokenizer,
+    trained_byte_tokenizer,
 )
-from support.seeds import printed_seed
 
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import Constraints
@@ -33,7 +33,7 @@ from marin_rl.serving.text.tools import (
 from marin_rl.tokenizers import CHAT_TEMPLATE
 
 NAMES = ("weather", "time")
-TOKENIZER = byte_level_tokenizer()
+TOKENIZER = trained_byte_tokenizer()
 TOKENIZER.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
 TOKENIZER.bos_token = "<|user|>"
 
@@ -54,7 +54,7 @@ TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL}
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST}
 
 
-def test_the_formats_are_found_in_what_the_templates_write():
+def test_tool_formats_are_read_off_what_templates_write():
     assert format_of(QWEN) == ToolFormat(
         opening="<tool_call>",
         closing="</tool_call>",

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_s3 import FakeS3, fake_s3
-from support.small_runs import commit, small_run, weights
+from support.fake_stores import FakeS3, fake_s3
+from support.policy_runs import commit, small_run, weights
 
 from marin_rl.errors import StoreUnavailable
 from marin_rl.serving.launch import proven_server

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.fake_gcs import FakeGCS, fake_gcs
-from support.fake_s3 import FakeS3, fake_s3
+from support.fake_stores import FakeGCS, FakeS3, fake_gcs, fake_s3
 
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 

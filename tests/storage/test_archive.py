@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.whole_runs import play, whole_run
+from support.run_factories import play, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.analysis.scan import scan_rollouts

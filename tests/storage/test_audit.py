@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from support.builders import commit_round, configuration, group
-from support.whole_runs import whole_run
+from support.run_factories import commit_round, configuration, group, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import build_round

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.builders import commit_round, configuration, group
+from support.run_factories import commit_round, configuration, group
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, ObjectMissing

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_gcs import FakeGCS, Fault
-from support.racers import commit_slots
+from support.fake_stores import FakeGCS, Fault
+from support.schedules import commit_slots
 
 from marin_rl import errors
 from marin_rl.errors import (

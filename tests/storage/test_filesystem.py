@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.fake_gcs import FakeGCS, Fault
-from support.fake_s3 import FakeS3
+from support.fake_stores import FakeGCS, FakeS3, Fault
 
 from marin_rl.errors import (
     ConfigError,
@@ -175,7 +174,6 @@ def test_local_listings_do_not_skip_what_may_not_be_read(tmp_path: Path) -> None
 
 CREATE_THEN_DIE = """
 import os, signal, sys
-from marin_rl.storage import local
 from marin_rl.storage.stores.filesystem import open_store
 
 def die(*_):

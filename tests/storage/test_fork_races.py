@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.builders import configuration
-from support.seeds import printed_seed
-from support.whole_runs import checkpoint
+from support.cases import printed_seed
+from support.run_factories import checkpoint, configuration
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import ObjectMissing

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.whole_runs import checkpoint, play, whole_run
+from support.run_factories import checkpoint, play, whole_run
 
 from marin_rl.analysis.scan import scan_metrics, scan_rollouts
 from marin_rl.config import RetentionConfig

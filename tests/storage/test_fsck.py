@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.seeds import printed_seed
-from support.whole_runs import sample, whole_run
+from support.cases import printed_seed
+from support.run_factories import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import (
@@ -354,7 +354,6 @@ class Meanwhile(LocalStore):
         self._unseen = unseen
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         found = super().list(prefix)
         return found if prefix else [key for key in found if not key.startswith(self._unseen)]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.builders import configuration
-from support.whole_runs import FILES, checkpoint, play, whole_run
+from support.run_factories import FILES, checkpoint, configuration, play, whole_run
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing, StorageError

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.fault_groups import groups
-from support.fault_names import NamedOperations
+from support.faults import NamedOperations, groups
 
 from marin_rl.errors import ConfigError, ObjectMissing, StoreUnavailable
 from marin_rl.storage.stores.fault_injection import (

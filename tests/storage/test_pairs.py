@@ -6,7 +6,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.builders import sampled_pair
+from support.run_factories import sampled_pair
 
 from marin_rl.config import parse_config
 from marin_rl.errors import CommitConflict, InputError

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.schedules import delete_on_conflict, trusts_exists
 from support.simulator import (
     CREATE_FATES,
     READ_FATES,
@@ -28,7 +29,6 @@ from support.simulator import (
     clock_of,
     ended_well,
 )
-from support.wrong_protocols import delete_on_conflict, trusts_exists
 
 PROCESSES_MAX = 5
 

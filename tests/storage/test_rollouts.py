@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.builders import (
+from support.run_factories import (
     CHECKPOINT,
     FINGERPRINT,
     commit_round,

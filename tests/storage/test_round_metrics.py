@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.builders import configuration
+from support.run_factories import configuration
 
 from marin_rl.storage.runs import Run, metrics_key
 from marin_rl.storage.stores.filesystem import MemoryStore

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_gcs import FakeGCS
+from support.fake_stores import FakeGCS
 
 from marin_rl.config import Config, parse_config
 from marin_rl.errors import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.builders import configuration
+from support.run_factories import configuration
 
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.checkpoints import Beside, commit_checkpoint, restore_checkpoint

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.schedules import Scheduler, play
-from support.seeds import printed_seed
-from support.wrong_protocols import (
+from support.cases import printed_seed
+from support.schedules import (
+    Scheduler,
     delete_on_conflict,
     exists_then_put,
     fixed_names,
     gc_at_once,
     gc_without_a_word,
     one_try,
+    play,
     trusts_exists,
     trusts_silence,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
-from support.tiny_models import VOCABULARY
+from support.models import VOCABULARY
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine

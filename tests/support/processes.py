@@ -1,5 +1,10 @@
-"""Processes that tests watch by their ids."""
+"""Processes that tests watch by id, and the work of a worker that reports its own limits."""
 
+import json
+import os
+import resource
+import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,3 +27,22 @@ def wait_until_gone(process_ids: Iterable[int]) -> None:
     while alive := [each for each in process_ids if lives(each)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.02)
+
+
+def answer(common: bytes, item: bytes) -> bytes:
+    """Return as JSON what this process has and may do."""
+    written = 0
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            written = Path(file.name).write_bytes(b"x")
+    except OSError:
+        pass
+    return json.dumps(
+        {
+            "environment": dict(os.environ),
+            "session": os.getsid(0),
+            "written_bytes": written,
+            "jax": "jax" in sys.modules,
+            "processes": resource.getrlimit(resource.RLIMIT_NPROC),
+        }
+    ).encode()

@@ -1,12 +1,13 @@
-"""Seeded schedules of a world: which process goes on, and what becomes of what it asks for.
+"""Seeded schedules of a simulated world, and commit protocols that are wrong on purpose.
 
-python tests/schedules.py 7 10000     # schedules 7 to 10006, and how their processes ended
+python tests/support/schedules.py 7 10000     # schedules 7 to 10006, and how their processes ended
 """
 
 import os
 import random
 import sys
 from collections import Counter
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from support.simulator import (
@@ -19,6 +20,22 @@ from support.simulator import (
     clock_of,
     ended_well,
 )
+
+from marin_rl.config import RetentionConfig
+from marin_rl.errors import CommitConflict
+from marin_rl.storage.commits import (
+    commit_manifest,
+    fingerprint,
+    manifest_key,
+    new_attempt,
+    new_manifest,
+    parse_manifest,
+)
+from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store
+from marin_rl.storage.upkeep.gc import Collection
+from marin_rl.storage.upkeep.inventory import take_inventory
+from schemas.manifests import Manifest
 
 STEPS_MAX = 70
 PROCESSES_MAX = 5
@@ -87,6 +104,76 @@ def play(seed: int, count: int, **world: Any) -> dict[str, int]:
         for process in played.processes:
             seen[type(process.result).__name__] += 1
     return dict(seen)
+
+
+COLLECTED = Collection(garbage=(), live=False, skipped=(), deleted=True)
+
+
+def exists_then_put(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
+    """Wrong: looks, and then writes over any object that came in between."""
+    key = manifest_key(manifest.slot)
+    if key.rpartition("/")[2] in store.children(manifest.slot):
+        return parse_manifest(store.read(key), key)
+    store.put_part(key, manifest.to_json())
+    return manifest
+
+
+def delete_on_conflict(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
+    """Wrong: makes room for itself."""
+    key = manifest_key(manifest.slot)
+    while store.put_if_absent(key, manifest.to_json()) is not PutOutcome.CREATED:
+        store.delete(key)
+    return manifest
+
+
+def trusts_exists(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
+    """Wrong: takes EXISTS for another's, though it may be our own write."""
+    if store.put_if_absent(manifest_key(manifest.slot), manifest.to_json()) is PutOutcome.EXISTS:
+        raise CommitConflict("it exists")
+    return manifest
+
+
+def trusts_silence(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
+    """Wrong: takes UNKNOWN for success, and never reads back."""
+    store.put_if_absent(manifest_key(manifest.slot), manifest.to_json())
+    return manifest
+
+
+def fixed_names(_attempt: str, name: str) -> str:
+    """Wrong: two attempts write the same files."""
+    return name
+
+
+def one_try(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
+    """Right, for what it says is true: the deadline is over at once."""
+    return commit_manifest(store, manifest, deadline_s=0, sleep=lambda _: None)
+
+
+def gc_at_once(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+    """Wrong: deletes what nothing names yet, also of processes that are about to name it."""
+    for slot in take_inventory(run.folder).slots:
+        for name in slot.unnamed():
+            run.folder.delete(slot.key(name))
+    return COLLECTED
+
+
+def gc_without_a_word(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+    """Wrong: gives arrays up, and leaves no tombstone that says so."""
+    for slot in take_inventory(run.folder).of_kind("checkpoints")[:-2]:
+        for part in slot.manifest.parts if slot.manifest else ():
+            run.folder.delete(slot.key(part.name))
+    return COLLECTED
+
+
+def commit_slots(url: str, slots: list[str], barrier: Barrier, results: Any) -> None:
+    """Commit each slot at the same moment as the others; report (our attempt, the winner's)."""
+    store = open_store(url)
+    winners = []
+    for slot in slots:
+        ours = new_manifest(slot, attempt=new_attempt(), fingerprint=fingerprint("race", {}))
+        barrier.wait(60)
+        winners.append((ours.attempt, commit_manifest(store, ours).attempt))
+    results.put(winners)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A world to try the commit protocol in: one bucket, any number of processes, a scheduler, faults.
+"""A simulated world for the commit protocol: one bucket, many processes, a scheduler, faults.
 
-Every process is a thread that plays rounds through the real code of storage/commits.py, on a store
-that stops at each operation until the scheduler says what becomes of it. One thread runs at a time,
-so a schedule is decided by its choices alone. The bucket checks the laws of the protocol at every
-write and delete; `World.settle` checks the rest at the end. gc is one more process, and
-the world turns the clock.
+Every process is a thread that runs rounds through the real code of storage/commits.py, on a store
+that stops at each operation until the scheduler decides its outcome. One thread runs at a time, so
+the choices alone decide a schedule. The bucket checks the laws of the protocol at every write and
+delete; `World.settle` checks the rest at the end. gc is one more process, and the world has its own
+clock.
 """
 
 import threading
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
-from support.simulated_bucket import Bucket, rollouts_of
-from support.simulated_process import Player, Pruned
+from support.simulated_process import Bucket, Player, Pruned, rollouts_of
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import (
@@ -84,7 +83,6 @@ class StoppingStore(ObjectStore):
         self.url, self._world, self._process, self._lead = f"sim://{lead}", world, process, lead
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore."""
         fate = self._stop("create", key, data)
         bucket = self._world.bucket
         if fate == "served":
@@ -96,7 +94,6 @@ class StoppingStore(ObjectStore):
         return PutOutcome.EXISTS if fate == "seems another's" else PutOutcome.UNKNOWN
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         if self._stop("read", key) != "served":
             raise StoreUnavailable("503")
         if key not in self._world.bucket.objects:
@@ -104,34 +101,28 @@ class StoppingStore(ObjectStore):
         return self._world.bucket.objects[key]
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
         self._change("write", key, data, lambda: self._world.bucket.write(key, data))
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         self._change("delete", key, b"", lambda: self._world.bucket.delete(key))
 
     def list(self, prefix: str = "") -> "list[str]":
-        """See ObjectStore."""
         if self._stop("list", prefix) != "served":
             raise StoreUnavailable("503")
         lead = f"{prefix}/" if prefix else ""
         return sorted(key for key in self._world.bucket.objects if key.startswith(lead))
 
     def children(self, prefix: str = "") -> "list[str]":
-        """See ObjectStore."""
         lead = f"{prefix}/" if prefix else ""
         return sorted({key[len(lead) :].partition("/")[0] for key in self.list(prefix)})
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         return len(self.read(key))
 
     def local_path(self, key: str) -> None:
         """Nothing here is a file."""
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return self.url + key
 
     def at(self, folder: str) -> ObjectStore:

@@ -1,4 +1,4 @@
-"""A task as the demo is one: words are written bare or in quotation marks, and bare ones pay."""
+"""A task like the demo's: a word is written bare or quoted, and only bare words are rewarded."""
 
 import json
 import random

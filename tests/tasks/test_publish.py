@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.whole_runs import whole_run
+from support.run_factories import whole_run
 
 from marin_rl.storage.runs import checkpoint_slot, latest_checkpoint
 from tasks.process import publish

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.tiny_batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
+from support.batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 
 from marin_rl.batching.advantages import gae
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
-from support.tiny_batches import VOCAB, random_batch, tiny_policy
+from support.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig
 from marin_rl.training.critic import ScalarHead, ScalarModel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny_batches import commit_round, random_batch
+from support.batches import commit_round, random_batch
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.slow_cases import others_slow
-from support.tiny_batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from support.cases import others_slow
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config

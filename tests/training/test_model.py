@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
-from support.tiny_batches import VOCAB, random_batch, tiny_policy
+from support.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer

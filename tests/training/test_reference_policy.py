@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.tiny_batches import commit_round, random_batch
+from support.batches import commit_round, random_batch
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of

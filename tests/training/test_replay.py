@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.played_runs import play_round, play_two_rounds
-from support.small_runs import small_config
+from support.policy_runs import play_round, play_two_rounds, small_config
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import preview_round

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.builders import group_of, rollout
+from support.run_factories import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject, InputError

@@ -3,7 +3,7 @@
 Whole runs, forks and the command itself are in test_replay.py, for the slow suite.
 """
 
-from support.tiny_batches import commit_round, random_batch
+from support.batches import commit_round, random_batch
 
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, committed_checkpoint

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
-from support.slow_cases import others_slow
-from support.tiny_batches import LENGTH, VOCAB, random_batch, tiny_policy
+from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
+from support.cases import others_slow
 
 from marin_rl.training import scoring
 from marin_rl.training.model import (

@@ -13,9 +13,9 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.builders import commit_round, configuration, group_of, rollout
-from support.slow_cases import others_slow
-from support.tiny_batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from support.cases import others_slow
+from support.run_factories import commit_round, configuration, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.played_runs import play_two_rounds
-from support.tiny_batches import LENGTH, VOCAB, random_batch, tiny_policy
+from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
+from support.policy_runs import play_two_rounds
 
 from marin_rl.analysis.token_baseline import group_advantages
 from marin_rl.config import MeshConfig, ObjectiveConfig

@@ -10,19 +10,18 @@ import math
 import time
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from marin_rl.errors import InferenceError, MarinRLError, StalePolicy
 from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.inference.engine import VersionInUse
+from marin_rl.serving.api.openapi import ApiRoute
 from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.http.auth import for_admin, read_body
+from marin_rl.serving.http.auth import Endpoint, for_admin, read_body
 from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
-from marin_rl.serving.weights.checkpoint_loader import Source, checkpoint, folder
-from marin_rl.serving.weights.update_roots import Places
+from marin_rl.serving.weights.checkpoint_loader import Places, Source, checkpoint, folder
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
 
 ADMIN = "/admin"
@@ -81,15 +80,15 @@ class DrainBody(Body):
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0, le=DRAIN_TIMEOUT_MAX_S)
 
 
-def admin_routes(service: Service) -> list[Route]:
+def admin_routes(service: Service) -> list[ApiRoute]:
     """Every route that changes the server or tells how it is: for the admin alone."""
 
     async def update_weights(request: Request) -> Response:
         """New weights from disk: read, proven, switched to."""
         body = parse(UpdateWeightsBody, await read_body(request.receive, BODY_BYTES_MAX))
         await asyncio.to_thread(_update, service, body)
-        told = {"success": True, "message": f"now serving {service.model_id}"}
-        return json_response(told | {"model": service.model_id} | status(service))
+        done = {"success": True, "message": f"now serving {service.model_id}"}
+        return json_response(done | {"model": service.model_id} | status(service))
 
     async def pause(request: Request) -> Response:
         """No chunk runs until the engine is resumed."""
@@ -114,15 +113,21 @@ def admin_routes(service: Service) -> list[Route]:
         """Return what is served and the current load."""
         return json_response(status(service))
 
-    posts = {
-        f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}": update_weights,
-        UPDATE_WEIGHTS_ROUTE: update_weights,
-        f"{ADMIN}/pause": pause,
-        f"{ADMIN}/resume": resume,
-        f"{ADMIN}/drain": drain,
-    }
-    routes = [Route(path, for_admin(run), methods=["POST"]) for path, run in posts.items()]
-    return [*routes, Route(f"{ADMIN}/status", for_admin(get_status))]
+    def post(
+        path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
+    ) -> ApiRoute:
+        return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
+
+    may_be_empty = {"requestBody": {"required": False}}
+
+    return [
+        post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
+        post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
+        post(f"{ADMIN}/pause", pause),
+        post(f"{ADMIN}/resume", resume),
+        post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
+        ApiRoute(f"{ADMIN}/status", for_admin(get_status)),
+    ]
 
 
 def _check_goes_on(service: Service) -> None:
@@ -146,11 +151,11 @@ def status(service: Service) -> dict[str, Any]:
         "updating": updater.busy,
         "transfers": stats.transfers,
         "failures": stats.failures,
-        "last_update": None if stats.last is None else _told(stats.last),
+        "last_update": None if stats.last is None else _update_facts(stats.last),
     }
 
 
-def _told(update: Update) -> dict[str, Any]:
+def _update_facts(update: Update) -> dict[str, Any]:
     outcome = "refused" if update.refused else "switched"
     ago_s = max(0.0, time.time() - update.ended_at)
     return dataclasses.asdict(update) | {"outcome": outcome, "seconds_ago": ago_s}
@@ -162,21 +167,23 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
     try:
         service.updater.load(source, body.version)
     except MarinRLError as error:
-        raise _refusal(error, f"the old weights go on: {source.told(error)}") from None
+        raise _refusal(error, f"the old weights go on: {source.error_text(error)}") from None
 
 
-def _refusal(error: MarinRLError, told: str) -> ApiError:
+def _refusal(error: MarinRLError, message: str) -> ApiError:
     """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
     if isinstance(error, UpdateRunning | VersionInUse):
-        return ApiError(409, told, code="busy", headers={"Retry-After": "1"})
+        return ApiError(409, message, code="busy", headers={"Retry-After": "1"})
     if isinstance(error, StalePolicy):
-        return ApiError(409, told, code="digest_mismatch")
+        return ApiError(409, message, code="digest_mismatch")
     if isinstance(error, InferenceError):
-        return ApiError(409, told, code="canary_mismatch")
+        return ApiError(409, message, code="canary_mismatch")
     if error.transient:
         headers = {"Retry-After": "5"}
-        return ApiError(503, told, type="server_error", code="storage_unavailable", headers=headers)
-    return ApiError(400, told, code="weights_refused")
+        return ApiError(
+            503, message, type="server_error", code="storage_unavailable", headers=headers
+        )
+    return ApiError(400, message, code="weights_refused")
 
 
 async def _drain(service: Service, timeout_s: float) -> bool:

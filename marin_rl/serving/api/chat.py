@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, and its twin that takes the prompt's exact ids.
 
 Owns what chat asks of the engine (a rendered prompt, a form or calls that must be kept) and how its
-answers are written, whole or in chunks. Leaves out rendering (`templates`), reading calls (`tools`)
+answers are written, whole or in chunks. Leaves out rendering (`templates`), calls (`tools`)
 and forms (`constraints`).
 """
 
@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import CHAT_ROUTE, CHAT_TOKENS_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, ChatCompletion
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
 from marin_rl.serving.api.responses import (
+    DONE,
     ResponseHeader,
     Scores,
     TextDecoding,
     call_delta,
     chat_logprobs,
     complete_response,
+    event,
     finish_reason,
     message,
     timings,
@@ -32,7 +34,6 @@ from marin_rl.serving.api.responses import (
     usage,
 )
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.api.streaming import DONE, SamplingEndpoint, event
 from marin_rl.serving.http.errors import ApiError, parse
 from marin_rl.serving.text.constraints import MakeWalker
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer
@@ -48,13 +49,27 @@ from marin_rl.serving.text.tools import (
 Prompt = Int32[np.ndarray, " P"]
 
 
-def chat_routes(service: Service) -> list[Route]:
+def chat_routes(service: Service) -> list[ApiRoute]:
     """The routes of conversations."""
-    chat = SamplingEndpoint(service, partial(_order, ChatBody))
-    chat_with_tokens = SamplingEndpoint(service, partial(_order, ChatTokensBody))
+
+    def route(path: str, body: type[ChatBody], summary: str) -> ApiRoute:
+        return ApiRoute(
+            path,
+            SamplingEndpoint(service, partial(_prepare, body)),
+            methods=["POST"],
+            request=body,
+            response=ChatCompletion,
+            streams=True,
+            summary=summary,
+        )
+
     return [
-        Route(CHAT_ROUTE, chat, methods=["POST"]),
-        Route(CHAT_TOKENS_ROUTE, chat_with_tokens, methods=["POST"]),
+        route(CHAT_ROUTE, ChatBody, "Samples of a conversation's next message."),
+        route(
+            CHAT_TOKENS_ROUTE,
+            ChatTokensBody,
+            "The same, where the caller knows the prompt's ids: the messages are not rendered.",
+        ),
     ]
 
 
@@ -65,7 +80,7 @@ class Chat:
     service: Service
     body: ChatBody
     prompt: Prompt
-    reading: TextDecoding
+    decoding: TextDecoding
     heading: ResponseHeader
     tools: list[dict[str, Any]]
     form: ToolFormat | None
@@ -85,7 +100,7 @@ class Chat:
         return 1 if self.body.parallel_tool_calls is False else None
 
 
-def _order(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
+def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(kind, data))
     service.check_model(body.model)
@@ -98,7 +113,7 @@ def _order(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest
         service=service,
         body=body,
         prompt=prompt,
-        reading=service.reading(body, special=form is not None and form.special),
+        decoding=service.decoding(body, special=form is not None and form.special),
         heading=ResponseHeader.new("chatcmpl"),
         tools=tools,
         form=form,
@@ -111,7 +126,7 @@ def _order(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest
         constraint=_constraint(chat),
     )
     if not body.stream:
-        return EngineRequest(model=body.model, requests=[request], end=partial(_whole, chat))
+        return EngineRequest(model=body.model, requests=[request], end=partial(_complete, chat))
     stream = ChatStream(chat)
     return EngineRequest(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
 
@@ -120,7 +135,9 @@ def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Pr
     if isinstance(body, ChatTokensBody):
         service.check_ids(body.tokens)
         return np.asarray(body.tokens, np.int32)
-    return service.chat_ids([message.as_told() for message in body.messages], tools=tools)
+    return service.chat_ids(
+        [message.as_template_message() for message in body.messages], tools=tools
+    )
 
 
 def _constraint(chat: Chat) -> MakeWalker | None:
@@ -149,7 +166,7 @@ def _constraint(chat: Chat) -> MakeWalker | None:
     return constraints.grammar(grammar, param="tools")
 
 
-def _whole(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
+def _complete(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
     """The JSON of an answer whose samples are all there."""
     (result,) = results
     top = chat.service.top(chat.heading, "chat.completion", result)
@@ -162,7 +179,7 @@ def _whole(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
 
 def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
     body = chat.body
-    text = chat.reading.text(sample.token_ids.tolist(), sample.finish_reason)
+    text = chat.decoding.text(sample.token_ids.tolist(), sample.finish_reason)
     parsed = _parsed(chat, text)
     choice: dict[str, Any] = {
         "index": index,
@@ -177,7 +194,7 @@ def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
         choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
     elif body.logprobs:
         scores = Scores.of(sample, raw=body.raw)
-        choice["logprobs"] = chat_logprobs(chat.reading.texts, scores)
+        choice["logprobs"] = chat_logprobs(chat.decoding.texts, scores)
     return choice
 
 
@@ -189,7 +206,7 @@ def _parsed(chat: Chat, text: str) -> ParsedAnswer:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _SampleState:
     """One sample as far as it was sent."""
 
     text: IncrementalDetokenizer
@@ -203,23 +220,23 @@ class ChatStream:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._samples: dict[int, _Growing] = {}
-        self._told_prompt = False
+        self._samples: dict[int, _SampleState] = {}
+        self._prompt_sent = False
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """The chunk for what a sample gained; nothing where there is nothing to tell yet."""
         chat = self._chat
-        growing = self._samples.get(delta.index)
-        if growing is None:
-            growing = _Growing(chat.reading.growing(), chat.calls())
-            self._samples[delta.index] = growing
-        told = self._told(growing, delta)
-        choice = self._choice(growing, delta, told)
+        state = self._samples.get(delta.index)
+        if state is None:
+            state = _SampleState(chat.decoding.incremental(), chat.calls())
+            self._samples[delta.index] = state
+        fields = self._message_delta(state, delta)
+        choice = self._choice(state, delta, fields)
         if choice is None:
             return b""
         chunk = self._chunk(delta)
-        if chat.body.return_token_ids and not self._told_prompt:
-            self._told_prompt = True
+        if chat.body.return_token_ids and not self._prompt_sent:
+            self._prompt_sent = True
             chunk["prompt_token_ids"] = chat.prompt
         chunk["choices"] = [choice]
         return event(chunk)
@@ -236,48 +253,48 @@ class ChatStream:
         chat = self._chat
         return chat.service.chunk(chat.heading, "chat.completion.chunk", source, chat.body)
 
-    def _told(self, growing: _Growing, delta: Delta) -> dict[str, Any]:
+    def _message_delta(self, state: _SampleState, delta: Delta) -> dict[str, Any]:
         """The message fields of one delta."""
         ids = delta.token_ids.tolist()
-        text = self._chat.reading.grown(growing.text, ids, delta.finish_reason)
-        told: dict[str, Any] = {}
-        if not growing.begun:
-            told["role"] = "assistant"
-        if growing.calls is None:
-            return told | ({"content": text} if text or not growing.begun else {})
-        pieces = growing.calls.feed(text) if text else []
+        text = self._chat.decoding.new_text(state.text, ids, delta.finish_reason)
+        fields: dict[str, Any] = {}
+        if not state.begun:
+            fields["role"] = "assistant"
+        if state.calls is None:
+            return fields | ({"content": text} if text or not state.begun else {})
+        pieces = state.calls.feed(text) if text else []
         if delta.finish_reason:
-            pieces += growing.calls.finish()
+            pieces += state.calls.finish()
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
         if self._chat.calls_max is not None:
-            calls = calls[: self._chat.calls_max - growing.called]
+            calls = calls[: self._chat.calls_max - state.called]
         if content:
-            told["content"] = content
+            fields["content"] = content
         if calls:
-            told["tool_calls"] = [
-                call_delta(growing.called + number, call) for number, call in enumerate(calls)
+            fields["tool_calls"] = [
+                call_delta(state.called + number, call) for number, call in enumerate(calls)
             ]
-            growing.called += len(calls)
-        return told
+            state.called += len(calls)
+        return fields
 
     def _choice(
-        self, growing: _Growing, delta: Delta, told: dict[str, Any]
+        self, state: _SampleState, delta: Delta, fields: dict[str, Any]
     ) -> dict[str, Any] | None:
         body = self._chat.body
-        growing.begun = True
-        if not (told or delta.finish_reason or body.logprobs or body.return_token_ids):
+        state.begun = True
+        if not (fields or delta.finish_reason or body.logprobs or body.return_token_ids):
             return None
-        reason = finish_reason(delta.finish_reason, growing.called) or None
+        reason = finish_reason(delta.finish_reason, state.called) or None
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": told,
+            "delta": fields,
             "logprobs": None,
             "finish_reason": reason,
         }
         if body.logprobs:
             scores = Scores.of(delta, raw=body.raw)
-            choice["logprobs"] = chat_logprobs(self._chat.reading.texts, scores)
+            choice["logprobs"] = chat_logprobs(self._chat.decoding.texts, scores)
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

@@ -11,23 +11,24 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import COMPLETIONS_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, TextCompletion
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import CompletionBody
 from marin_rl.serving.api.responses import (
+    DONE,
     ResponseHeader,
     Scores,
     TextDecoding,
     complete_response,
+    event,
     plain_logprobs,
     tokens_of,
     usage,
 )
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.api.streaming import DONE, SamplingEndpoint, event
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
 
@@ -36,9 +37,18 @@ NEW_TOKENS = 16  # OpenAI's default
 Prompt = Int32[np.ndarray, " _"]  # each of its own length
 
 
-def completions_routes(service: Service) -> list[Route]:
+def completions_routes(service: Service) -> list[ApiRoute]:
     """The route of plain completions."""
-    return [Route(COMPLETIONS_ROUTE, SamplingEndpoint(service, _order), methods=["POST"])]
+    route = ApiRoute(
+        COMPLETIONS_ROUTE,
+        SamplingEndpoint(service, _prepare),
+        methods=["POST"],
+        request=CompletionBody,
+        response=TextCompletion,
+        streams=True,
+        summary="Continuations of texts, or of token ids.",
+    )
+    return [route]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +58,17 @@ class Plain:
     service: Service
     body: CompletionBody
     prompts: list[Prompt]
-    reading: TextDecoding
+    decoding: TextDecoding
     heading: ResponseHeader
 
     def echoed(self, prompt: int) -> str:
         """The text that stands before each completion of a prompt."""
         if not self.body.echo:
             return ""
-        given = self.body.prompts[prompt]
-        return given if isinstance(given, str) else self.reading.texts.of(given)
+        text_or_ids = self.body.prompts[prompt]
+        if isinstance(text_or_ids, str):
+            return text_or_ids
+        return self.decoding.texts.of(text_or_ids)
 
     @property
     def scored(self) -> bool:
@@ -64,7 +76,7 @@ class Plain:
         return bool(self.body.echo) and self.body.logprobs is not None
 
 
-def _order(service: Service, data: bytes) -> EngineRequest:
+def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(CompletionBody, data))
     service.check_model(body.model)
@@ -74,7 +86,7 @@ def _order(service: Service, data: bytes) -> EngineRequest:
         service=service,
         body=body,
         prompts=prompts,
-        reading=service.reading(body),
+        decoding=service.decoding(body),
         heading=ResponseHeader.new("cmpl"),
     )
     requests = []
@@ -93,7 +105,7 @@ def _order(service: Service, data: bytes) -> EngineRequest:
             )
         )
     if not body.stream:
-        return EngineRequest(model=body.model, requests=requests, end=partial(_whole, plain))
+        return EngineRequest(model=body.model, requests=requests, end=partial(_complete, plain))
     stream = PlainStream(plain)
     return EngineRequest(model=body.model, requests=requests, end=stream.end, delta=stream.delta)
 
@@ -105,7 +117,7 @@ def _encoded(service: Service, prompt: str | list[int]) -> Prompt:
     return np.asarray(prompt, np.int32)
 
 
-def _whole(plain: Plain, results: Sequence[GenerationResult]) -> bytes:
+def _complete(plain: Plain, results: Sequence[GenerationResult]) -> bytes:
     """The JSON of an answer when all samples of all prompts are there.
 
     It names the weights of its last prompt; where those of another were older, its tokens say so.
@@ -126,7 +138,7 @@ def _finished(
     plain: Plain, prompt: int, result: GenerationResult, sample: Sample
 ) -> dict[str, Any]:
     body = plain.body
-    text = plain.reading.text(sample.token_ids.tolist(), sample.finish_reason)
+    text = plain.decoding.text(sample.token_ids.tolist(), sample.finish_reason)
     choice: dict[str, Any] = {
         "text": plain.echoed(prompt) + text,
         "finish_reason": sample.finish_reason,
@@ -134,7 +146,7 @@ def _finished(
         "policy_versions": sample.policy_versions,
     }
     if body.logprobs is not None:
-        offsets = Offsets(plain.reading.texts, len(plain.echoed(prompt)))
+        offsets = Offsets(plain.decoding.texts, len(plain.echoed(prompt)))
         choice["logprobs"] = _logprobs(plain, prompt, result.prompt_scores, sample, offsets)
     if body.return_token_ids:
         ids = {"prompt_token_ids": plain.prompts[prompt], "token_ids": sample.token_ids}
@@ -153,7 +165,7 @@ def _logprobs(
 
     `offsets` are those of the sampled tokens.
     """
-    texts, parts = plain.reading.texts, []
+    texts, parts = plain.decoding.texts, []
     if prompt_scores is not None and plain.scored:
         scores = Scores.of_prompt(plain.prompts[prompt], prompt_scores)
         parts.append(plain_logprobs(texts, scores, Offsets(texts)))
@@ -171,7 +183,7 @@ _NOTHING = Sample(
 
 
 @dataclass(slots=True)
-class _Growing:
+class _SampleState:
     """One sample as far as it was sent."""
 
     text: IncrementalDetokenizer
@@ -183,27 +195,25 @@ class PlainStream:
 
     def __init__(self, plain: Plain) -> None:
         self._plain = plain
-        self._samples: dict[int, _Growing] = {}
+        self._samples: dict[int, _SampleState] = {}
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """The chunk for what a sample gained; nothing where there is nothing to tell yet."""
         plain, body = self._plain, self._plain.body
         index = prompt * body.samples + delta.index
-        growing, first = self._samples.get(index), False
+        state, first = self._samples.get(index), False
         echoed = ""
-        if growing is None:
+        if state is None:
             first, echoed = True, plain.echoed(prompt)
-            offsets = Offsets(plain.reading.texts, len(echoed))
-            growing = self._samples[index] = _Growing(plain.reading.growing(), offsets)
+            offsets = Offsets(plain.decoding.texts, len(echoed))
+            state = self._samples[index] = _SampleState(plain.decoding.incremental(), offsets)
         ids = delta.token_ids.tolist()
-        text = echoed + plain.reading.grown(growing.text, ids, delta.finish_reason)
+        text = echoed + plain.decoding.new_text(state.text, ids, delta.finish_reason)
         if not (text or delta.finish_reason or body.return_token_ids or body.logprobs is not None):
             return b""
         choice = _choice(index, text, delta.finish_reason)
         if body.logprobs is not None:
-            choice["logprobs"] = _logprobs(
-                plain, prompt, delta.prompt_scores, delta, growing.offsets
-            )
+            choice["logprobs"] = _logprobs(plain, prompt, delta.prompt_scores, delta, state.offsets)
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         if body.return_token_ids and first:
@@ -218,14 +228,14 @@ class PlainStream:
                 prompt = index // plain.body.samples
                 choice = _choice(index, plain.echoed(prompt), "length")
                 if plain.scored:
-                    scores, offsets = results[prompt].prompt_scores, Offsets(plain.reading.texts)
+                    scores, offsets = results[prompt].prompt_scores, Offsets(plain.decoding.texts)
                     choice["logprobs"] = _logprobs(plain, prompt, scores, _NOTHING, offsets)
                 if plain.body.return_token_ids:
                     choice |= {"prompt_token_ids": plain.prompts[prompt], "token_ids": []}
                 data += event(self._chunk(results[prompt]) | {"choices": [choice]})
         if plain.body.include_usage:
-            told = usage(plain.prompts, tokens_of(results))
-            data += event(self._chunk(results[-1]) | {"choices": [], "usage": told})
+            counts = usage(plain.prompts, tokens_of(results))
+            data += event(self._chunk(results[-1]) | {"choices": [], "usage": counts})
         return data + DONE
 
     def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:

@@ -98,18 +98,17 @@ class ChatMessage(Body):
                 raise ValueError(f"{name}: expected in messages of the role 'assistant' only")
         return self
 
-    def as_told(self) -> dict[str, Any]:
-        """Message as templates see it: role, content, and the other fields that were given."""
-        told: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_template_message(self) -> dict[str, Any]:
+        """Message as templates see it: role, content, and the other fields that are set."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
         if not isinstance(self.content, str | None):
-            told["content"] = "".join(part.text for part in self.content)
+            message["content"] = "".join(part.text for part in self.content)
         if len(self.model_fields_set) > 2:
-            rest = self.model_dump(
+            message |= self.model_dump(
                 include={"name", "tool_calls", "tool_call_id", "reasoning_content"},
                 exclude_none=True,
             )
-            told |= rest
-        return told
+        return message
 
 
 class FunctionBody(Body):
@@ -162,7 +161,7 @@ class NamedSchema(Body):
     name: Name
     description: str | None = None
     strict: bool | None = None
-    given: JsonObject | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
 
 
 class SchemaFormat(Body):

@@ -1,42 +1,28 @@
-"""The OpenAPI description of the server: what each route takes and what it gives.
+"""The API description (OpenAPI 3.1): responses of every route, and the route that carries them.
 
-Owns the shapes of answers, which exist for this description only (answers are written by hand), and
-the table of which route has which. What requests hold is taken from the bodies that read them.
+Owns the models of responses, which exist for the description alone (responses are written by hand,
+as bytes), and `ApiRoute`. FastAPI writes the document; it neither parses nor answers requests.
+Bodies of requests are described by the very models that read them (`requests`, `admin`).
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from fastapi import Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import marin_rl
-from marin_rl.inference.client.protocol import (
-    CHAT_ROUTE,
-    CHAT_TOKENS_ROUTE,
-    COMPLETIONS_ROUTE,
-    DETOKENIZE_ROUTE,
-    GENERATE_ROUTE,
-    MODELS_ROUTE,
-    TOKENIZE_ROUTE,
-    UPDATE_WEIGHTS_ROUTE,
-    ServerTimings,
-)
-from marin_rl.serving.api.admin import ADMIN, DrainBody, UpdateWeightsBody
-from marin_rl.serving.api.requests import (
-    ChatBody,
-    ChatTokensBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerateBody,
-    TokenizeBody,
-)
+from marin_rl.inference.client.protocol import ServerTimings
+from marin_rl.serving.api.messages import ToolCallBody
 from marin_rl.serving.http.auth import OPEN_PATHS
 
-SCHEMA_ROUTE = "/openapi.json"
+API_ROUTE = "/openapi.json"
 # Before OpenAPI 3.2 the schema of a stream is read as that of each of its events.
 EVENT = {
     "type": "object",
@@ -54,7 +40,7 @@ class ErrorBody(BaseModel):
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """Every answer that is no 2xx."""
 
     error: ErrorBody
@@ -114,28 +100,13 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AnsweredFunction(BaseModel):
-    """A function's name, and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(BaseModel):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
 class AnsweredMessage(BaseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnsweredCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -158,7 +129,7 @@ class ChatChoice(Sampled):
     token_logprobs: list[float] | None = None
 
 
-class Response(BaseModel):
+class SampledResponse(BaseModel):
     """Fields at the top of every answer."""
 
     id: str
@@ -170,7 +141,7 @@ class Response(BaseModel):
     parameters_digest: str
 
 
-class ChatCompletion(Response):
+class ChatCompletion(SampledResponse):
     """The answer of chat."""
 
     object: Literal["chat.completion"]
@@ -196,7 +167,7 @@ class PlainChoice(Sampled):
     prompt_token_ids: list[int] | None = None
 
 
-class TextCompletion(Response):
+class TextCompletion(SampledResponse):
     """The answer of plain completions."""
 
     object: Literal["text_completion"]
@@ -245,134 +216,73 @@ class Generated(BaseModel):
     parameters_digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Request and response of a route, and its summary (default: the endpoint's docstring)."""
-
-    summary: str = ""
-    takes: type[BaseModel] | None = None
-    gives: type[BaseModel] | None = None
-    streams: bool = False
+ERROR: dict[int | str, Any] = {"default": {"model": ErrorResponse, "description": "an error"}}
+_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 
 
-SHAPES = {
-    "/healthz": Shape(gives=Status),
-    "/readyz": Shape(gives=Status),
-    MODELS_ROUTE: Shape(gives=Models),
-    MODELS_ROUTE + "/{model}": Shape(gives=Model),
-    CHAT_ROUTE: Shape(
-        summary="Samples of a conversation's next message.",
-        takes=ChatBody,
-        gives=ChatCompletion,
-        streams=True,
-    ),
-    CHAT_TOKENS_ROUTE: Shape(
-        summary="The same, where the caller knows the prompt's ids: the messages are not rendered.",
-        takes=ChatTokensBody,
-        gives=ChatCompletion,
-        streams=True,
-    ),
-    COMPLETIONS_ROUTE: Shape(
-        summary="Continuations of texts, or of token ids.",
-        takes=CompletionBody,
-        gives=TextCompletion,
-        streams=True,
-    ),
-    TOKENIZE_ROUTE: Shape(takes=TokenizeBody, gives=Tokenized),
-    DETOKENIZE_ROUTE: Shape(takes=DetokenizeBody, gives=Detokenized),
-    GENERATE_ROUTE: Shape(
-        summary="Samples of token ids, as token ids.", takes=GenerateBody, gives=Generated
-    ),
-    UPDATE_WEIGHTS_ROUTE: Shape(takes=UpdateWeightsBody),
-    ADMIN + UPDATE_WEIGHTS_ROUTE: Shape(takes=UpdateWeightsBody),
-    f"{ADMIN}/drain": Shape(takes=DrainBody),
-}
+class ApiRoute(Route):
+    """A route with its part of the API description.
 
+    `request` is the model of the body and `response` that of a 200; `streams` says that the
+    response may be server-sent events. `summary` is the endpoint's docstring unless it is given;
+    `details` are further arguments of FastAPI's `APIRoute`.
+    """
 
-def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes."""
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        assert route.methods, "every route says which methods it takes"
-        operations = paths.setdefault(route.path_format, {})
-        for method in sorted(route.methods - {"HEAD"}):
-            operations[method.lower()] = _operation(route, method)
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "marin-rl",
-            "version": marin_rl.__version__,
-            "description": "A policy behind OpenAI's protocol, with token ids in and out.",
-        },
-        "paths": paths,
-        "components": {
-            "schemas": _schemas(),
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _schemas() -> dict[str, Any]:
-    models = {shape.takes for shape in SHAPES.values()} | {ErrorAnswer, Status}
-    models |= {shape.gives for shape in SHAPES.values()}
-    kept = sorted((model for model in models if model is not None), key=lambda m: m.__name__)
-    mode: Literal["validation"] = "validation"
-    _, definitions = models_json_schema(
-        [(model, mode) for model in kept], ref_template="#/components/schemas/{model}"
-    )
-    return definitions["$defs"]
-
-
-def _operation(route: Route, method: str) -> dict[str, Any]:
-    """OpenAPI operation of a route's method: request, responses, and who may call it."""
-    path = route.path_format
-    shape = SHAPES.get(path, Shape())
-    operation: dict[str, Any] = {
-        "operationId": f"{method.lower()}_{path.strip('/').translate(_NO_NAME)}",
-        "summary": shape.summary or (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
-        "responses": _responses(path, shape),
-        "security": [] if path in OPEN_PATHS else [{"bearer": []}],
-    }
-    if route.param_convertors:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in route.param_convertors
-        ]
-    if shape.takes is not None:
-        operation["requestBody"] = {
-            "required": path != f"{ADMIN}/drain",
-            "content": {"application/json": _reference(shape.takes)},
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        methods: Sequence[str] = ("GET",),
+        request: type[BaseModel] | None = None,
+        response: type[BaseModel] | None = None,
+        streams: bool = False,
+        summary: str = "",
+        **details: Any,
+    ) -> None:
+        super().__init__(path, endpoint, methods=list(methods))
+        self._request = request
+        self._described = {
+            "methods": list(methods),
+            "summary": summary or (inspect.getdoc(endpoint) or "").partition("\n")[0],
+            "response_model": response,
+            "response_class": JSONResponse,
+            "response_description": "the answer",
+            "responses": ERROR | (_STREAM if streams else {}),
+            "dependencies": [] if path in OPEN_PATHS else [_BEARER],
+            **details,
         }
-    return operation
+
+    def as_fastapi(self) -> APIRoute:
+        """Return the route as FastAPI describes it; it is never called."""
+        kinds: dict[str, Any] = dict.fromkeys(self.param_convertors, str)
+        parameters = [_parameter(name, kind) for name, kind in kinds.items()]
+        if self._request is not None:
+            parameters.append(_parameter("body", self._request))
+
+        def endpoint() -> None: ...
+
+        endpoint.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        route = APIRoute(self.path_format, endpoint, **self._described)
+        name = self.path_format.strip("/").translate(_NO_NAME)
+        route.operation_id = f"{self._described['methods'][0].lower()}_{name}"
+        return route
 
 
+_BEARER = Security(HTTPBearer(scheme_name="bearer"))
 _NO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
-def _responses(path: str, shape: Shape) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if path == "/metrics":
-        content["text/plain"] = {"schema": {"type": "string"}}
-    else:
-        content["application/json"] = {"schema": {}} if shape.gives is None else {}
-    if shape.gives is not None:
-        content["application/json"] = _reference(shape.gives)
-    if shape.streams:
-        content["text/event-stream"] = {"schema": EVENT}
-    responses = {
-        "200": {"description": "the answer", "content": content},
-        "default": {
-            "description": "an error",
-            "content": {"application/json": _reference(ErrorAnswer)},
-        },
-    }
-    if path == "/readyz":
-        responses["503"] = {
-            "description": "not ready",
-            "content": {"application/json": _reference(Status)},
-        }
-    return responses
+def _parameter(name: str, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
 
 
-def _reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes."""
+    return get_openapi(
+        title="marin-rl",
+        version=marin_rl.__version__,
+        description="A policy behind OpenAI's protocol, with token ids in and out.",
+        routes=[route.as_fastapi() for route in routes],
+        separate_input_output_schemas=False,
+    )

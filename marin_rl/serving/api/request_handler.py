@@ -1,8 +1,28 @@
-"""A request's way through the engine: prepared, submitted, scheduled, answered or cancelled.
+"""One request's way through the server: prepare, submit, schedule, write, send.
 
-Owns what a route asks of the engine (`EngineRequest`), the hops between event loop, tokenizer,
-engine and writer, deadlines, and what happens when a client leaves. Leaves out how a body is read
-and how an answer looks (the routes), and what is sent when (`responses`).
+In order, with the thread that does each step:
+
+1. Event loop: `SamplingEndpoint.__call__` reads the body (`read_body`) into `data` and makes a
+   `RequestHandler`.
+2. `RequestHandler.begin` gives `data` to `TokenizeWorker.add`, which runs `_begin` at once on the
+   event loop where the body is short, else on a tokenizer thread.
+3. `_begin` calls the route's `prepare(service, data)`: parse, check, render, tokenize. It returns
+   an `EngineRequest`: what the engine is asked, and the functions that write the response.
+4. `_submit` calls `Engine.submit` for each prompt, with the callbacks of steps 5 to 7.
+5. Engine thread: `_on_scheduled` when the first sample gets a slot, with the weights that answer.
+6. Engine thread: `_on_delta` after each chunk of decode steps. For a stream it queues `delta(...)`
+   on the `ResponseWriter`.
+7. Engine thread: `_on_done` when a prompt has all its samples. After the last prompt it queues
+   `end(...)` on the `ResponseWriter`.
+8. Writer thread: runs `delta` and `end` (detokenizing, JSON) and hands the bytes to the event loop,
+   where they enter the request's `ResponseQueue`.
+9. Event loop: `SamplingEndpoint` reads the queue and sends; then `RequestHandler.close` notes in
+   the request's record what it cost.
+
+An error of any step enters the same queue. Deadlines (`_on_timer`) and a client that leaves
+(`_on_client_left`) cancel the futures of step 4 and enter their error there.
+
+Leaves out how a body is read and what a response holds (`chat`, `completions`, `token_routes`).
 """
 
 import logging
@@ -12,19 +32,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.serving.api.responses import DONE, event
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
-from marin_rl.serving.http.access_log import RequestRecord, record_of
-from marin_rl.serving.http.auth import client_left, parsed, read_body
+from marin_rl.serving.http.access_log import RequestRecord, internal_error, record_of
+from marin_rl.serving.http.auth import CLIENT_LEFT, body_parsed, client_left, read_body
 from marin_rl.serving.http.connections import client_of
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.limits import deadline_of, draining_error, queue_timeout, request_timeout
 
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _log = logging.getLogger(__name__)
 
 WriteDelta = Callable[[int, Delta], bytes]
@@ -33,7 +59,7 @@ WriteEnd = Callable[[Sequence[GenerationResult]], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A parsed request for the engine, and the functions that write its answer (writer's thread).
+    """A parsed request for the engine, and the functions that write its response (writer's thread).
 
     `model` is the name, or the id of the weights, that was asked for. `end` makes what is sent when
     every prompt has its samples. A stream has a `delta` too: what is sent when a chunk added
@@ -49,34 +75,93 @@ class EngineRequest:
 Prepare = Callable[[Service, bytes], EngineRequest]
 
 
+class SamplingEndpoint:
+    """The ASGI endpoint of a route that samples.
+
+    An error before the response's first piece has a status of its own; a later one is the last
+    event but `[DONE]`. When a client leaves, the slots of its request are free at the next chunk.
+    """
+
+    def __init__(self, service: Service, prepare: Prepare) -> None:
+        self._service = service
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError for what fails before the response begins."""
+        data = await read_body(receive)
+        if self._service.draining or self._service.stopping:
+            raise draining_error()
+        handler = RequestHandler(self._service, scope)
+        try:
+            handler.begin(self._prepare, data)
+            del data  # a response may take minutes, and the body some megabytes
+            first = await handler.queue.read()
+            assert first is not None, "a response has at least one piece"
+            if handler.record.stream:
+                await _send_stream(handler, first, scope, send)
+                return
+        finally:
+            handler.close()
+        length = str(len(first)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": first})
+
+
+async def _send_stream(handler: "RequestHandler", first: bytes, scope: Scope, send: Send) -> None:
+    """Send the pieces of a response as they come."""
+    headers = list(_STREAM_HEADERS)
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    handler.record.first_token()
+    data: bytes | None = first
+    try:
+        while data is not None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await handler.queue.read()
+    except ApiError as error:
+        await _send_error_event(error, scope, send)
+    except Exception as error:  # noqa: BLE001 the last one who can tell the client anything
+        request_id = handler.record.request_id
+        _log.error("request %s failed in mid-stream", request_id, exc_info=error)
+        await _send_error_event(internal_error(request_id), scope, send)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_error_event(error: ApiError, scope: Scope, send: Send) -> None:
+    """Send an error as a stream's last event, unless the client has left."""
+    scope["state"]["reason"] = error.body["error"]["code"] or f"http_{error.status}"
+    if error.status != CLIENT_LEFT:
+        data = event(error.body) + DONE
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
 class RequestHandler:
     """One request on its way through the engine and back. Made and closed on the event loop."""
 
     def __init__(self, service: Service, scope: Scope) -> None:
-        self.reply = ResponseQueue()
+        self.queue = ResponseQueue()
         self.record: RequestRecord = record_of(scope)
         self._service = service
-        self._parsed = partial(parsed, scope)
+        self._scope = scope
         self._futures: list[Future[GenerationResult]] = []
         self._results: dict[int, GenerationResult] = {}
         self._expected = 0
         self._closed = False
         self._submitted_at = 0.0
-        self._seated_at: float | None = None
+        self._scheduled_at: float | None = None
         self._version: int | None = None
         self._tokens = 0
         self._deadline = deadline_of(scope)
         first = min(self._deadline.queue_at, self._deadline.total_at)
-        self._timer = self.reply.loop.call_at(first, self._look_at_the_clock)
+        self._timer = self.queue.loop.call_at(first, self._on_timer)
         service.running += 1
         self._client = client_of(scope)
-        self._client.when_left(self._left)
+        self._client.when_left(self._on_client_left)
 
     def begin(self, prepare: Prepare, data: bytes) -> None:
-        """Have a request read, checked and submitted, here where it is short, else by a thread.
+        """Have a body prepared and submitted: here where it is short, else on a thread.
 
-        The reply tells what comes of it: ApiError for what is refused, or once the engine is
-        closed.
+        The queue gets the response, or an ApiError for what is refused.
         """
         self._service.preparer.add(data, partial(self._begin, prepare, data))
 
@@ -85,37 +170,103 @@ class RequestHandler:
             return
         try:
             self._submit(prepare(self._service, data))
-        except Exception as error:  # noqa: BLE001 the reader of the reply gets it
-            self._raise(error)
+        except Exception as error:  # noqa: BLE001 the reader of the queue gets it
+            self._put_error(error)
         finally:
-            self._parsed()
-        if self._closed:
+            body_parsed(self._scope)
+        if self._closed:  # in the meantime, so `close` has not seen these futures
             self._cancel()
 
-    def _submit(self, order: EngineRequest) -> None:
-        self.record.stream = order.delta is not None
-        self.record.prompt_tokens = sum(len(request.prompt_ids) for request in order.requests)
-        self._expected = len(order.requests)
+    def _submit(self, request: EngineRequest) -> None:
+        delta, end = request.delta, request.end
+        self.record.stream = delta is not None
+        self.record.prompt_tokens = sum(len(prompt.prompt_ids) for prompt in request.requests)
+        self._expected = len(request.requests)
         self._submitted_at = time.monotonic()
-        seat = partial(self._seat, order.model)
+        on_scheduled = partial(self._on_scheduled, request.model)
         try:
-            for index, request in enumerate(order.requests):
-                listen = self._hear if order.delta is None else self._listener(order.delta, index)
-                future = self._service.engine.submit(request, listen, seat)
+            for index, prompt in enumerate(request.requests):
+                write = None if delta is None else partial(delta, index)
+                on_delta = partial(self._on_delta, write)
+                future = self._service.engine.submit(prompt, on_delta, on_scheduled)
                 self._futures.append(future)
-                future.add_done_callback(partial(self._done, order.end, index))
+                future.add_done_callback(partial(self._on_done, end, index))
         except InputError as error:
             raise ApiError(400, str(error)) from None
         except InferenceError as error:
-            raise self._told(error) from None
+            raise self._as_api_error(error) from None
 
-    def _raise(self, error: BaseException) -> None:
-        self._service.writer.put(self.reply, partial(_raised, error))
+    def _on_scheduled(self, model: str, policy: Policy) -> None:
+        """Note the wait for a slot. ApiError 404 where others than the weights asked for answer."""
+        if self._scheduled_at is None:
+            self._scheduled_at = time.monotonic()
+        self._service.check_model(model, policy)
+        self._version = policy.weight_version
+
+    def _on_delta(self, write: Callable[[Delta], bytes] | None, delta: Delta) -> None:
+        self._tokens += len(delta.token_ids)
+        self._version = delta.weight_version
+        if write is not None:
+            self._service.writer.put(self.queue, lambda: (write(delta), False))
+
+    def _on_done(self, write: WriteEnd, index: int, future: "Future[GenerationResult]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self._put_error(self._as_api_error(error))
+            return
+        self._results[index] = future.result()
+        if len(self._results) == self._expected:
+            results = [self._results[index] for index in range(self._expected)]
+            self._service.writer.put(self.queue, lambda: (write(results), True))
+
+    def _put_error(self, error: BaseException) -> None:
+        """Have the queue's reader get an error, after all that was written before."""
+
+        def write() -> tuple[bytes, bool]:
+            raise error
+
+        self._service.writer.put(self.queue, write)
+
+    def _as_api_error(self, error: BaseException) -> BaseException:
+        """Word an engine's error for the client; the cause stands in the log alone."""
+        if not isinstance(error, InferenceError):
+            return error
+        if isinstance(error.__cause__, ApiError):
+            return error.__cause__
+        if self._service.stopping:
+            return draining_error()
+        request_id = self.record.request_id
+        _log.error("request %s failed: %s (%r)", request_id, error, error.__cause__)
+        message = f"{error}; the server's log has it as {request_id}"
+        return ApiError(500, message, type="server_error", code="engine_failed")
+
+    def _on_timer(self) -> None:
+        """One timer for both deadlines: hardly any request ever meets the first."""
+        now, deadline = self.queue.loop.time(), self._deadline
+        if now >= deadline.total_at:
+            self._fail(request_timeout())
+        elif self._scheduled_at is None and now >= deadline.queue_at:
+            self._fail(queue_timeout())
+        else:
+            waits = self._scheduled_at is None
+            later = min(deadline.queue_at, deadline.total_at) if waits else deadline.total_at
+            self._timer = self.queue.loop.call_at(later, self._on_timer)
+
+    def _on_client_left(self) -> None:
+        self._fail(client_left())
+
+    def _fail(self, error: ApiError) -> None:
+        self._cancel()
+        self.queue.fail(error)
+
+    def _cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
 
     def close(self) -> None:
-        """Free what the request holds, after its answer was sent or abandoned. Later calls do
-        nothing.
-        """
+        """Free what the request holds, after its response was sent or abandoned; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -123,82 +274,15 @@ class RequestHandler:
         self._timer.cancel()
         self._client.when_left(None)
         self._cancel()
-        self._note()
+        self._fill_record()
 
-    def _cancel(self) -> None:
-        for future in self._futures:
-            future.cancel()
-
-    def _seat(self, model: str, policy: Policy) -> None:
-        """Samples got slots. ApiError 404 where others than the weights asked for would answer."""
-        if self._seated_at is None:
-            self._seated_at = time.monotonic()
-        self._service.check_model(model, policy)
-        self._version = policy.weight_version
-
-    def _hear(self, delta: Delta) -> None:
-        self._tokens += len(delta.token_ids)
-        self._version = delta.weight_version
-
-    def _listener(self, write: WriteDelta, index: int) -> Callable[[Delta], None]:
-        writer, reply = self._service.writer, self.reply
-
-        def listen(delta: Delta) -> None:
-            self._hear(delta)
-            writer.put(reply, lambda: (write(index, delta), False))
-
-        return listen
-
-    def _done(self, write: WriteEnd, index: int, future: "Future[GenerationResult]") -> None:
-        if future.cancelled():
-            return
-        error = future.exception()
-        if error is not None:
-            self._raise(self._told(error))
-            return
-        self._results[index] = future.result()
-        if len(self._results) == self._expected:
-            results = [self._results[index] for index in range(self._expected)]
-            self._service.writer.put(self.reply, lambda: (write(results), True))
-
-    def _told(self, error: BaseException) -> BaseException:
-        if not isinstance(error, InferenceError):
-            return error
-        if isinstance(error.__cause__, ApiError):
-            return error.__cause__
-        if self._service.stopping:
-            return draining_error()
-        number = self.record.request_id
-        _log.error("request %s failed: %s (%r)", number, error, error.__cause__)
-        told = f"{error}; the server's log has it as {number}"
-        return ApiError(500, told, type="server_error", code="engine_failed")
-
-    def _look_at_the_clock(self) -> None:
-        """One timer for both deadlines: hardly any request ever meets the first."""
-        now, deadline = self.reply.loop.time(), self._deadline
-        if now >= deadline.total_at:
-            self._fail(request_timeout())
-        elif self._seated_at is None and now >= deadline.queue_at:
-            self._fail(queue_timeout())
-        else:
-            waits = self._seated_at is None
-            later = min(deadline.queue_at, deadline.total_at) if waits else deadline.total_at
-            self._timer = self.reply.loop.call_at(later, self._look_at_the_clock)
-
-    def _left(self) -> None:
-        self._fail(client_left())
-
-    def _fail(self, error: ApiError) -> None:
-        self._cancel()
-        self.reply.fail(error)
-
-    def _note(self) -> None:
-        """Tell the record what the request cost, as far as it came."""
+    def _fill_record(self) -> None:
+        """Note in the record what the request cost, as far as it came."""
         record, results = self.record, list(self._results.values())
         if not results or len(results) < self._expected:
             record.weight_version, record.completion_tokens = self._version, self._tokens
-            if self._seated_at is not None:
-                record.queue_s = self._seated_at - self._submitted_at
+            if self._scheduled_at is not None:
+                record.queue_s = self._scheduled_at - self._submitted_at
             return
         record.queue_s = max(result.queue_s for result in results)
         record.prefill_s = max(result.prefill_s for result in results)
@@ -207,18 +291,3 @@ class RequestHandler:
         record.completion_tokens = sum(
             len(sample.token_ids) for result in results for sample in result.samples
         )
-
-
-def _raised(error: BaseException) -> tuple[bytes, bool]:
-    raise error
-
-
-async def accept(service: Service, scope: Scope, receive: Receive) -> tuple[RequestHandler, bytes]:
-    """Let a request in: its body, and its way through the engine, which the caller closes.
-
-    ApiError 503 while the server takes no new work.
-    """
-    data = await read_body(receive)
-    if service.draining or service.stopping:
-        raise draining_error()
-    return RequestHandler(service, scope), data

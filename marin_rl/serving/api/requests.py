@@ -32,8 +32,7 @@ from marin_rl.serving.api.messages import (
     ToolBody,
     ToolChoice,
 )
-from marin_rl.serving.http.errors import Body
-from marin_rl.serving.http.json_bounds import VALUES_MAX
+from marin_rl.serving.http.errors import VALUES_MAX, Body
 from marin_rl.types import Sampling
 
 MESSAGES_MAX = 4096

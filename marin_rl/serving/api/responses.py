@@ -1,8 +1,9 @@
-"""JSON of complete answers, and the parts that streams share with them.
+"""JSON of responses, complete or as server-sent events.
 
 Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and the JSON of
 chat and plain completions. Pure functions, run on the writer's thread. Leaves out routes (`chat`,
-`completions`, `token_routes`), streams (`streaming`), and the compact form that `protocol` reads.
+`completions`, `token_routes`), sending (`request_handler`), and the compact form that `protocol`
+reads.
 """
 
 import math
@@ -28,6 +29,7 @@ from marin_rl.serving.text.tools import ParsedAnswer, ToolCall
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
 NEVER = -9999.0
+DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,11 @@ class TextDecoding:
     stop: tuple[str, ...] = ()
     special: bool = False
 
-    def growing(self) -> IncrementalDetokenizer:
+    def incremental(self) -> IncrementalDetokenizer:
         """A sample's text that has only begun."""
         return IncrementalDetokenizer(self.texts, self.stop, special=self.special)
 
-    def grown(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
+    def new_text(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
         """Text that a sample gains by more tokens; all the remaining text if they are the last."""
         if not finish_reason:
             return text.feed(ids)
@@ -63,8 +65,8 @@ class TextDecoding:
         text = self.texts.of(ids, special=self.special)
         before = len(self.texts.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
         from_here = max(0, before - max(map(len, self.stop), default=0))
-        found = [text.find(string, from_here) for string in self.stop]
-        return text[: min((at for at in found if at >= 0), default=len(text))]
+        places = [text.find(string, from_here) for string in self.stop]
+        return text[: min((at for at in places if at >= 0), default=len(text))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +150,10 @@ def _likely(
     """The likeliest tokens by text, and the one that is there."""
     if math.isnan(logprob):
         return None
-    found: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
-        found.setdefault(texts.piece(other).text, value)
-    return found
+        by_text.setdefault(texts.piece(other).text, value)
+    return by_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,16 +217,16 @@ def complete_response(
     **more: Any,
 ) -> bytes:
     """The JSON of an answer that is sent at once; `top` is what its heading says."""
-    told = {"choices": choices, "usage": usage(prompts, tokens_of(results))}
-    return dumps(top | told | more | identity(results[-1]))
+    body = {"choices": choices, "usage": usage(prompts, tokens_of(results))}
+    return dumps(top | body | more | identity(results[-1]))
 
 
 def message(parsed: ParsedAnswer) -> dict[str, Any]:
     """An assistant's message."""
-    told: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    body: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.calls:
-        told["tool_calls"] = [call.body() for call in parsed.calls]
-    return told
+        body["tool_calls"] = [call.body() for call in parsed.calls]
+    return body
 
 
 def call_delta(index: int, call: ToolCall) -> dict[str, Any]:
@@ -240,3 +242,8 @@ def finish_reason(reason: str, calls: int) -> str:
 def dumps(body: Mapping[str, Any]) -> bytes:
     """JSON, of arrays too."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(body) + b"\n\n"

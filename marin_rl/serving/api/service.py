@@ -2,7 +2,7 @@
 
 Owns the served names, the limits that follow from model and configuration, and the thread that
 parses and tokenizes. Leaves out a request's way (`request_handler`), who may call (`auth`), what is
-accepted (`requests`), how answers look (`responses`, `streaming`), and the routes themselves.
+accepted (`requests`), how answers look (`responses`), and the routes themselves.
 """
 
 import hashlib
@@ -29,10 +29,7 @@ from marin_rl.serving.api.requests import SamplingBody, SamplingFields
 from marin_rl.serving.api.responses import ResponseHeader, TextDecoding
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import (
-    check_samples,
-    check_tokens,
-)
+from marin_rl.serving.http.limits import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import ChatPrompts
@@ -126,10 +123,6 @@ class Service:
         """The id under which a policy is, or was, served."""
         return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
 
-    def fingerprint_of(self, policy: Policy | GenerationResult | Delta) -> str:
-        """Fingerprint of the code, the architecture and the weights that answer."""
-        return _fingerprint(self._architecture, policy.parameters_digest)
-
     @cached_property
     def _architecture(self) -> str:
         return repr(self.engine.spec)
@@ -138,7 +131,8 @@ class Service:
         self, heading: ResponseHeader, kind: str, source: GenerationResult | Delta
     ) -> dict[str, Any]:
         """Fields at the beginning of an answer or chunk; `source` has the weight version."""
-        return heading.body(kind, self.id_of(source), self.fingerprint_of(source))
+        fingerprint = _fingerprint(self._architecture, source.parameters_digest)
+        return heading.body(kind, self.id_of(source), fingerprint)
 
     def chunk(
         self,
@@ -232,11 +226,11 @@ class Service:
         ids = [self._special[string] for string in strings if string in self._special]
         if not ids:
             return body
-        given = [*(body.stop_token_ids or ()), *ids]
+        stop_token_ids = [*(body.stop_token_ids or ()), *ids]
         return body.model_copy(
             update={
                 "stop": [string for string in strings if string not in self._special],
-                "stop_token_ids": [id for id in given if id not in self.stop_token_ids],
+                "stop_token_ids": [id for id in stop_token_ids if id not in self.stop_token_ids],
             }
         )
 
@@ -247,23 +241,21 @@ class Service:
 
     def check_fields(self, body: SamplingFields, prompts: int) -> None:
         """ApiError 400 for unknown ids and too many samples, 503 for a full queue."""
-        self._check_stops(body.stop_token_ids or ())
-        self.check_ids([token for token, _ in body.biases], "logit_bias")
-        self.check_samples(body.samples, prompts)
-
-    def _check_stops(self, tokens: Sequence[int]) -> None:
-        self.check_ids(tokens, "stop_token_ids")
+        stops = body.stop_token_ids or ()
+        self.check_ids(stops, "stop_token_ids")
         most = STOP_TOKENS_MAX - len(self.stop_token_ids)
-        if len(tokens) > most:
+        if len(stops) > most:
             raise ApiError(
                 400,
                 f"stop_token_ids: expected at most {most} in addition to the model's own, found "
-                f"{len(tokens)}",
+                f"{len(stops)}",
                 code="limit_exceeded",
                 param="stop_token_ids",
             )
+        self.check_ids([token for token, _ in body.biases], "logit_bias")
+        check_samples(self.limits, n=body.samples, prompts=prompts, queued=self.engine.queued)
 
-    def reading(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
+    def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
         """Conversion of a request's samples to text."""
         return TextDecoding(
             texts=self.texts,
@@ -283,10 +275,6 @@ class Service:
                 code="context_length_exceeded",
                 param=param,
             )
-
-    def check_samples(self, n: int, prompts: int) -> None:
-        """ApiError 400 for more samples than a request may ask for, 503 for more than may wait."""
-        check_samples(self.limits, n=n, prompts=prompts, queued=self.engine.queued)
 
     def new_tokens(self, prompt: Prompt, asked: int | None, *, param: str) -> int:
         """The limit of new tokens of one prompt: what is asked for, else what there is room for.
@@ -314,6 +302,7 @@ class Service:
 
 @lru_cache(maxsize=16)
 def _fingerprint(architecture: str, digest: str) -> str:
+    """Fingerprint of the code, the architecture and the weights that answer."""
     text = "\n".join((marin_rl.__version__, architecture, digest))
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, GENERATE_ROUTE, TOKENIZE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.openapi import ApiRoute, Detokenized, Generated, Tokenized
+from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import (
     DetokenizeBody,
     GenerateBody,
@@ -24,34 +24,46 @@ from marin_rl.serving.api.requests import (
 )
 from marin_rl.serving.api.responses import Scores, complete_response
 from marin_rl.serving.api.service import Prompt, Service, json_response
-from marin_rl.serving.api.streaming import SamplingEndpoint
 from marin_rl.serving.http.auth import read_body
 from marin_rl.serving.http.errors import new_id, parse
 
 
-def tokens_routes(service: Service) -> list[Route]:
+def tokens_routes(service: Service) -> list[ApiRoute]:
     """The routes of token ids."""
 
     async def tokenize(request: Request) -> Response:
         """Ids of a conversation, as the chat route would render it, or of plain text."""
         data = await read_body(request.receive)
-        told = await service.preparer.made(data, partial(_tokenized, service, data))
-        return json_response(told)
+        return json_response(await service.preparer.run(data, partial(_tokenize, service, data)))
 
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
         data = await read_body(request.receive)
-        told = await service.preparer.made(data, partial(_detokenized, service, data))
-        return json_response(told)
+        return json_response(await service.preparer.run(data, partial(_detokenize, service, data)))
 
     return [
-        Route(TOKENIZE_ROUTE, tokenize, methods=["POST"]),
-        Route(DETOKENIZE_ROUTE, detokenize, methods=["POST"]),
-        Route(GENERATE_ROUTE, SamplingEndpoint(service, _order), methods=["POST"]),
+        ApiRoute(
+            TOKENIZE_ROUTE, tokenize, methods=["POST"], request=TokenizeBody, response=Tokenized
+        ),
+        ApiRoute(
+            DETOKENIZE_ROUTE,
+            detokenize,
+            methods=["POST"],
+            request=DetokenizeBody,
+            response=Detokenized,
+        ),
+        ApiRoute(
+            GENERATE_ROUTE,
+            SamplingEndpoint(service, _prepare),
+            methods=["POST"],
+            request=GenerateBody,
+            response=Generated,
+            summary="Samples of token ids, as token ids.",
+        ),
     ]
 
 
-def _tokenized(service: Service, data: bytes) -> dict[str, Any]:
+def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
     body = parse(TokenizeBody, data)
     if body.model is not None:
         service.check_model(body.model)
@@ -59,7 +71,7 @@ def _tokenized(service: Service, data: bytes) -> dict[str, Any]:
         tokens = service.encode(body.prompt or "", special=body.add_special_tokens is not False)
     else:
         tokens = service.chat_ids(
-            [message.as_told() for message in body.messages],
+            [message.as_template_message() for message in body.messages],
             tools=body.offered,
             opening=body.add_generation_prompt is not False,
         )
@@ -73,7 +85,7 @@ def _tokenized(service: Service, data: bytes) -> dict[str, Any]:
     return answer
 
 
-def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
+def _detokenize(service: Service, data: bytes) -> dict[str, Any]:
     body = parse(DetokenizeBody, data)
     if body.model is not None:
         service.check_model(body.model)
@@ -82,23 +94,25 @@ def _detokenized(service: Service, data: bytes) -> dict[str, Any]:
     return {"prompt": service.texts.of(body.tokens, special=True)}
 
 
-def _order(service: Service, data: bytes) -> EngineRequest:
+def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = parse(GenerateBody, data)
-    given = service.with_stop_tokens(body.sampling_params or GenerateParameters())
+    parameters = service.with_stop_tokens(body.sampling_params or GenerateParameters())
     service.check_model(body.model)
-    service.check_fields(given, prompts=1)
+    service.check_fields(parameters, prompts=1)
     service.check_ids(body.token_ids, "token_ids")
     prompt = np.asarray(body.token_ids, np.int32)
-    limit = service.new_tokens(prompt, given.max_tokens, param="token_ids")
+    limit = service.new_tokens(prompt, parameters.max_tokens, param="token_ids")
     # 0 and 1 ask for the sampled token's own logprob alone
-    likeliest = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
-    request = given.request(prompt, limit, top_logprobs=likeliest)
-    write = partial(_whole, service, prompt, scored=given.logprobs is not None)
+    likeliest = (
+        parameters.logprobs if parameters.logprobs is not None and parameters.logprobs > 1 else 0
+    )
+    request = parameters.request(prompt, limit, top_logprobs=likeliest)
+    write = partial(_complete, service, prompt, scored=parameters.logprobs is not None)
     return EngineRequest(model=body.model, requests=[request], end=write)
 
 
-def _whole(
+def _complete(
     service: Service, prompt: Prompt, results: Sequence[GenerationResult], *, scored: bool
 ) -> bytes:
     """The JSON of the answer; `policy_versions` only where a swap came between the tokens."""

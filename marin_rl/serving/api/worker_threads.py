@@ -3,8 +3,8 @@
 Owns both hand-overs. Another thread costs more than most of what it is woken for (0.3 ms of CPU for
 0.1 ms of work, measured), so what is short is prepared where it is read, and what is written for
 many requests is handed over at once. The engine only queues what it made; decoding and JSON happen
-on the writer's thread. Leaves out the content of responses (`responses`, `streaming`) and of
-requests (`request_handler`).
+on the writer's thread. Leaves out the content of responses (`responses`) and a request's way
+(`request_handler`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class ResponseQueue:
     """Response of one request, as the event loop awaits it: pieces of bytes, then an end or an
     error.
 
-    Made and read on the loop; what others have for it comes through `Writer.put`.
+    Made and read on the loop; other threads use `ResponseWriter.put`.
     """
 
     __slots__ = ("_ended", "_error", "_pieces", "_waiter", "loop")
@@ -46,7 +46,7 @@ class ResponseQueue:
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, data: bytes, *, last: bool) -> None:
-        """There is more to send; `last` if nothing follows. Later calls change nothing."""
+        """Append bytes; `last` if nothing follows. Ignored after the end."""
         if self._ended:
             return
         if data:
@@ -55,13 +55,13 @@ class ResponseQueue:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more comes but this error; what is there already is read before it."""
+        """End with an error, which is raised after what is there already was read."""
         if not self._ended:
             self._error, self._ended = error, True
             self._wake()
 
     async def read(self) -> bytes | None:
-        """All that is there, waiting for the first of it; None at the end. Raises what failed."""
+        """Wait for bytes and return all that are there; None at the end. Raises the error."""
         while not self._pieces:
             if self._error is not None:
                 error, self._error = self._error, None
@@ -107,14 +107,14 @@ class TokenizeWorker:
         self._cpu_s = math.inf  # of the last ones, a moving mean
 
     def add(self, data: bytes, work: Callable[[], None]) -> None:
-        """Have this done for a body, now or soon. The work must raise nothing."""
+        """Run `work` for a body, now or soon. It must raise nothing."""
         executor = self._executor_for(data)
         if executor is None:
             self._timed(work)
         else:
             executor.submit(self._timed, work)
 
-    async def made(self, data: bytes, work: Callable[[], T]) -> T:
+    async def run(self, data: bytes, work: Callable[[], T]) -> T:
         """Return the result of `work` for a body; raises what `work` raises."""
         executor = self._executor_for(data)
         if executor is None:
@@ -152,38 +152,39 @@ Written = tuple[ResponseQueue, bytes, bool, BaseException | None]
 
 
 class ResponseWriter:
-    """The thread that writes, in the order in which it is asked to."""
+    """The thread that writes responses, in the order in which it is asked to."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[ResponseQueue, Write] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
-    def put(self, reply: ResponseQueue, write: Write) -> None:
-        """Have bytes made, and whether they are the last, for a reply. Any thread; at once.
+    def put(self, queue: ResponseQueue, write: Write) -> None:
+        """Have `write` make a response's next bytes, and say if they are the last; thread safe.
 
-        What `write` raises becomes the reply's error.
+        Returns at once. What `write` raises becomes the queue's error.
         """
-        self._waiting.put((reply, write))
+        self._waiting.put((queue, write))
 
     def close(self) -> None:
         """End the thread when all that waits is written."""
         self._waiting.put(None)
 
     def _run(self) -> None:
-        while (asked := self._waiting.get()) is not None:
-            batch = [asked]
+        while (item := self._waiting.get()) is not None:
+            batch = [item]
             try:
-                while (asked := self._waiting.get_nowait()) is not None:
-                    batch.append(asked)
+                while (item := self._waiting.get_nowait()) is not None:
+                    batch.append(item)
             except Empty:
                 pass
             else:
                 self._waiting.put(None)
-            self._deliver([_written(reply, write) for reply, write in batch])
+            self._deliver([_written(queue, write) for queue, write in batch])
 
     def _deliver(self, written: list[Written]) -> None:
-        loops = {id(reply.loop): reply.loop for reply, *_ in written}
+        """Wake each event loop once for all its responses: a wake-up costs more than most bytes."""
+        loops = {id(queue.loop): queue.loop for queue, *_ in written}
         for loop in loops.values():
             try:
                 loop.call_soon_threadsafe(_hand_over, [w for w in written if w[0].loop is loop])
@@ -191,17 +192,17 @@ class ResponseWriter:
                 continue
 
 
-def _written(reply: ResponseQueue, write: Write) -> Written:
+def _written(queue: ResponseQueue, write: Write) -> Written:
     try:
         data, last = write()
-    except Exception as error:  # noqa: BLE001 the reader of the reply gets it
-        return reply, b"", True, error
-    return reply, data, last, None
+    except Exception as error:  # noqa: BLE001 the reader of the queue gets it
+        return queue, b"", True, error
+    return queue, data, last, None
 
 
 def _hand_over(written: list[Written]) -> None:
-    for reply, data, last, error in written:
+    for queue, data, last, error in written:
         if error is None:
-            reply.add(data, last=last)
+            queue.add(data, last=last)
         else:
-            reply.fail(error)
+            queue.fail(error)

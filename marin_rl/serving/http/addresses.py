@@ -1,33 +1,32 @@
-"""Addresses to listen on: who could reach the server there, and is the port free.
+"""Addresses to listen on, names that the server answers to, and web pages that may use it.
 
-Can be asked before a model is loaded, so that a wrong address costs a second and not minutes.
+Whether an address can be had is checked before a model is loaded: a wrong one costs a second, not
+minutes. A page in a browser can reach a server on its user's machine, under a name of its own (DNS
+rebinding) or from another site, so Host and Origin are checked, and CORS is off but for the origins
+that are listed. Starlette's TrustedHostMiddleware knows lists of names only; any address of this
+machine's is answered here, and a refusal is an error like all others. Leaves out tokens (`auth`).
 """
 
+import ipaddress
+import re
 import socket
+from collections.abc import Mapping
+from functools import lru_cache
 
-from marin_rl.config import InferenceConfig
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.http.auth import Keys
-from marin_rl.serving.http.origins import is_loopback
+from marin_rl.serving.http.errors import ApiError
 
-
-def check_address(config: InferenceConfig, host: str, port: int) -> None:
-    """Raise ConfigError, in one line, for an address that a server would not start on."""
-    check_reach(Keys.from_environment(config), host)
-    listen(host, port).close()
-
-
-def check_reach(keys: Keys, host: str) -> None:
-    """ConfigError for an address beyond this machine without an API token."""
-    if keys.api is None and not is_loopback(host):
-        raise ConfigError(
-            f"a server on {host} is open to others: set a token in the environment variable "
-            f"{keys.api_variable}, or bind to 127.0.0.1"
-        )
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(:\d{1,5})?")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address; port 0 takes a free one. ConfigError if it is not to be had."""
+    """Return a socket bound to an address; port 0 takes a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,6 +34,116 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError, UnicodeError) as error:
         listener.close()
-        told = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {told}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     return listener
+
+
+class Origins:
+    """The rules for Host and Origin of one server.
+
+    `bound_host` is the address it listens on. Without a token only names of this machine are
+    answered; with one, any IP address too, for a page cannot rebind an address, only a name.
+    """
+
+    def __init__(self, config: ServerConfig, bound_host: str, *, has_token: bool) -> None:
+        exact = {name.lower().strip("[]") for name in config.hosts_allowed if "*" not in name}
+        self._names = exact | {bound_host.lower()}
+        address = _address(bound_host)
+        if has_token and address is not None and address.is_unspecified:
+            self._names.add(socket.gethostname().lower())
+        self._suffixes = tuple(n[1:].lower() for n in config.hosts_allowed if n.startswith("*."))
+        self._listed = frozenset(origin.lower() for origin in config.origins_allowed)
+        self._has_token = has_token
+        # most clients send one Host for ever
+        self._is_ours = lru_cache(maxsize=256)(self._answers_to)
+
+    def refusal(self, headers: Mapping[bytes, list[bytes]]) -> ApiError | None:
+        """Return the error for a request whose Host or Origin is not ours, else None."""
+        hosts = headers.get(b"host", [])
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return _forbidden(
+                "the Host header names none of this server's hosts: see the setting "
+                "inference.server.hosts_allowed",
+                "host_not_allowed",
+            )
+        origins = headers.get(b"origin", [])
+        if origins and (len(origins) > 1 or not self._may_call(_text(origins[0]), _text(hosts[0]))):
+            return _forbidden(
+                "web pages of this origin may not call this server: see the setting "
+                "inference.server.origins_allowed",
+                "origin_not_allowed",
+            )
+        return None
+
+    def is_listed(self, headers: Mapping[bytes, list[bytes]]) -> bool:
+        """Return True for a request of a web page that may read responses (CORS)."""
+        origins = headers.get(b"origin", [])
+        return len(origins) == 1 and _text(origins[0]) in self._listed
+
+    def _answers_to(self, authority: bytes) -> bool:
+        host = _host(_text(authority))
+        if host in self._names or is_loopback(host):
+            return bool(host)
+        if self._suffixes and host.endswith(self._suffixes):
+            return True
+        return self._has_token and _address(host) is not None
+
+    def _may_call(self, origin: str, authority: str) -> bool:
+        if origin in self._listed:
+            return True
+        scheme, separator, origin_authority = origin.partition("://")
+        if not separator or scheme not in ("http", "https"):
+            return False
+        if origin_authority == authority:  # a page of this server's own
+            return True
+        return not self._has_token and is_loopback(_host(origin_authority))
+
+
+class Cors(CORSMiddleware):
+    """Starlette's CORS for pages that `Origins.is_listed` knows; a preflight's answer is a 204."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        super().__init__(
+            app,
+            allow_origins=[origin.lower() for origin in config.origins_allowed],
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # clients of OpenAI's send headers of their own
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Compare as `Origins` does: without regard to case."""
+        return origin.strip().lower() in self.allow_origins
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the headers alone: it is the browser that refuses methods they do not list."""
+        headers = super().preflight_response(request_headers).headers
+        allowed = {name: headers[name] for name in headers if not name.startswith("content-")}
+        return Response(status_code=204, headers=allowed)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a host name or address of this machine's loopback."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1").strip().lower()
+
+
+def _host(authority: str) -> str:
+    match = _AUTHORITY.fullmatch(authority)
+    return "" if match is None else match["host"].strip("[]")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code=code)

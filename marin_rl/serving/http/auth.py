@@ -2,7 +2,7 @@
 
 Everything is closed but the two health routes, by a rule that knows no paths besides them, so that
 a new route cannot be forgotten. Tokens come from the environment and are compared in constant time.
-Leaves out which hosts and pages are ours (`origins`), and what a body means (`errors`).
+Leaves out which hosts and pages are ours (`addresses`), and what a body means (`errors`).
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,14 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.http.body_budget import BodyBudget, BodyShare
+from marin_rl.serving.http.addresses import Cors, Origins, is_loopback, listen
 from marin_rl.serving.http.connections import Client, client_of
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import Deadline, Rates, request_timeout
-from marin_rl.serving.http.origins import Origins, cors_headers, preflight_headers
+from marin_rl.serving.http.limits import (
+    BodyBudget,
+    BodyShare,
+    Deadline,
+    Rates,
+    request_timeout,
+)
 
-# Another one's digest where no token is set, so that every comparison takes the same time.
-_NOBODY = bytes(32)
+# Compared with where no token is set, so that every comparison takes the same time.
+_NO_TOKEN = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +65,14 @@ class Keys:
         )
 
     def caller(self, authorization: Sequence[bytes]) -> str | None:
-        """Role of the sender of these Authorization headers: "admin", "api", "local", or None if
-        unknown.
+        """Role of the sender of these Authorization headers; None if the token is unknown.
 
-        "local" is every caller while no API token is set: then only this machine is answered.
+        One of "admin", "api" and "local"; "local" is every caller while no API token is set: then
+        only this machine is answered.
         """
-        given = hashlib.sha256(_bearer(authorization)).digest()
-        is_admin = hmac.compare_digest(given, self.admin or _NOBODY)
-        is_api = hmac.compare_digest(given, self.api or _NOBODY)
+        digest = hashlib.sha256(_bearer(authorization)).digest()
+        is_admin = hmac.compare_digest(digest, self.admin or _NO_TOKEN)
+        is_api = hmac.compare_digest(digest, self.api or _NO_TOKEN)
         if is_admin:
             return "admin"
         if self.api is None:
@@ -92,6 +96,21 @@ def _bearer(authorization: Sequence[bytes]) -> bytes:
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 
+def check_address(config: InferenceConfig, host: str, port: int) -> None:
+    """Raise ConfigError, in one line, for an address that a server would not start on."""
+    check_reach(Keys.from_environment(config), host)
+    listen(host, port).close()
+
+
+def check_reach(keys: Keys, host: str) -> None:
+    """Raise ConfigError for an address beyond this machine without an API token."""
+    if keys.api is None and not is_loopback(host):
+        raise ConfigError(
+            f"a server on {host} is open to others: set a token in the environment variable "
+            f"{keys.api_variable}, or bind to 127.0.0.1"
+        )
+
+
 OPEN_PATHS = ("/healthz", "/readyz")
 CLIENT_LEFT = 499  # never sent; for the log and the metrics
 # An answer that has begun gets this much longer, so that its route can end it properly.
@@ -103,7 +122,7 @@ class Guard:
 
     `origins` gives the rules for the address that the server is bound to at the time. Leaves in
     `scope["state"]`: `caller` ("api", "admin", "local"; "open" on the health routes),
-    `deadline`, `body_share` (what its body holds of the memory for bodies; see `parsed`), and
+    `deadline`, `body_share` (the memory that its body takes; see `body_parsed`), and
     `admin_variable`, which `require_admin` names. The `receive` that routes get raises ApiError 413
     or 408 for a body too large or too slow, and 503 where all bodies together are too large.
     """
@@ -117,6 +136,7 @@ class Guard:
         self._origins = origins
         self._rates = Rates(config)
         self._budget = BodyBudget(max(config.bodies_bytes_max, config.body_bytes_max))
+        self._cors = Cors(self._check, config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -126,15 +146,16 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        if self._config.origins_allowed and self._origins().is_listed(_headers(scope)[0]):
+            await self._cors(scope, receive, send)
+        else:
+            await self._check(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, head_bytes = _headers(scope)
-        origin = self._origins().listed(headers)
-        send = send if origin is None else _readable_by(origin, send)
-        if origin is not None and _is_preflight(scope, headers):
-            await _answer_preflight(preflight_headers(origin, headers), send)
-            return
         refusal = self._refusal(scope, headers, head_bytes)
         if refusal is not None:
-            await as_response(refusal)(scope, receive, send)
+            await Refusal(refusal)(scope, receive, send)
             return
         await self._within_limits(scope, receive, send)
 
@@ -186,7 +207,7 @@ class Guard:
         except TimeoutError:
             if begun or not timeout.expired():
                 raise
-            await as_response(request_timeout())(scope, receive, send)
+            await Refusal(request_timeout())(scope, receive, send)
         finally:
             share.release()
 
@@ -253,12 +274,12 @@ def require_admin(request: Request) -> None:
     if state.get("caller") == "admin":
         return
     variable = state.get("admin_variable")
-    told = (
+    message = (
         "expected the admin token, found another caller's"
         if variable is None
         else f"no admin token is set: start the server with one in the variable {variable}"
     )
-    raise ApiError(403, told, type="permission_error", code="admin_only")
+    raise ApiError(403, message, type="permission_error", code="admin_only")
 
 
 class Refusal(JSONResponse):
@@ -274,13 +295,8 @@ class Refusal(JSONResponse):
         await super().__call__(scope, receive, send)
 
 
-def as_response(error: ApiError) -> Refusal:
-    """The error as JSON."""
-    return Refusal(error)
-
-
-def parsed(scope: Scope) -> None:
-    """Give back the memory for bodies that a request's body holds: its bytes are not kept."""
+def body_parsed(scope: Scope) -> None:
+    """Release a request's share of the memory for bodies: its bytes are not kept."""
     share = scope["state"]["body_share"]
     assert isinstance(share, BodyShare)
     share.release()
@@ -327,8 +343,8 @@ def too_large(bytes_max: int) -> ApiError:
 
 def headers_too_large(bytes_max: int) -> ApiError:
     """A request's head beyond the limit."""
-    told = f"expected a request line and headers of at most {bytes_max} bytes"
-    return ApiError(431, told, code="headers_too_large")
+    message = f"expected a request line and headers of at most {bytes_max} bytes"
+    return ApiError(431, message, code="headers_too_large")
 
 
 def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:
@@ -351,26 +367,3 @@ def _headers(scope: Scope) -> tuple[dict[bytes, list[bytes]], int]:
         headers.setdefault(name, []).append(value)
         head_bytes += len(name) + len(value)
     return headers, head_bytes
-
-
-def _is_preflight(scope: Scope, headers: dict[bytes, list[bytes]]) -> bool:
-    return scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
-
-
-async def _answer_preflight(headers: list[tuple[bytes, bytes]], send: Send) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
-def _readable_by(origin: str, send: Send) -> Send:
-    added: list[tuple[bytes, bytes]] = cors_headers(origin)
-    names = {name for name, _ in added}
-
-    async def send_readable(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            given: Any = message.get("headers", ())
-            if not names & {name for name, _ in given}:
-                message["headers"] = [*given, *added]
-        await send(message)
-
-    return send_readable

@@ -1,10 +1,13 @@
 """Sockets: how many there may be, and how long one may take to say what it wants.
 
-uvicorn waits for a request's head for ever, keeps every connection, and every byte of a head, that
-it is given, and answers malformed HTTP in its own words. The protocol here closes connections that
-dawdle, bounds what their parser keeps, makes room by closing the one that was idle for longest,
-lets a client read why its body was not taken, and answers in the shape of all our errors. Leaves
-out everything that a request's head says (`auth`).
+uvicorn waits for a request's head for ever, keeps every byte of a head that it is given, and
+answers malformed HTTP in its own words. The protocol here closes connections that dawdle, bounds
+what their parser keeps, makes room by closing the one that was idle for longest, lets a client read
+why its body was not taken, and answers in the shape of all our errors. None of this is an option of
+uvicorn's: `timeout_keep_alive` stops at the first byte of a head, `limit_concurrency` refuses new
+clients rather than idle ones, and `h11_max_incomplete_event_size` is for its slower parser. So its
+protocol classes are overridden, which are private: pyproject.toml bounds its version. Leaves out
+everything that a request's head says (`auth`).
 """
 
 import logging
@@ -32,7 +35,7 @@ LINGER_S = 2.0
 FILES_RESERVED = 128
 
 # uvicorn writes a line for every malformed request, which is for the metrics to count
-_quiet = logging.getLogger("marin_rl.serving.http")
+_quiet = logging.getLogger("marin_rl.uvicorn")
 _quiet.setLevel(logging.CRITICAL)
 
 
@@ -146,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = _quiet
         self._answering: RequestResponseCycle | None = None
-        self._kept_bytes = 0
+        self._parser_bytes = 0
         self._head_begun = False
         self._waiting_since = 0.0
         self._taken_at = 0.0
@@ -168,7 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
             next(iter(shared.idle))._drop("evicted")
         shared.on_count(len(self.connections))
         self._wait_for_head()
-        self._watch(shared.config.header_timeout_s)
+        self._later(shared.config.header_timeout_s, self._check_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -184,12 +187,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Pass bytes on, but not those after the end."""
         if self._lingering or self._ended:
             return
-        self._kept_bytes += len(data)
+        self._parser_bytes += len(data)
         super().data_received(data)
         bytes_max = self.shared.config.header_bytes_max
-        if self._kept_bytes > bytes_max and not (self._lingering or self._ended):
-            told = f"expected a request line and headers of at most {bytes_max} bytes"
-            self._refuse(431, told, "headers_too_large")
+        if self._parser_bytes > bytes_max and not (self._lingering or self._ended):
+            message = f"expected a request line and headers of at most {bytes_max} bytes"
+            self._refuse(431, message, "headers_too_large")
 
     def on_message_begin(self) -> None:
         """The first byte of a head is there."""
@@ -200,7 +203,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request is there, but for its body."""
-        self._kept_bytes, self._head_begun = 0, False
+        self._parser_bytes, self._head_begun = 0, False
         self.shared.idle.pop(self, None)
         super().on_headers_complete()
         cycle: Any = self.cycle
@@ -212,12 +215,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body is there."""
-        self._kept_bytes = 0
+        self._parser_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request is complete."""
-        self._kept_bytes = 0
+        self._parser_bytes = 0
         scope: Any = self.scope
         client_of(scope).has_sent_all = True
         super().on_message_complete()
@@ -252,33 +255,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         self.shared.idle[self] = None
 
-    def _watch(self, after_s: float) -> None:
-        """Look again after a while: one timer a connection, not one a request."""
-        self._later(after_s, self._look)
-
     def _later(self, after_s: float, call: Callable[[], None]) -> None:
+        """Call once, later: a connection has one timer, and not one for each request."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(after_s, call)
 
-    def _look(self) -> None:
+    def _check_head(self) -> None:
         if self.transport.is_closing():  # by uvicorn, which waits for clients that do not read
             self._close()
             return
         timeout_s = self.shared.config.header_timeout_s
         if self not in self.shared.idle:
-            self._look_at_reader()
+            self._check_reader()
             return
         left_s = self._waiting_since + timeout_s - self.loop.time()
         if left_s > 0:
-            self._watch(left_s)
+            self._later(left_s, self._check_head)
         elif self._head_begun:
-            told = f"the request's head did not arrive within {timeout_s:g} s"
-            self._refuse(408, told, "header_timeout")
+            message = f"the request's head did not arrive within {timeout_s:g} s"
+            self._refuse(408, message, "header_timeout")
         else:
             self._drop("idle")
 
-    def _look_at_reader(self) -> None:
+    def _check_reader(self) -> None:
         """Disconnect a client that reads nothing of its answers for `body_timeout_s`.
 
         An answer that waits for it has no other end: it would keep the connection for ever.
@@ -291,7 +291,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.shared.on_refused("unread")
             self.transport.abort()
         else:
-            self._watch(min(config.header_timeout_s, config.body_timeout_s))
+            self._later(min(config.header_timeout_s, config.body_timeout_s), self._check_head)
 
     def _drop(self, reason: str) -> None:
         """Close a connection that waits for nothing."""
@@ -351,13 +351,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ended = True
         self.shared.idle.pop(self, None)
         self.transport.close()
-        self._give_up(math.inf)
+        self._abort_if_unread(math.inf)
 
-    def _give_up(self, unsent: float | int) -> None:
+    def _abort_if_unread(self, unsent: float | int) -> None:
         """Close connections whose client stops reading (slow-read attack)."""
         left = self.transport.get_write_buffer_size()
         if left < unsent:
-            self._later(self.shared.config.body_timeout_s, partial(self._give_up, left))
+            self._later(self.shared.config.body_timeout_s, partial(self._abort_if_unread, left))
         else:
             self.transport.abort()
 

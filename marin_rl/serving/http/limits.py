@@ -1,10 +1,13 @@
 """Limits: sizes and rates of requests, and how long they may wait.
 
-Owns request rates, the sizes and the queue that a configuration allows, and a request's deadlines.
-Leaves out the shape of a body (`errors`), its bytes (`auth`), and sockets (`connections`).
+Owns request rates, the sizes and the queue that a configuration allows, a request's deadlines, and
+the memory that the bodies of all requests may hold together: each body is bounded and each
+connection has one, but 2,048 connections could fill 32 GB with bodies that never end. Leaves out
+the shape of a body (`errors`), reading it (`auth`), and sockets (`connections`).
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +15,18 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from marin_rl.config import ServerConfig
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.serving.http.errors import ApiError
 
 # A rate is met if the bucket misses a whole token by no more than floating point does.
 _ROUNDING = 1e-9
+
+# The part of each body that is not counted: ordinary requests go on when the budget is spent. All
+# connections together hold 128 MiB of it at most, by the default of `connections_max`.
+FREE_BYTES = 2**16
+# Freed memory is handed back after a peak of this size, this long after it was released.
+TRIM_BYTES = 2**25
+TRIM_DELAY_S = 1.0
 
 
 class TokenBucket:
@@ -58,7 +69,7 @@ class Rates:
             self._buckets = {
                 caller: TokenBucket(rate, burst, clock=clock) for caller in ("api", "local")
             }
-        self._told = "" if rate is None else f"at most {rate:g} requests a second"
+        self._rate = rate
 
     def refusal(self, caller: str) -> ApiError | None:
         """Error 429 for a caller above its rate, with the time to retry at; None if it is below."""
@@ -68,7 +79,7 @@ class Rates:
             return None
         return ApiError(
             429,
-            f"expected {self._told}: try again in {wait_s:.3g} s",
+            f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
             type="rate_limit_error",
             code="rate_limit_exceeded",
             headers={
@@ -108,8 +119,8 @@ def check_tokens(
 
 
 def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
-    told = f"{param}: expected at most {allowed} {what}, found {found}"
-    return ApiError(400, told, param=param, code="limit_exceeded")
+    message = f"{param}: expected at most {allowed} {what}, found {found}"
+    return ApiError(400, message, param=param, code="limit_exceeded")
 
 
 def draining_error() -> ApiError:
@@ -166,4 +177,82 @@ def request_timeout() -> ApiError:
         "the answer was not complete in time: ask for fewer tokens or samples",
         type="server_error",
         code="request_timeout",
+    )
+
+
+class BodyBudget:
+    """Bytes that the bodies of all requests may hold together. Safe from any thread."""
+
+    def __init__(
+        self, bytes_max: int, *, give_back: Callable[[], None] = give_back_freed_memory
+    ) -> None:
+        self._bytes_max = bytes_max
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._peak = 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that are counted now."""
+        return self._bytes
+
+    def share(self) -> "BodyShare":
+        """The part of one body, empty at first."""
+        return BodyShare(self)
+
+    def _take(self, count: int) -> bool:
+        with self._lock:
+            if self._bytes + count > self._bytes_max:
+                return False
+            self._bytes += count
+            self._peak = max(self._peak, self._bytes)
+            return True
+
+    def _release(self, count: int) -> None:
+        with self._lock:
+            self._bytes -= count
+            trim = self._bytes == 0 and self._peak >= TRIM_BYTES
+            if trim:
+                self._peak = 0
+        if trim:  # the process keeps what is freed, for training steps (see `compilation`)
+            timer = threading.Timer(TRIM_DELAY_S, self._give_back)
+            timer.daemon = True
+            timer.start()
+
+
+class BodyShare:
+    """Share of one body in the budget, until it is released."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._released = False
+
+    def grow_to(self, size: int) -> None:
+        """Reserve budget for a body of `size` bytes; ApiError 503 where too little is left."""
+        with self._lock:
+            count = max(0, size - FREE_BYTES) - self._bytes
+            if count <= 0 or self._released:
+                return
+            if not self._budget._take(count):
+                raise _spent()
+            self._bytes += count
+
+    def release(self) -> None:
+        """Return the body's share: it was parsed, or refused. Idempotent."""
+        with self._lock:
+            count, self._bytes, self._released = self._bytes, 0, True
+        if count:
+            self._budget._release(count)
+
+
+def _spent() -> ApiError:
+    return ApiError(
+        503,
+        "the server is busy with other large bodies: try again later, or send less in one request",
+        type="server_error",
+        code="overloaded",
+        headers={"Retry-After": "1"},
     )

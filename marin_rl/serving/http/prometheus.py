@@ -7,8 +7,9 @@ at each scrape, never in between. Leaves out the access log (`access_log`).
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,10 +21,10 @@ from prometheus_client.registry import Collector
 from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine import EngineStats
 from marin_rl.serving.http.access_log import RequestRecord
-from marin_rl.serving.http.tallies import Counts, Durations
 
 METRICS_ROUTE = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,46 +142,53 @@ class Telemetry:
         self._read = read
         self._updated_at = time.monotonic()
         self._running = 0
-        self._requests = _counts("requests_total")
-        self._rejected = _counts("requests_rejected_total")
-        self._seconds = _durations("request_seconds")
-        self._queue = _durations("queue_seconds")
-        self._prefill = _durations("prefill_seconds")
-        self._decode = _durations("decode_seconds")
-        self._first_token = _durations("first_token_seconds")
-        self._prompt_tokens = _counts("prompt_tokens_total")
-        self._completion_tokens = _counts("completion_tokens_total")
+        self._requests = self._counter("requests_total")
+        self._rejected = self._counter("requests_rejected_total")
+        self._seconds = self._histogram("request_seconds")
+        self._phases = {
+            phase: self._histogram(f"{phase}_seconds")
+            for phase in ("queue", "prefill", "decode", "first_token")
+        }
+        self._prompt_tokens = self._counter("prompt_tokens_total")
+        self._completion_tokens = self._counter("completion_tokens_total")
         self._refused_connections = self._counter("connections_refused_total")
-        self._connections = self._gauge("connections")
+        spec = _SPECS["connections"]
+        self._connections = Gauge(spec.name, spec.meaning, registry=self._registry)
         self._updates = self._counter("weight_updates_total")
         self._failures = self._counter("weight_update_failures_total")
         self._bytes = self._counter("weight_update_bytes_total")
         self._update_seconds = self._counter("weight_update_seconds_total")
+        # children by (route, status): `labels` takes a lock and formats, for every request anew
+        self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(_AtScrape(self._at_scrape))
         self.lines_dropped: Callable[[], int] = lambda: 0
 
     def request_started(self) -> None:
-        """A request is being answered."""
+        """Count a request that is being answered."""
         self._running += 1
 
     def request_ended(self, record: RequestRecord) -> None:
         """Count a request and what it cost. Called once, when its answer is complete."""
         self._running -= 1
-        self._requests.add((record.route, str(record.status)))
-        self._seconds.add(record.latency_s, (record.route,))
+        requests, seconds = self._children(record.route, record.status)
+        requests.inc()
+        seconds.observe(record.latency_s)
         if record.reason:
-            self._rejected.add((record.reason,))
-        for histogram, value in (
-            (self._queue, record.queue_s),
-            (self._prefill, record.prefill_s),
-            (self._decode, record.decode_s),
-            (self._first_token, record.first_token_s),
+            self._rejected.labels(record.reason).inc()
+        for phase, value in (
+            ("queue", record.queue_s),
+            ("prefill", record.prefill_s),
+            ("decode", record.decode_s),
+            ("first_token", record.first_token_s),
         ):
             if value is not None:
-                histogram.add(value)
+                self._phases[phase].observe(value)
         if record.weight_version is not None:
-            self._prompt_tokens.add(count=record.prompt_tokens)
-            self._completion_tokens.add(count=record.completion_tokens)
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._completion_tokens.inc(record.completion_tokens)
+
+    def _bound(self, route: str, status: int) -> tuple[Counter, Histogram]:
+        return self._requests.labels(route, str(status)), self._seconds.labels(route)
 
     def connection_refused(self, reason: str) -> None:
         """A connection was closed on purpose, for one of a fixed set of reasons."""
@@ -206,41 +214,25 @@ class Telemetry:
         return generate_latest(self._registry)
 
     def _at_scrape(self) -> Iterable[Metric]:
-        reading = self._read()
-        yield _info(reading)
-        yield _invariance(reading.invariance)
-        for tally in (
-            self._requests,
-            self._rejected,
-            self._seconds,
-            self._queue,
-            self._prefill,
-            self._decode,
-            self._first_token,
-            self._prompt_tokens,
-            self._completion_tokens,
-        ):
-            yield tally.family()
-        for name, value in self._gauges(reading).items():
-            yield GaugeMetricFamily(_SPECS[name].name, _SPECS[name].meaning, float(value))
-        for name, value in self._counts(reading).items():
-            yield CounterMetricFamily(_SPECS[name].name, _SPECS[name].meaning, float(value))
+        snapshot = self._read()
+        yield _info(snapshot)
+        yield _invariance(snapshot.invariance)
+        for name, value in self._values(snapshot).items():
+            spec = _SPECS[name]
+            family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            yield family(spec.name, spec.meaning, float(value))
 
-    def _gauges(self, reading: Snapshot) -> dict[str, float | int]:
+    def _values(self, snapshot: Snapshot) -> dict[str, float | int]:
+        stats = snapshot.stats
         return {
             "requests_running": self._running,
-            "slots": reading.slots,
-            "slots_busy": reading.busy,
-            "samples_queued": reading.queued,
-            "engine_paused": reading.paused,
-            "prompts_shared": reading.sharing,
-            "policy_version": reading.weight_version,
+            "slots": snapshot.slots,
+            "slots_busy": snapshot.busy,
+            "samples_queued": snapshot.queued,
+            "engine_paused": snapshot.paused,
+            "prompts_shared": snapshot.sharing,
+            "policy_version": snapshot.weight_version,
             "weight_update_age_seconds": time.monotonic() - self._updated_at,
-        }
-
-    def _counts(self, reading: Snapshot) -> dict[str, float | int]:
-        stats = reading.stats
-        return {
             "engine_requests_total": stats.requests,
             "engine_cancelled_total": stats.cancelled,
             "engine_failed_total": stats.failed,
@@ -260,25 +252,16 @@ class Telemetry:
         spec = _SPECS[name]
         return Counter(spec.name, spec.meaning, spec.labels, registry=self._registry)
 
-    def _gauge(self, name: str) -> Gauge:
+    def _histogram(self, name: str) -> Histogram:
         spec = _SPECS[name]
-        return Gauge(spec.name, spec.meaning, spec.labels, registry=self._registry)
+        registry = self._registry
+        return Histogram(spec.name, spec.meaning, spec.labels, buckets=SECONDS, registry=registry)
 
 
-def _counts(name: str) -> Counts:
-    spec = _SPECS[name]
-    return Counts(spec.name, spec.meaning, spec.labels)
-
-
-def _durations(name: str) -> Durations:
-    spec = _SPECS[name]
-    return Durations(spec.name, spec.meaning, spec.labels)
-
-
-def _info(reading: Snapshot) -> Metric:
+def _info(snapshot: Snapshot) -> Metric:
     # named policy_info in the text: the family adds the suffix
     spec = _SPECS["policy_info"]
-    labels = {"model": reading.model_id, "parameters_digest": reading.parameters_digest}
+    labels = {"model": snapshot.model_id, "parameters_digest": snapshot.parameters_digest}
     return InfoMetricFamily(spec.name.removesuffix("_info"), spec.meaning, labels)
 
 

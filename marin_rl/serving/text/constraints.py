@@ -28,7 +28,7 @@ SCHEMA_DEPTH_MAX = 32
 SCHEMA_NODES_MAX = 4000
 GRAMMAR_CHARACTERS_MAX = 4 * SCHEMA_BYTES_MAX
 GRAMMARS_KEPT_MAX = 64
-TOLD_CHARACTERS_MAX = 300
+ERROR_CHARACTERS_MAX = 300
 
 LIMITS = WorkerLimits(cpu_s=1.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=2**10)
 TRIALS_MAX = 2
@@ -59,10 +59,10 @@ class Walker:
 
         Raises InferenceError where the grammar ran out of its limits.
         """
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
         mask = np.zeros(self._words, np.uint32)
-        mask[: len(found)] = found[: self._words]
+        mask[: len(bits)] = bits[: self._words]
         return mask
 
     def accept(self, token: int) -> None:
@@ -72,7 +72,7 @@ class Walker:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InferenceError(f"the grammar cannot go on: {_told(self._matcher)}")
+            raise InferenceError(f"the grammar cannot go on: {_error_text(self._matcher)}")
 
 
 MakeWalker = Callable[[], Walker]
@@ -116,8 +116,12 @@ class Constraints:
     def grammar(self, grammar: str, *, param: str) -> MakeWalker:
         """Walkers through the texts of a Lark grammar. Raises ApiError 400, naming `param`."""
         if len(grammar) > GRAMMAR_CHARACTERS_MAX:
-            told = f"{param}: expected forms of at most {GRAMMAR_CHARACTERS_MAX} characters in all"
-            raise ApiError(400, f"{told}, found {len(grammar)}", param=param)
+            raise ApiError(
+                400,
+                f"{param}: expected forms of at most {GRAMMAR_CHARACTERS_MAX} characters in all, "
+                f"found {len(grammar)}",
+                param=param,
+            )
         return self._maker(LARK, grammar, param)
 
     def _maker(self, kind: bytes, text: str, param: str) -> MakeWalker:
@@ -159,7 +163,7 @@ class Constraints:
         matcher = matcher_of(self._taken_in, kind, text)
         if matcher.is_error():
             raise InputError(
-                f"expected a form that can be enforced while sampling, found: {_told(matcher)}"
+                f"expected a form that can be enforced while sampling, found {_error_text(matcher)}"
             )
         return matcher
 
@@ -195,7 +199,7 @@ def take_in(
         return LLTokenizer(json.dumps(rules), n_vocab=vocabulary, eos_token=list(stop_tokens))
     except ValueError as error:
         raise InputError(
-            f"this model's tokenizer cannot be constrained ({str(error)[:TOLD_CHARACTERS_MAX]}): "
+            f"this model's tokenizer cannot be constrained ({str(error)[:ERROR_CHARACTERS_MAX]}): "
             "expected a byte-level one, one with byte fallback, or one of whole words"
         ) from None
 
@@ -230,14 +234,14 @@ class _Words:
 def _check_size(schema: Any, param: str) -> None:
     nodes, depth = _measure(schema)
     size = len(_as_text(schema).encode()) if depth <= SCHEMA_DEPTH_MAX else 0
-    for found, most, unit in (
+    for count, most, unit in (
         (depth, SCHEMA_DEPTH_MAX, "levels"),
         (nodes, SCHEMA_NODES_MAX, "values"),
         (size, SCHEMA_BYTES_MAX, "bytes"),
     ):
-        if found > most:
-            told = f"{param}: expected a schema of at most {most} {unit}, found {found} or more"
-            raise ApiError(400, told, param=param)
+        if count > most:
+            message = f"{param}: expected a schema of at most {most} {unit}, found {count} or more"
+            raise ApiError(400, message, param=param)
 
 
 def _as_text(schema: Any) -> str:
@@ -260,9 +264,9 @@ def _inside(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _told(matcher: LLMatcher) -> str:
+def _error_text(matcher: LLMatcher) -> str:
     """The error message of llguidance, on one line."""
     first = matcher.get_error().partition("\n<")[0]
     if first.startswith("NoExtension"):
         return "a form that no text has"
-    return first[:TOLD_CHARACTERS_MAX]
+    return first[:ERROR_CHARACTERS_MAX]

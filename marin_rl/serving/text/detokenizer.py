@@ -53,10 +53,10 @@ class Detokenizer:
 
     def piece(self, token: int) -> Piece:
         """Text of a token by itself, inside a text."""
-        found = self._pieces.get(token)
-        if found is None:
-            found = self._pieces[token] = self._read(token)
-        return found
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._read(token)
+        return piece
 
     def ends_open(self, ids: Sequence[int]) -> int:
         """Number of tokens at the end that are single bytes, whose text the next byte may change.
@@ -130,13 +130,13 @@ class Offsets:
 
     def of(self, ids: Sequence[int]) -> list[int]:
         """The offsets of the next tokens."""
-        found = []
+        offsets = []
         for token in ids:
-            found.append(self._at)
+            offsets.append(self._at)
             piece = self._texts.piece(token)
             if not piece.special:
                 self._at += len(self._decoder.decode(bytes(piece.data)))
-        return found
+        return offsets
 
 
 class IncrementalDetokenizer:
@@ -157,23 +157,23 @@ class IncrementalDetokenizer:
         self._window = 0  # the first token that is decoded again
         self._closed = 0  # tokens whose text is complete: where the window may begin next
         self._shown = 0  # characters of the window's text that were taken
-        self._held = ""
-        self._given = 0
+        self._buffer = ""
+        self._emitted = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take in more tokens; the text that is certain now."""
+        """Append tokens; return the text that is certain now."""
         self.ids.extend(ids)
-        self._held += self._decoded()
-        keep = _overlap(self._held, self._stop) if self._stop else 0
-        certain = self._held[: len(self._held) - keep]
-        self._held = self._held[len(certain) :]
-        self._given += len(certain)
+        self._buffer += self._decoded()
+        keep = _overlap(self._buffer, self._stop) if self._stop else 0
+        certain = self._buffer[: len(self._buffer) - keep]
+        self._buffer = self._buffer[len(certain) :]
+        self._emitted += len(certain)
         return certain
 
-    def finish(self, whole: str) -> str:
-        """The text has ended and is known: what of it was not given yet."""
-        rest, self._given = whole[self._given :], len(whole)
-        return rest
+    def finish(self, text: str) -> str:
+        """Return the part of the finished text that was not returned yet."""
+        unseen, self._emitted = text[self._emitted :], len(text)
+        return unseen
 
     def _decoded(self) -> str:
         end = len(self.ids) - self._texts.ends_open(self.ids)

@@ -95,17 +95,17 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in message.items() if value is not None}
-    content = found.get("content")
+    cleaned = {key: value for key, value in message.items() if value is not None}
+    content = cleaned.get("content")
     if isinstance(content, list | tuple):
         content = "".join(part["text"] for part in content)
-    found["content"] = content
-    if "tool_calls" in found:
-        found["tool_calls"] = [
+    cleaned["content"] = content
+    if "tool_calls" in cleaned:
+        cleaned["tool_calls"] = [
             _call(f"messages.{index}.tool_calls.{number}", call)
-            for number, call in enumerate(found["tool_calls"])
+            for number, call in enumerate(cleaned["tool_calls"])
         ]
-    return found
+    return cleaned
 
 
 def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:

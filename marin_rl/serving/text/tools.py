@@ -168,7 +168,7 @@ class ToolCallStream:
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form = form
         self._names = frozenset(names)
-        self._held = ""
+        self._buffer = ""
         self._gap = ""  # blank space before the call that is being read
         self._inside = False
         self._begun = False
@@ -177,7 +177,7 @@ class ToolCallStream:
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Take in more text; returns what is certain now, in order."""
-        self._held += text
+        self._buffer += text
         out: list[str | ToolCall] = []
         while self._closed(out) if self._inside else self._opened(out):
             pass
@@ -189,47 +189,47 @@ class ToolCallStream:
         while self._inside and self._looked:  # the string has no end: its markers were markers
             self._cut(self._first_closing(), out)
             out += self.feed("")
-        held, self._held = self._held, ""
+        buffer, self._buffer = self._buffer, ""
         if self._inside:
             self._inside = False
-            calls = [] if self._form.closing else self._calls(held)
+            calls = [] if self._form.closing else self._calls(buffer)
             if calls:
                 return [*out, *calls]
-            held = self._gap + held
-        return out if not held or (self.calls and held.isspace()) else [*out, held]
+            buffer = self._gap + buffer
+        return out if not buffer or (self.calls and buffer.isspace()) else [*out, buffer]
 
     def _opened(self, out: list[str | ToolCall]) -> bool:
         """Give out text up to where a call begins; True if one does."""
         at, end = self._opening()
-        certain = self._held[:at].rstrip()
+        certain = self._buffer[:at].rstrip()
         if certain:
             out.append(certain)
             self._begun = True
-        self._gap, self._held = self._held[len(certain) : at], self._held[at:]
+        self._gap, self._buffer = self._buffer[len(certain) : at], self._buffer[at:]
         if end:
             self._inside = True
             return True
-        self._held, self._gap = self._gap + self._held, ""
+        self._buffer, self._gap = self._gap + self._buffer, ""
         return False
 
     def _opening(self) -> tuple[int, bool]:
         """(index of the call's possible beginning, True if it certainly begins there)."""
-        held, opening = self._held, self._form.opening
+        buffer, opening = self._buffer, self._form.opening
         if not opening:
             return self._bare_opening()
-        at = held.find(opening)
+        at = buffer.find(opening)
         if at >= 0:
             return at, True
-        length = next(n for n in range(len(opening) - 1, -1, -1) if held.endswith(opening[:n]))
-        return len(held) - length, False
+        length = next(n for n in range(len(opening) - 1, -1, -1) if buffer.endswith(opening[:n]))
+        return len(buffer) - length, False
 
     def _bare_opening(self) -> tuple[int, bool]:
         """Index of the call where the whole answer is the call: the first character decides."""
-        held = self._held
-        start = len(held) - len(held.lstrip())
-        if self._begun or start == len(held):
-            return len(held), False
-        return (start, True) if held[start] == "{" else (len(held), False)
+        buffer = self._buffer
+        start = len(buffer) - len(buffer.lstrip())
+        if self._begun or start == len(buffer):
+            return len(buffer), False
+        return (start, True) if buffer[start] == "{" else (len(buffer), False)
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
         """Give out the call, or the text that is none, up to its closing; True if it is there.
@@ -239,9 +239,9 @@ class ToolCallStream:
         opening, closing = self._form.opening, self._form.closing
         if not closing:
             return False
-        while (at := self._held.find(closing, max(self._looked, len(opening)))) >= 0:
+        while (at := self._buffer.find(closing, max(self._looked, len(opening)))) >= 0:
             end = at + len(closing)
-            if not _ends_in_string(self._held[len(opening) : at]):
+            if not _ends_in_string(self._buffer[len(opening) : at]):
                 self._cut(end, out)
                 return True
             self._looked = end
@@ -249,24 +249,24 @@ class ToolCallStream:
 
     def _cut(self, end: int, out: list[str | ToolCall]) -> None:
         """Give out the calls that end there, or what is none up to the first closing."""
-        calls = self._calls(self._held[:end])
+        calls = self._calls(self._buffer[:end])
         if not calls:
             end = self._first_closing()
-        out.extend(calls or [self._gap + self._held[:end]])
-        self._held = self._held[end:]
+        out.extend(calls or [self._gap + self._buffer[:end]])
+        self._buffer = self._buffer[end:]
         self._gap, self._inside, self._begun, self._looked = "", False, True, 0
 
     def _first_closing(self) -> int:
         """Index after the first closing marker."""
         form = self._form
-        return self._held.index(form.closing, len(form.opening)) + len(form.closing)
+        return self._buffer.index(form.closing, len(form.opening)) + len(form.closing)
 
-    def _calls(self, whole: str) -> list[ToolCall]:
+    def _calls(self, span: str) -> list[ToolCall]:
         form = self._form
-        inner = whole.removeprefix(form.opening).removesuffix(form.closing)
-        found = [self._call(value) for value in _values(inner, listed=form.listed)]
-        calls = [call for call in found if call is not None]
-        if len(calls) != len(found) or self.calls + len(calls) > CALLS_MAX:
+        inner = span.removeprefix(form.opening).removesuffix(form.closing)
+        parsed = [self._call(value) for value in _values(inner, listed=form.listed)]
+        calls = [call for call in parsed if call is not None]
+        if len(calls) != len(parsed) or self.calls + len(calls) > CALLS_MAX:
             return []
         self.calls += len(calls)
         return calls
@@ -286,8 +286,8 @@ class ToolCallStream:
         except (ValueError, RecursionError):  # a number beyond a double's range is no JSON any more
             return None
         # half a character, which JSON can spell, goes back to how it was spelled
-        told = text.encode(errors="backslashreplace").decode()
-        return ToolCall(id=_new_call_id(), name=name, arguments=told)
+        text = text.encode(errors="backslashreplace").decode()
+        return ToolCall(id=_new_call_id(), name=name, arguments=text)
 
 
 def _new_call_id() -> str:
@@ -364,5 +364,5 @@ def _literal(text: str, form: ToolFormat, tokenizer: PreTrainedTokenizerBase) ->
     if not form.special or not form.opening or not text.startswith(form.opening):
         return json.dumps(text) if text else ""
     marker = f"<[{tokenizer.get_vocab()[form.opening]}]>"
-    rest = text.removeprefix(form.opening)
-    return f"{marker} {json.dumps(rest)}" if rest else marker
+    literal = text.removeprefix(form.opening)
+    return f"{marker} {json.dumps(literal)}" if literal else marker

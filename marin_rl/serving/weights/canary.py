@@ -57,12 +57,12 @@ class Gap:
 
     token: int
     expected: float
-    found: float
+    measured: float
 
     @property
     def nats(self) -> float:
         """Difference of the two in nats; NaN if either is."""
-        return abs(self.expected - self.found)
+        return abs(self.expected - self.measured)
 
     def within(self, tolerance: float) -> bool:
         """True if they agree within the tolerance; NaN agrees with nothing."""
@@ -72,7 +72,7 @@ class Gap:
         """The difference as part of an error message."""
         return (
             f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
-            f"canary, found {self.found:.6f}"
+            f"canary, found {self.measured:.6f}"
         )
 
 
@@ -107,10 +107,10 @@ def prove(
         gap = _gap(model, answer, sampling.temperature)
         if not gap.within(tolerance):
             _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
-            found = _identified(answer, suspects(), sampling.temperature, tolerance)
+            actual = _identified(answer, suspects(), sampling.temperature, tolerance)
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
-                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {found}; {gap.message()}, above "
+                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {actual}; {gap.message()}, above "
                 f"inference.canary_tolerance ({tolerance:g}). {_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
@@ -227,10 +227,10 @@ def _gap(model: LmHeadModel, answer: ChatAnswer, temperature: float) -> Gap:
 def _farthest(
     token_ids: Int32[np.ndarray, " T"],
     expected: Float32[np.ndarray, " T"],
-    found: Float32[np.ndarray, " T"],
+    measured: Float32[np.ndarray, " T"],
 ) -> Gap:
-    place = int(np.abs(found - expected).argmax())  # argmax finds NaN first
-    return Gap(int(token_ids[place]), float(expected[place]), float(found[place]))
+    place = int(np.abs(measured - expected).argmax())  # argmax finds NaN first
+    return Gap(int(token_ids[place]), float(expected[place]), float(measured[place]))
 
 
 def _scores(

@@ -3,10 +3,15 @@
 Owns the two kinds of source, a Hugging Face folder and a committed checkpoint of a run, and what
 must be true of either before its weights may serve anyone: the tokenizer and the architecture are
 those that are served, every number is finite, and the digest of what was read is the one that was
-promised. Leaves out the switch itself (`weight_updates`) and the canary (`inference.canary`).
+promised. Also the places that an admin may
+load from: the admin token is no right to have the server read any file of its user, so a place is
+taken only below a root that the server was started with. Leaves out the switch itself
+(`weight_updates`) and the canary (`canary`).
 """
 
+import dataclasses
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from marin_rl.config import InferenceConfig
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing, StalePolicy
 from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
 from marin_rl.storage.checkpoints import restore_checkpoint
@@ -45,6 +51,7 @@ from marin_rl.types import SlotRef
 
 # Not what follows a word, a colon or another slash: those are URLs and fractions.
 _PATH = re.compile(r"(?<![\w:/.])/[^\s:;,'\"()\[\]]+")
+_LOCAL_SCHEMES = ("file", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +83,10 @@ class Architecture:
 
     def check(self, model: LmHeadModel) -> None:
         """Raise InputError, saying what differs, unless `model` is of this architecture."""
-        found = Architecture.of(model, self.positions)
-        if found == self:
+        other = Architecture.of(model, self.positions)
+        if other == self:
             return
-        expected_shapes, found_shapes = dict(self.shapes), dict(found.shapes)
+        expected_shapes, found_shapes = dict(self.shapes), dict(other.shapes)
         names = sorted(
             name
             for name in expected_shapes.keys() | found_shapes.keys()
@@ -91,8 +98,8 @@ class Architecture:
                 f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
                 f"({len(names)} such parameters)"
             )
-        if found.spec != self.spec:
-            raise InputError(f"another architecture: expected {self.spec}, found {found.spec}")
+        if other.spec != self.spec:
+            raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
         raise InputError("another architecture: the rotary embeddings are of another base or kind")
 
 
@@ -146,7 +153,7 @@ class Source:
     place: str
     read: Callable[[Served], Loaded]
 
-    def told(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """Error message without paths that the caller did not name."""
         text = str(error)
         for path in (Path(self.place).absolute(), Path(self.place).resolve()):
@@ -309,3 +316,55 @@ def _verified(parameters: Mapping[str, np.ndarray], promises: Sequence[str | Non
 
 def _bytes_of(parameters: Mapping[str, np.ndarray]) -> int:
     return sum(array.nbytes for array in parameters.values())
+
+
+def with_update_root(config: InferenceConfig, root: str | Path) -> InferenceConfig:
+    """The configuration of a server that may load weights from below `root` too."""
+    roots = (*config.server.update_roots, str(root))
+    server = config.server.model_copy(update={"update_roots": roots})
+    return config.model_copy(update={"server": server})
+
+
+class Places:
+    """Places below a list of roots: local folders, symbolic links followed, or URLs."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        # these are the user's own words, so `~` is their home
+        folders = {root: _local(os.path.expanduser(root)) for root in roots}  # noqa: PTH111 - or a URL
+        self._folders = [folder for folder in folders.values() if folder is not None]
+        self._urls = [root.rstrip("/") for root, folder in folders.items() if folder is None]
+
+    def holds(self, place: str) -> bool:
+        """Return True for a place at or below one of the roots."""
+        folder = _local(place)
+        if folder is not None:
+            return any(folder.is_relative_to(root) for root in self._folders)
+        parts = place.split("/")
+        if "://" not in place or "::" in place or ".." in parts or "." in parts:
+            return False
+        return any(place.rstrip("/") == url or place.startswith(f"{url}/") for url in self._urls)
+
+    def only(self, source: Source) -> Source:
+        """The same source, but that reading it raises InputError where no root holds it."""
+
+        def read(served: Served) -> Loaded:
+            if not self.holds(source.place):
+                raise InputError(
+                    f"expected a place below a root that this server was started with, found "
+                    f"{source.place!r:.200}: list its folder in inference.server.update_roots"
+                )
+            return source.read(served)
+
+        return dataclasses.replace(source, read=read)
+
+
+def _local(place: str) -> Path | None:
+    """The folder that a local place names, links resolved; None for URLs of object stores.
+
+    A place that begins with `~` names no folder: it would be another user's home.
+    """
+    scheme, separator, remainder = place.partition("://")
+    if separator and scheme not in _LOCAL_SCHEMES:
+        return None
+    path = remainder if separator else place
+    return None if path.startswith("~") or "\0" in path else Path(os.path.realpath(path))

@@ -47,7 +47,7 @@ from marin_rl.storage.runs import Run, committed_checkpoint, round_of
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.model import LmHeadModel
 
-Told = Callable[[Exception], str]
+ErrorText = Callable[[Exception], str]
 
 
 @runtime_checkable
@@ -166,7 +166,7 @@ class WeightUpdater:
         if not self._one.acquire(blocking=False):
             raise UpdateRunning("another update of the weights is under way")
         try:
-            with self._recorded(source.kind, source.told) as record:
+            with self._recorded(source.kind, source.error_text) as record:
                 loaded = source.read(self._served)
                 self._served.architecture.check(loaded.model)
                 rehearse(loaded.model, self._canary_ids, self._config, self._dtype)
@@ -184,13 +184,15 @@ class WeightUpdater:
         architecture = Architecture.of(self._template, self._engine.context_length)
         return Served(tokenizer=self._tokenizer, architecture=architecture)
 
-    def _version(self, loaded: Loaded, given: int | None) -> int:
-        if given is not None:
-            return given
+    def _version(self, loaded: Loaded, requested: int | None) -> int:
+        if requested is not None:
+            return requested
         return self._engine.policy.weight_version + 1 if loaded.round is None else loaded.round
 
     @contextmanager
-    def _recorded(self, source: str, told: Told) -> Iterator[Callable[[int, str, int], Update]]:
+    def _recorded(
+        self, source: str, error_text: ErrorText
+    ) -> Iterator[Callable[[int, str, int], Update]]:
         """Time what happens inside, and keep how it ended."""
         started = time.monotonic()
 
@@ -217,7 +219,7 @@ class WeightUpdater:
             yield record
         except Exception as error:
             policy = self._engine.policy
-            record(policy.weight_version, policy.parameters_digest, 0, told(error))
+            record(policy.weight_version, policy.parameters_digest, 0, error_text(error))
             raise
 
 

@@ -47,7 +47,7 @@ class BucketStore(ObjectStore):
         return type(self), (self.url, self.options)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore. One conditional request, sent once: retrying is the protocol's."""
+        """One conditional request, sent once: retrying is the protocol's."""
         assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
         try:
             self._fs_once.pipe_file(
@@ -62,7 +62,6 @@ class BucketStore(ObjectStore):
         return PutOutcome.CREATED
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         for pause_s in READ_PAUSES_S:
             with suppress(StoreUnavailable):
                 return self._read_once(key)
@@ -70,27 +69,22 @@ class BucketStore(ObjectStore):
         return self._read_once(key)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
         with self._explained(key):
             self._fs.pipe_file(self._path(key), data, timeout=_timeout_s(len(data)))
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with self._explained(prefix):
             return keys_below(self._fs, self._base, prefix)
 
     def children(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with self._explained(prefix):
             return children_of(self._fs, self._base, prefix)
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         with suppress(ObjectMissing), self._explained(key):
             self._fs.rm_file(self._path(key))
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         with self._explained(key):
             return int(self._fs.info(self._path(key))["size"])
 
@@ -99,11 +93,9 @@ class BucketStore(ObjectStore):
         return None
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return f"{self.url}/{checked(key)}"
 
     def at(self, folder: str) -> ObjectStore:
-        """See ObjectStore."""
         return BucketStore(self.url_of(folder), self.options)
 
     def _read_once(self, key: str) -> bytes:

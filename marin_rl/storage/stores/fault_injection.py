@@ -1,6 +1,6 @@
 """Fault injection: a store that kills its process, or fails, at a chosen operation.
 
-For tests of crash safety, and for anyone who wants to see it. Off unless MARIN_RL_FAULTS is set:
+For tests of crash safety, and to watch a run recover. Not imported unless MARIN_RL_FAULTS is set:
 
     MARIN_RL_FAULTS=kill-before:17 marin-rl run configs/debug.yaml
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from marin_rl.errors import ConfigError, StoreUnavailable
-from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, on_open
 
 VARIABLE = "MARIN_RL_FAULTS"
 DELAY_S = 0.3
@@ -94,24 +94,27 @@ class Operations:
             return next((f.kind for f in self._plan.faults if f.at == self.count), None)
 
 
-_current: list[Operations] = []
 _of_process: dict[str, Operations] = {}
 
 
 @contextmanager
 def inject_faults(operations: Operations) -> Iterator[Operations]:
     """Let stores that are opened inside count with `operations`, independent of the environment."""
-    _current.append(operations)
+
+    def wrap(store: ObjectStore) -> ObjectStore:
+        return FaultyStore(store, operations)
+
+    on_open.append(wrap)
     try:
         yield operations
     finally:
-        _current.remove(operations)
+        on_open.remove(wrap)
 
 
 def with_faults(store: ObjectStore) -> ObjectStore:
-    """`store` itself, or the store that suffers what MARIN_RL_FAULTS says. Raises ConfigError."""
-    if _current:
-        return FaultyStore(store, _current[-1])
+    """Apply `on_open`, else the faults of MARIN_RL_FAULTS, to a store. Raises ConfigError."""
+    if on_open:
+        return on_open[-1](store)
     text = os.environ.get(VARIABLE)
     if not text:
         return store
@@ -131,14 +134,12 @@ class FaultyStore(ObjectStore):
         return with_faults, (self._inner,)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore."""
         torn = self._torn(key, data)
         with suppress(_NoAnswer):
             return self._do("create", key, lambda: self._inner.put_if_absent(key, data), torn)
         return PutOutcome.UNKNOWN
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
 
         def half() -> None:
             self._inner.put_part(key, data[: len(data) // 2])
@@ -147,32 +148,27 @@ class FaultyStore(ObjectStore):
             self._do("write", key, lambda: self._inner.put_part(key, data), half)
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         with self._explained(key):
             return self._do("read", key, lambda: self._inner.read(key))
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with self._explained(prefix):
             return self._do("list", prefix, lambda: self._inner.list(prefix))
 
     def children(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with self._explained(prefix):
             return self._do("children", prefix, lambda: self._inner.children(prefix))
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         with self._explained(key):
             self._do("delete", key, lambda: self._inner.delete(key))
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         with self._explained(key):
             return self._do("size", key, lambda: self._inner.size(key))
 
     def local_path(self, key: str) -> Path | None:
-        """See ObjectStore. Counted where there is a file: the caller is about to use it."""
+        """Counted where there is a file: the caller is about to use it."""
         path = self._inner.local_path(key)
         if path is None:
             return None
@@ -180,11 +176,10 @@ class FaultyStore(ObjectStore):
             return self._do("path", key, lambda: path)
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return self._inner.url_of(key)
 
     def at(self, folder: str) -> ObjectStore:
-        """See ObjectStore. Operations are counted together."""
+        """Operations are counted together."""
         return FaultyStore(self._inner.at(folder), self._operations)
 
     def _do(

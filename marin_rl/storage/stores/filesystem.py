@@ -1,9 +1,10 @@
 """The one seam to files and fsspec: `open_store` gives the store behind a URL, `probe` tries it.
 
 All stores of this library come from `open_store`; the memory backend, for tests, is here too. What
-a store is and does is in objects.py. What to do about an unknown outcome is decided in commits.py.
+a store is and does is in store.py. What to do about an unknown outcome is decided in commits.py.
 """
 
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,6 @@ from fsspec import filesystem
 
 from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
 from marin_rl.storage.stores.buckets import BucketStore
-from marin_rl.storage.stores.fault_injection import with_faults
 from marin_rl.storage.stores.local import LocalStore
 from marin_rl.storage.stores.store import (
     Keys,
@@ -24,6 +24,7 @@ from marin_rl.storage.stores.store import (
     checked,
     children_of,
     keys_below,
+    on_open,
 )
 
 __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
@@ -37,9 +38,14 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStor
     """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
 
     `options` go to fsspec. Raises ConfigError for other schemes. Where MARIN_RL_FAULTS is set, the
-    store suffers what it says: see injection.py.
+    store has those faults (fault_injection.py).
     """
-    return with_faults(_store_at(url, options))
+    store = _store_at(url, options)
+    if on_open or os.environ.get("MARIN_RL_FAULTS"):
+        from marin_rl.storage.stores.fault_injection import with_faults
+
+        return with_faults(store)
+    return store
 
 
 def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
@@ -100,7 +106,6 @@ class MemoryStore(ObjectStore):
         return type(self), (self.url, self.options)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore."""
         path = self._path(key)
         with _memory_lock:
             if self._fs.exists(path):
@@ -109,32 +114,26 @@ class MemoryStore(ObjectStore):
         return PutOutcome.CREATED
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         with self._missing(key), _memory_lock:
             return bytes(self._fs.cat_file(self._path(key)))
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
         with _memory_lock:
             self._fs.pipe_file(self._path(key), data)
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with _memory_lock:
             return keys_below(self._fs, self._base, prefix)
 
     def children(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         with _memory_lock:
             return children_of(self._fs, self._base, prefix)
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         with _memory_lock, suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         with self._missing(key), _memory_lock:
             return int(self._fs.info(self._path(key))["size"])
 
@@ -143,11 +142,9 @@ class MemoryStore(ObjectStore):
         return None
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return f"{self.url}/{checked(key)}"
 
     def at(self, folder: str) -> ObjectStore:
-        """See ObjectStore."""
         return MemoryStore(self.url_of(folder), self.options)
 
     @property

@@ -45,7 +45,7 @@ class ForkedStore(ObjectStore):
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore. Raises StorageError for what is absent from the shared prefix."""
+        """Raises StorageError for what is absent from the shared prefix."""
         owner = self.owner(key)
         if owner is self.own:
             return owner.put_if_absent(key, data)
@@ -53,15 +53,13 @@ class ForkedStore(ObjectStore):
         return PutOutcome.EXISTS
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         return self.owner(key).read(key)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore. Raises StorageError for the shared prefix."""
+        """Raises StorageError for the shared prefix."""
         self._writable(key).put_part(key, data)
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         found = [
             key
             for store in (self.own, *(store for _, store in self.shared))
@@ -71,7 +69,6 @@ class ForkedStore(ObjectStore):
         return sorted(found)
 
     def children(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         if not prefix:
             kinds = {name for _, store in self.shared for name in store.children() if name in KINDS}
             return sorted({*self.own.children(), *kinds})
@@ -85,23 +82,19 @@ class ForkedStore(ObjectStore):
         )
 
     def delete(self, key: str) -> None:
-        """See ObjectStore. Raises StorageError for the shared prefix."""
+        """Raises StorageError for the shared prefix."""
         self._writable(key).delete(key)
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         return self.owner(key).size(key)
 
     def local_path(self, key: str) -> Path | None:
-        """See ObjectStore."""
         return self.owner(key).local_path(key)
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return self.owner(key).url_of(key)
 
     def at(self, folder: str) -> ObjectStore:
-        """See ObjectStore."""
         return self.owner(folder).at(folder)
 
     def _writable(self, key: str) -> ObjectStore:

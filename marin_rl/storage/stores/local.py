@@ -39,7 +39,7 @@ class LocalStore(ObjectStore):
         self.url = url
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """See ObjectStore. UNKNOWN only if the folder cannot be synced once the name is there."""
+        """UNKNOWN only if the folder cannot be synced once the name is there."""
         path = self._path(key)
         with explained(path, len(data)):
             check_way(path, key)
@@ -56,7 +56,6 @@ class LocalStore(ObjectStore):
         return self._seen(path, outcome)
 
     def read(self, key: str) -> bytes:
-        """See ObjectStore."""
         path = self._path(key)
         with explained(path):
             try:
@@ -70,7 +69,6 @@ class LocalStore(ObjectStore):
                 return file.read()
 
     def put_part(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
         path = self._path(key)
         with explained(path, len(data)):
             check_way(path, key)
@@ -79,7 +77,6 @@ class LocalStore(ObjectStore):
             _sync_folder(path.parent)
 
     def list(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         start = self.url.rstrip("/") + "/"
         with explained(Path(self.url, prefix)):
             if prefix:
@@ -88,7 +85,6 @@ class LocalStore(ObjectStore):
             return sorted(path.removeprefix(start) for path in found)
 
     def children(self, prefix: str = "") -> Keys:
-        """See ObjectStore."""
         folder = Path(self.url, prefix and checked(prefix))
         with explained(folder):
             if prefix:
@@ -96,29 +92,24 @@ class LocalStore(ObjectStore):
             return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
         path = self._path(key)
         with explained(path):
             check_way(path, key)
             path.unlink(missing_ok=True)
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
         path = self._path(key)
         with explained(path):
             check_way(path, key)
             return path.lstat().st_size
 
     def local_path(self, key: str) -> Path | None:
-        """See ObjectStore."""
         return self._path(key)
 
     def url_of(self, key: str) -> str:
-        """See ObjectStore."""
         return str(self._path(key))
 
     def at(self, folder: str) -> ObjectStore:
-        """See ObjectStore."""
         return LocalStore(str(self._path(folder)))
 
     def _path(self, key: str) -> Path:

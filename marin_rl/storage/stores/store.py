@@ -6,6 +6,7 @@ and filesystem.py, which opens them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class ObjectStore(ABC):
     """Objects below one folder or URL, by keys like `rollouts/round-00012/shard-0003.parquet`.
 
     Every listing is fresh and every read is of the whole object. Stores are picklable and open
-    their connections lazily, per process.
+    their connections lazily, per process. Backends inherit the docstrings of the methods.
     """
 
     url: str
@@ -80,6 +81,10 @@ class ObjectStore(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+
+# Applied to each store that `open_store` opens, the last one alone; empty unless a test asks.
+on_open: list[Callable[[ObjectStore], ObjectStore]] = []
 
 
 def is_private(key: str) -> bool:

@@ -1,12 +1,12 @@
-"""Many runs in processes of their own, without importing everything for each of them.
+"""Whole runs of configs/debug.yaml with a warm start, also in processes that are killed.
 
     with ForkServer(log) as fork_server:
         fork_server.run(config, faults={"create run/run.json #1": "kill-before"})   # [-9]
 
-One child process imports what a run needs, starts no thread and touches no device; for each run it
-forks, so that a run costs its own work and not ten seconds of imports. A fork is a process like any
-other to `kill -9`, to file locks and to JAX, which begins in it. How long it lives before it is
-killed is counted in its own processor time: on a busy machine it gets as far as on an idle one.
+The fork server is one child process that imports what a run needs, starts no thread and touches no
+device; for each run it forks, so that a run costs its own work and not ten seconds of imports. A
+fork is a process like any other to `kill -9`, to file locks and to JAX, which starts in it. Its
+lifetime is counted in its own processor time: on a busy machine it gets as far as on an idle one.
 """
 
 import importlib
@@ -17,16 +17,79 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from support.debug_run import REPOSITORY
-from support.fault_names import NamedOperations
+from prefect import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from support.faults import NamedOperations
 
-from marin_rl.config import Config, parse_config
+from marin_rl.config import Config, load_config, parse_config
+from marin_rl.progress import ProgressEvent
 from marin_rl.storage.stores.fault_injection import inject_faults
+from marin_rl.types import SlotRef
+
+REPOSITORY = Path(__file__).parents[2]
+DEBUG = REPOSITORY / "configs" / "debug.yaml"
+ROUNDS, SHARDS = 3, 2
+
+
+def debug(root: Path, *overrides: str) -> Config:
+    """The configuration below `root`, always under one name: samples depend on it."""
+    return load_config(DEBUG, [f"root={root}", "run_id=whole", "policy.init=sft", *overrides])
+
+
+def latest_flow_run(name: str) -> FlowRun:
+    """The flow run of this name that was started last."""
+    with get_client(sync_client=True) as client:
+        newest_first = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
+    return next(run for run in newest_first if run.name == name)
+
+
+@dataclass(slots=True)
+class Played:
+    """A run that was played once by a flow run, and what was heard of it."""
+
+    flow_run: FlowRun
+    config: Config
+    checkpoint: SlotRef
+    events: list[ProgressEvent] = field(default_factory=list)
+
+
+TIMEOUT_S = 240
+
+
+def spawn_program(program: str, config: Config, api: str) -> subprocess.Popen[bytes]:
+    """A Python program that is given a configuration as JSON."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, config.model_dump_json()],
+        cwd=REPOSITORY,
+        env={**os.environ, "PREFECT_API_URL": api},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that must end well."""
+    _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, told.decode()[-3000:]
+
+
+def kill_when(process: subprocess.Popen[bytes], seen: Callable[[], bool], delay_s: float) -> None:
+    """SIGKILL the process `delay_s` after `seen` holds."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not seen() and process.poll() is None:
+        assert time.monotonic() < deadline, "the stage never began"
+        time.sleep(0.0005)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
 
 ROOMS = (
     "flows.rl_loop",
@@ -103,7 +166,7 @@ class ForkServer:
         process has had as many seconds as it says there. `trace` is a folder, a glob in it, and
         seconds by the clock that processes still live once a file matches. After `limit_s`, those
         are killed that were to live so long, and others aborted. `faults` and `met` are those of
-        fault_names.py.
+        faults.py.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,5 +1,6 @@
-"""Runs with committed checkpoints without training: random weights by seed, the rest real."""
+"""Runs with real policies: committed random weights by seed, and rounds run without a flow."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,15 @@ from typing import Any
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
+from marin_rl.rollouts.evaluate import evaluate_round
+from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rounds import Stopwatch, close_round, transfer_metrics
+from marin_rl.runtime import RunRuntime
 from marin_rl.storage.checkpoints import commit_checkpoint
 from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.rollouts import seal_round
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.model import build_model, matrix_mask, named_parameters, with_parameters
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
@@ -65,3 +72,36 @@ def parts(run: Run, round: int) -> list[Path]:
     assert folder is not None
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
+
+
+def play_round(
+    runtime_for: RunRuntime, run: Run, round: int, checkpoint: SlotRef, *, evaluated: bool = False
+) -> SlotRef:
+    """One round from its first checkpoint, which is evaluated if that is asked; the next one."""
+    watch, policy = Stopwatch(), runtime_for.serve(checkpoint)
+    if evaluated:
+        asyncio.run(evaluate_round(run, round, policy))
+    shards = range(run.config.rollouts.shards_per_round)
+
+    async def generate() -> list[SlotRef]:
+        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in shards))
+
+    parts = asyncio.run(generate())
+    watch.lap("generate")
+    batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
+    trained = runtime_for.train_round(round, batches, checkpoint)
+    steps = int(batches.summary["steps"])
+    close_round(run, round, watch.metrics() | transfer_metrics(policy.transfer, steps))
+    return trained
+
+
+def play_two_rounds(run: Run, *, evaluated: bool = False) -> None:
+    """A run's first two rounds; `evaluated` says whether that comes before them."""
+    runtime_for = RunRuntime(run)
+    try:
+        checkpoint = runtime_for.init_policy()
+        for round in range(2):
+            first = evaluated and round == 0
+            checkpoint = play_round(runtime_for, run, round, checkpoint, evaluated=first)
+    finally:
+        runtime_for.close()

@@ -1,15 +1,26 @@
-"""Tiny policies and batches made by hand, without any rollouts behind them."""
+"""Tiny policies, batches made by hand, and six training steps on one: the curves in golden/.
 
+The curves are the same on every machine to float32 rounding: weights and batch are NumPy's by seed,
+and AdamW's epsilon is so large that a gradient near zero does not decide a step's direction.
+"""
+
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pyarrow as pa
 
-from marin_rl.config import ModelConfig, PolicyConfig
+from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig, TrainingConfig
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, commit_batches
+from marin_rl.training.model import build_model, matrix_mask, named_parameters
+from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
+from marin_rl.training.state import fresh_state
+from marin_rl.training.step import Reference, as_array, make_step, step_arrays
+from marin_rl.training.step_types import StepSettings
 from marin_rl.types import SlotRef, TrainingBatch
 
 LENGTH = 16
@@ -93,3 +104,69 @@ def commit_round(run: Run, round: int, steps: list[TrainingBatch], length: int) 
         totals={"length": float(length), "steps": float(len(steps))},
         extra={},
     )
+
+
+FILE = Path(__file__).parents[1] / "golden/loss-curves.json"
+STEPS = 6
+KEPT = ("loss", "grad_norm", "entropy", "kl")
+TRAINING = TrainingConfig(learning_rate=3e-2, warmup_steps=2, epsilon=1e-3, weight_decay=0.1)
+
+Curves = dict[str, dict[str, list[float]]]
+
+OBJECTIVES = {
+    "supervised": (None, {}),
+    "grpo": (
+        ObjectiveConfig(
+            advantage="grpo",
+            ratio_level="token",
+            aggregation="sequence_mean_token_mean",
+            kl_coefficient=0.04,
+            entropy_coefficient=0.01,
+        ),
+        {},
+    ),
+    "cispo with corrections, qwen3": (
+        ObjectiveConfig(
+            surrogate="cispo",
+            ratio_level="token",
+            aggregation="token_mean",
+            importance_correction="truncated",
+            kl_coefficient=0.1,
+            kl_estimator="k3_k2_gradient",
+        ),
+        {"family": "qwen3", "head_size": 12, "tie_embeddings": False, "layers": 2},
+    ),
+}
+
+
+def played(name: str) -> dict[str, list[float]]:
+    """One curve: the metrics of `KEPT` that a step has, step by step."""
+    objective, sizes = OBJECTIVES[name]
+    return _curve(objective, {"layers": 1, **sizes})
+
+
+def stored() -> Curves:
+    """The curves of golden/loss-curves.json."""
+    return json.loads(FILE.read_text())["curves"]
+
+
+def _curve(objective: ObjectiveConfig | None, sizes: dict) -> dict[str, list[float]]:
+    model = build_model(tiny_policy(**sizes), VOCAB, 0)
+    adamw = policy_adamw(TRAINING)
+    optimizer = make_optimizer(adamw, matrix_mask(model))
+    step = make_step(
+        model, optimizer, learning_rate_schedule(adamw), StepSettings(objective=objective)
+    )
+    state = fresh_state(named_parameters(model), optimizer, 0)
+    reference = None
+    if objective is not None:
+        far = named_parameters(build_model(tiny_policy(**sizes), VOCAB, 1))
+        reference = Reference(far, np.float32(objective.kl_coefficient))
+    arrays, used = step_arrays(random_batch(7, seed=0), 4, 2)
+    curve: dict[str, list[float]] = {}
+    for _ in range(STEPS):
+        state, metrics, _ = step(state, reference, arrays, as_array(used))
+        for name in KEPT:
+            if name in metrics:
+                curve.setdefault(name, []).append(float(metrics[name]))
+    return curve

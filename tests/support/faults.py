@@ -1,0 +1,367 @@
+"""Faults by name for whole runs: the names, the groups, the crash states, and the outcome of a run.
+
+The number of an operation shifts as soon as something is retried, and threads take turns; its name
+does not. A name says which operation on which key, for how many-th time, without the parts that
+differ by attempt (ids, random file names): `create rollouts/round-00001/shard-0000.parquet #1`. The
+names of an undisturbed run are what N counts; a run that meets many faults, one after the other and
+over several starts, reports which of them came.
+
+`kill -9` loses a process's memory and nothing else: it leaves the folder as it was at that instant.
+So copies of one undisturbed run's folder, one before each operation, are all states of a crash.
+"""
+
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import pyarrow as pa
+
+from marin_rl.config import Config
+from marin_rl.errors import MarinRLError
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot
+from marin_rl.storage.stores.fault_injection import Operations, Plan
+from marin_rl.storage.stores.store import is_private
+from marin_rl.storage.tables.batches import dispositions_of
+from marin_rl.storage.tables.rollouts import iter_shards
+from marin_rl.storage.upkeep.audit import audit_run
+from schemas.manifests import Parent, sha256_of
+
+Fault = TypeVar("Fault")
+
+_OF_ONE_ATTEMPT = re.compile(
+    r"\d{8}T\d{6}-[0-9a-f]{16}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{16,}"
+)
+
+
+class Names(Generic[Fault]):
+    """Gives what comes its names, and says which fault, if any, was kept for it.
+
+    A name is what is asked for, of what, and for how many-th time, without what only one attempt or
+    run has in its names: `create rollouts/round-00001/shard-0000.parquet #1`.
+    """
+
+    def __init__(self, faults: Mapping[str, Fault] | None = None) -> None:
+        self.waiting = dict(faults or {})
+        self.seen: list[str] = []
+        self._times = Counter[str]()
+
+    def fault(self, what: str) -> Fault | None:
+        """The fault of `what`, which comes once more. Not for two threads at once."""
+        plain = _OF_ONE_ATTEMPT.sub("*", what)
+        self._times[plain] += 1
+        self.seen.append(f"{plain} #{self._times[plain]}")
+        return self.waiting.pop(self.seen[-1], None)
+
+
+class NamedOperations(Operations):
+    """Operations on the stores below `root`, which suffer by name.
+
+    A file `met` gets the name of each that suffers, a line each, before it does.
+    """
+
+    def __init__(
+        self, root: str, faults: Mapping[str, str] | None = None, met: Path | None = None
+    ) -> None:
+        super().__init__(Plan())
+        self.names = Names[str](faults)
+        self._root, self._met = root, met
+
+    def next(self, name: str, url: str) -> str | None:
+        """See Operations."""
+        with self.lock:
+            self.count += 1
+            return self.called(f"{name} {url.removeprefix(self._root).strip('/')}")
+
+    def called(self, what: str) -> str | None:
+        """Fault for the operation that now comes, by its name."""
+        kind = self.names.fault(what)
+        if kind is not None and self._met is not None:
+            with self._met.open("a", encoding="utf-8") as file:
+                file.write(f"{self.names.seen[-1]}\n")
+        return kind
+
+
+SAMPLED = ("rollout_id", "token_ids", "logprobs", "reward", "policy_digest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Committed keys; samples and dispositions by round; digests of parameters by checkpoint."""
+
+    slots: tuple[str, ...]
+    samples: tuple[pa.Table, ...]
+    dispositions: tuple[pa.Table, ...]
+    parameters: tuple[str, ...]
+
+    def same_as(self, other: "Outcome") -> list[str]:
+        """Names of what differs; empty where nothing does."""
+        pairs = {
+            "slots": self.slots == other.slots,
+            "samples": _equal(self.samples, other.samples),
+            "dispositions": _equal(self.dispositions, other.dispositions),
+            "parameters": self.parameters == other.parameters,
+        }
+        return [name for name, same in pairs.items() if not same]
+
+
+def outcome(config: Config) -> Outcome:
+    """The outcome of a finished run, every named byte of which is verified on the way."""
+    run, rounds = Run.open(config.root, config.run_id, config.storage_options), config.rounds
+    checkpoints = [read_manifest(run.store, checkpoint_slot(round)) for round in range(rounds + 1)]
+    batches = [read_manifest(run.store, batches_slot(round)) for round in range(rounds)]
+    assert all(found.balanced for found in audit_run(run)), "the audit does not balance"
+    _verify(run)
+    return Outcome(
+        slots=tuple(key for key in run.store.list() if is_commit(key)),
+        samples=tuple(t for r in range(rounds) for t in iter_shards(run, r, SAMPLED)),
+        dispositions=tuple(dispositions_of(run, item[0]) for item in batches if item),
+        parameters=tuple(item[0].extra["parameters_digest"] for item in checkpoints if item),
+    )
+
+
+class Digests:
+    """SHA-256 of files; one that has the size, time and inode that it had is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+
+    def of(self, path: Path) -> str:
+        """The digest of a file as it is now. Raises FileNotFoundError."""
+        status = path.stat()
+        sign = status.st_size, status.st_mtime_ns, status.st_ino
+        if self._known.get(path, (None, ""))[0] != sign:
+            self._known[path] = sign, sha256_of(path.read_bytes())
+        return self._known[path][1]
+
+
+def committed_digests(config: Config, digests: Digests | None = None) -> dict[str, str]:
+    """The SHA-256 of everything that is committed, by key; every part of it verified.
+
+    With `digests` of an earlier call, what no one has touched since is taken for what it was.
+    """
+    if not (folder := Path(config.root, config.run_id)).joinpath("run.json").exists():
+        return {}
+    run, digests = Run.open(config.root, config.run_id), digests or Digests()
+    _verify(run, digests)
+    return {key: digests.of(folder / key) for key in run.store.list() if is_commit(key)}
+
+
+def is_commit(key: str) -> bool:
+    """True if a key of a run commits something."""
+    name = key.rpartition("/")[2]
+    return not is_private(key) and (
+        name in ("manifest.json", "run.json")
+        or name.startswith("shard-")
+        or (key.startswith("metrics/") and name.endswith(".parquet"))
+    )
+
+
+def _verify(run: Run, digests: Digests | None = None) -> None:
+    """Every part that a visible manifest names is there, with its SHA-256, below its parents."""
+    seen: dict[str, str] = {}
+    parents: dict[str, Sequence[Parent]] = {}
+    for key in run.store.list():
+        if key.endswith("/manifest.json"):
+            found = read_manifest(run.store, key.removesuffix("/manifest.json"))
+            assert found is not None
+            seen[found[0].slot] = found[1]
+            for part in found[0].parts:
+                name = f"{found[0].slot}/{part.name}"
+                assert _digest(run, name, digests) == part.sha256, f"{name} is torn"
+            parents[found[0].slot] = found[0].parents
+    for slot, above in parents.items():
+        for parent in above:
+            assert seen[parent.slot] == parent.sha256, f"{slot} has a parent that is not there"
+
+
+def _digest(run: Run, key: str, digests: Digests | None) -> str:
+    path = run.store.local_path(key)
+    if digests is None or path is None:
+        return sha256_of(run.store.read(key))
+    return digests.of(path)
+
+
+def _equal(ours: tuple[pa.Table, ...], theirs: tuple[pa.Table, ...]) -> bool:
+    return len(ours) == len(theirs) and all(a.equals(b) for a, b in zip(ours, theirs, strict=True))
+
+
+Case = tuple[str, str]  # the kind of a fault, and the name of what it befalls
+Suffer = Callable[[Sequence[Case]], tuple[Config, Sequence[str]]]
+
+ORBAX = "/ocdbt.process_0/d/"
+
+
+def groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[list[Case]]:
+    """Every kind at every name, once; in a group every `apart`-th name, and the kinds in turn."""
+    return [
+        [
+            (kinds[(number + turn) % len(kinds)], name)
+            for number, name in enumerate(names[first::apart])
+        ]
+        for first in range(min(apart, len(names)))
+        for turn in range(len(kinds))
+    ]
+
+
+@dataclass
+class Played:
+    """Outcome of groups of faults.
+
+    `suffer` plays a run that meets the faults of a group, and names those that it never met. They,
+    and all of a group that did not end as it should, are played singly, and then have to come. But
+    `absent` are faults of files that Orbax writes in one run and not in another, as its threads go.
+    """
+
+    suffer: Suffer
+    expected: Outcome
+    runs: int = 0
+    passed: int = 0
+    absent: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def play(self, group: Sequence[Case]) -> None:
+        """Play a group, and what of it must be played again."""
+        different, missed = self._once(group)
+        if different and len(group) > 1:
+            before = len(self.failures)
+            for case in group:
+                self.play([case])
+            if len(self.failures) == before:  # only together, then
+                self._blame(different, group)
+        elif different:
+            self._blame(different, group)
+        else:
+            self._missed([case for case in group if case[1] in missed], alone=len(group) == 1)
+            self.passed += len(group) - len(missed)
+
+    def _missed(self, cases: Sequence[Case], *, alone: bool) -> None:
+        for case in cases:
+            if ORBAX in case[1]:
+                self.absent += 1
+            elif alone:
+                self._blame(["it never came"], [case])
+            else:
+                self.play([case])
+
+    def _once(self, group: Sequence[Case]) -> tuple[list[str], set[str]]:
+        self.runs += 1
+        try:
+            config, missed = self.suffer(group)
+            return self.expected.same_as(outcome(config)), set(missed)
+        except (MarinRLError, AssertionError) as error:
+            return [f"{type(error).__name__}: {error}"], set()
+
+    def _blame(self, different: Sequence[str], group: Sequence[Case]) -> None:
+        faults = ", ".join(f"{kind} at {name}" for kind, name in group)
+        self.failures.append(f"{'; '.join(different)}, after {faults}")
+
+
+def play_groups(every: Sequence[Sequence[Case]], suffer: Suffer, expected: Outcome) -> list[str]:
+    """Play all groups, and print how many faults passed; what differed after the others."""
+    began, cpu_began = time.monotonic(), time.process_time()
+    played = Played(suffer, expected)
+    for group in every:
+        played.play(group)
+        print(played.passed, end=" ", flush=True)
+    faults = sum(len(group) for group in every)
+    print(
+        f"\n{played.passed} of {faults} faults passed and {played.absent} did not come, in "
+        f"{played.runs} runs, {time.monotonic() - began:.0f} s, of which "
+        f"{time.process_time() - cpu_began:.0f} s are processor time of this process"
+    )
+    print(*played.failures, sep="\n")
+    assert played.failures or played.passed + played.absent == faults
+    return played.failures
+
+
+Signature = tuple[tuple[str, int, int], ...]
+
+
+@dataclass
+class CrashStates:
+    """Copies of a run's folder; `numbers[i]` are the operations before which copy i was true."""
+
+    run: Path
+    copies: Path
+    numbers: list[list[int]] = field(default_factory=list)
+    _last: Signature | None = None
+
+    def take(self, number: int) -> None:
+        """The state before operation `number`."""
+        signature = _signature(self.run)
+        if signature != self._last:
+            self._last = signature
+            _copy(self.run, self.copy(len(self.numbers)))
+            self.numbers.append([])
+        self.numbers[-1].append(number)
+
+    def copy(self, index: int) -> Path:
+        """The folder of a copy."""
+        return self.copies / f"{index:05d}"
+
+
+class Recording(NamedOperations):
+    """Operations that suffer nothing, with the crash states before each of them."""
+
+    def __init__(self, states: CrashStates) -> None:
+        super().__init__(str(states.run.parent))
+        self.states = states
+
+    def called(self, what: str) -> str | None:
+        """See NamedOperations."""
+        self.states.take(self.count)
+        return super().called(what)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing happened to: what it came to, and the states a crash could have left.
+
+    `names` are those of its operations (see the head of this module), in order.
+    """
+
+    expected: Outcome
+    states: CrashStates
+    names: Sequence[str]
+
+    @property
+    def operations(self) -> int:
+        """N."""
+        return len(self.names)
+
+
+def _signature(folder: Path) -> Signature:
+    found = []
+    for path in sorted(folder.rglob("*")):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # a temporary file of another thread
+            continue
+        if path.is_file():
+            found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def _copy(run: Path, target: Path) -> None:
+    """Copy file by file: some vanish meanwhile, as they would from under a dying process."""
+    target.mkdir(parents=True)
+    for path in sorted(run.rglob("*")):
+        copy = target / path.relative_to(run)
+        if path.is_dir():
+            copy.mkdir(exist_ok=True)
+        else:
+            _copy_file(path, copy)
+
+
+def _copy_file(path: Path, copy: Path) -> None:
+    """Copy a file unless it is gone."""
+    try:
+        shutil.copyfile(path, copy)
+    except FileNotFoundError:
+        copy.unlink(missing_ok=True)
