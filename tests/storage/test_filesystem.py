@@ -175,7 +175,7 @@ def test_local_listings_do_not_skip_what_may_not_be_read(tmp_path: Path) -> None
 
 CREATE_THEN_DIE = """
 import os, signal, sys
-from marin_rl.storage import local
+from marin_rl.storage.stores import local
 from marin_rl.storage.stores.filesystem import open_store
 
 def die(*_):
