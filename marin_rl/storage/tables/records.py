@@ -21,6 +21,7 @@ from schemas.rollouts import ROLLOUTS, STATUSES, TOKEN_COLUMNS, TURN
 _EXAMPLE_COLUMNS = (
     "environment", "environment_version", "example_id", "split", "messages", "answer",
 )  # fmt: skip
+_GROUP_COLUMNS = ("group_id", "group_size", "prompt_seed", "metadata", *_EXAMPLE_COLUMNS)
 _EXAMPLE = Struct(Example, [ROLLOUTS.field(name) for name in _EXAMPLE_COLUMNS])
 _ROLLOUT = Struct(Rollout, [field for field in ROLLOUTS if field.name not in TOKEN_COLUMNS])
 _TURN = Struct(Turn, TURN)
@@ -43,12 +44,13 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     Raises InputError for what an environment gave and no file can hold.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows: list[Row] = []
-    for group in groups:
-        shared = _group_row(group) | dict(constants)  # rendered once a group
-        rows += [shared | _ROLLOUT.encode(rollout) for rollout in group.rollouts]
-    names = [name for name in ROLLOUTS.names if name not in TOKEN_COLUMNS]
-    columns = {name: _column(name, [row[name] for row in rows]) for name in names}
+    shared = [_group_row(group) for group in groups]  # rendered once a group
+    values = {name: [value] * len(rollouts) for name, value in constants.items()}
+    for name in _GROUP_COLUMNS:
+        rows = zip(shared, groups, strict=True)
+        values[name] = [row[name] for row, group in rows for _ in group.rollouts]
+    values |= _ROLLOUT.columns(rollouts)
+    columns = {name: _column(name, value) for name, value in values.items()}
     for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]
         columns[name] = _list_column(arrays, ROLLOUTS.field(name).type)

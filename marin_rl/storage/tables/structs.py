@@ -5,7 +5,7 @@ twice: in marin_rl/types.py and in the schema. Long arrays of tokens are columns
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,6 +32,9 @@ class Struct(Generic[Record]):
         names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
         self._kind = kind
         self._converters = {n: _converters(hints[n], stored[n]) for n in names if n in stored}
+        decoders = {name: decode for name, (_, decode) in self._converters.items()}
+        self._plain = [name for name, decode in decoders.items() if decode is None]
+        self._decoded = [(name, decode) for name, decode in decoders.items() if decode is not None]
         self._inlined = {
             name: Struct(hints[name], arrow)
             for name in names
@@ -48,15 +51,28 @@ class Struct(Generic[Record]):
             row |= struct.encode(getattr(record, name))
         return row
 
+    def columns(self, records: Sequence[Record]) -> dict[str, list[Any]]:
+        """The rows of many records, column by column."""
+        columns = {}
+        for name, (encode, _) in self._converters.items():
+            values = [getattr(record, name) for record in records]
+            if encode is not None:
+                values = [None if value is None else encode(value) for value in values]
+            columns[name] = values
+        for name, struct in self._inlined.items():
+            columns |= struct.columns([getattr(record, name) for record in records])
+        return columns
+
     def decode(self, row: Mapping[str, Any], **others: Any) -> Record:
         """The record of a row; `others` are fields that the row does not have, or has otherwise."""
-        for name, (_, decode) in self._converters.items():
+        values = {name: row[name] for name in self._plain}
+        for name, decode in self._decoded:
             if name not in others:
                 value = row[name]
-                others[name] = value if decode is None or value is None else decode(value)
+                values[name] = None if value is None else decode(value)
         for name, struct in self._inlined.items():
-            others[name] = struct.decode(row)
-        return self._kind(**others)
+            values[name] = struct.decode(row)
+        return self._kind(**(values | others))
 
 
 def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert | None]:
