@@ -1,7 +1,8 @@
 """Rollout nouns as Arrow rows and back, without loss: what a shard's columns mean.
 
 `Turn.logprobs` are not stored: they are the slice of the rollout's own logprobs between the turn's
-`start` and `end`, given back to assistant turns that carry inference metadata. No file is touched.
+`start` and `end`, and decoding gives them to assistant turns that carry inference metadata. Touches
+no file.
 """
 
 import json
