@@ -31,6 +31,8 @@ from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
 
 DEADLINE_S = 60.0
+# Pauses double from one to the other: short enough not to be noticed after a lost packet, long
+# enough not to crowd a store that asks for fewer requests.
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 4.0
 
@@ -247,6 +249,8 @@ def commit_manifest(
     `commit_object` raises.
     """
     key = manifest_key(manifest.slot)
+    # Before the create: gc deletes parts of attempts that are older, and a manifest that names
+    # parts which are gone would be a corrupt slot for ever.
     if (adopted := _expired(store, manifest)) is not None:
         return adopted
 
@@ -307,7 +311,7 @@ def commit_object(
     was tried because even the first look failed, StorageError when the store refuses for good.
     """
     slot = _Slot(store, key, data, attempt, fingerprint, identify)
-    tried = False
+    tried = False  # a create that was sent may take effect later, whatever its reply was
     trouble = "the store did not say"
     for _ in _until(deadline_s, sleep):
         try:
@@ -316,11 +320,14 @@ def commit_object(
                 tried = True
                 if store.put_if_absent(key, data) is PutOutcome.CREATED:
                     return data
+                # "Exists" and "unknown" are treated alike: the first may be our own create, sent
+                # twice by the network, so only the bytes in the slot say whose it is.
                 found = slot.look()
             if found is not None:
                 return found
         except StoreUnavailable as error:
             trouble = str(error)
+    # Two errors, because they differ in what to do: nothing was sent, or its fate is open.
     if not tried:
         raise StoreUnavailable(
             f"{store.url_of(key)} could not be read for {deadline_s:g} s, so nothing was written: "
@@ -352,7 +359,7 @@ class _Slot:
             found = self.store.read(self.key)
         except ObjectMissing:
             return None
-        if found == self.data:
+        if found == self.data:  # spares parsing our own bytes, the usual case after a lost reply
             return found
         attempt, fingerprint = self.identify(found)
         source = self.store.url_of(self.key)
@@ -366,6 +373,7 @@ def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[
     pause_s = PAUSE_FIRST_S
     yield
     while (left_s := end - time.monotonic()) > 0:
+        # jittered, so that processes that failed together do not try again together
         sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
         yield
