@@ -28,7 +28,8 @@ from marin_rl.batching.advantages import (
     rloo,
     round_advantages,
 )
-from marin_rl.config.objective import ESTIMATORS, GROUPS_OF_ONE, ObjectiveConfig
+from marin_rl.config.estimators import ESTIMATORS, GROUPS_OF_ONE
+from marin_rl.config.objective import ObjectiveConfig
 
 # Each with rewards alone as its input, and a sum of 0 in every group.
 WITHIN_GROUPS = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
