@@ -1,4 +1,4 @@
-"""`marin-rl eval` on each kind of target; what goes together and what does not."""
+"""`marin-rl evaluate` on each kind of target; what goes together and what does not."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from marin_rl.cli import app
 from marin_rl.config import load_config
-from marin_rl.environments.base import exact_match, last_number, number_match
+from marin_rl.environments.answers import exact_match, last_number, number_match
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.evaluation import Asked, Evaluated, Target, evaluate_target, settled
 from marin_rl.storage.runs import Run
@@ -25,7 +25,7 @@ DEBUG = Path(__file__).parents[1] / "configs/debug.yaml"
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evaluate", *arguments])
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Two runs side by side: which settings differ, how the curves went, and where they first part.
+"""Differences of two runs: settings, curves, and the first round that differs.
 
-Two runs are the same up to a slot when both committed the same content there. Manifests carry
-times and attempts, so content is compared: digests of what was sampled, of what was trained on, and
-of the parameters that came out.
+Manifests carry times and attempts, so content is compared: digests of what was sampled, of what was
+trained on, and of the parameters that came out.
 """
 
 import hashlib
@@ -65,8 +64,8 @@ class RunDifference:
     detail: str
 
     @property
-    def told(self) -> str:
-        """One sentence."""
+    def message(self) -> str:
+        """The result in one sentence."""
         if self.parts_at is None:
             return f"the same in all {self.rounds} rounds that both have begun"
         return f"they part at round {self.parts_at}, in its {self.stage}: {self.detail}"

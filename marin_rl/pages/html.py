@@ -1,7 +1,7 @@
-"""A page as HTML: the template filled, the data as JSON that no text in it can end.
+"""A page as HTML: the filled template, with the data as JSON that no text in it can close.
 
-Jinja escapes everything by itself; only the scripts, the style sheet and the data go in as they
-are, and each is made safe where it is made. In the browser our scripts set text, never HTML.
+Jinja escapes everything but the scripts, the style sheet and the data, which are made safe where
+they are made. In the browser our scripts set text, never HTML.
 """
 
 import orjson
@@ -26,7 +26,7 @@ def page_json(page: Page) -> bytes:
 
 
 def report_html(page: Page) -> str:
-    """One self-contained file: opens without a network, and asks for none."""
+    """One self-contained file, which opens without a network."""
     hashes = " ".join(f"'{script.hash}'" for script in scripts())
     return _template().render(
         run_id=page.facts.run_id,
@@ -42,7 +42,7 @@ def report_html(page: Page) -> str:
 
 
 def live_html(run_id: str) -> str:
-    """The same page without data: its scripts come from the server, and fetch the data from it."""
+    """The same page without scripts and data, which it loads from the server."""
     return _template().render(
         run_id=run_id,
         policy=None,
