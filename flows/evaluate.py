@@ -42,21 +42,22 @@ async def evaluate_run(
     check_own(chosen, round)
     with open_session(chosen, plays=False) as reference:
         run = open_run(reference)
-        found = latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
-        if found is None:
+        slot = None if round is None else checkpoint_slot(round)
+        checkpoint = latest_checkpoint(run) if slot is None else committed(run, slot)
+        if checkpoint is None:
             which = "any" if round is None else f"{round}"
             raise ObjectMissing(
                 f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
                 f"{run.run_id}` shows which there are"
             )
-        return await measure(reference, found)
+        return await measure(reference, checkpoint)
 
 
 def check_own(config: Config, round: int | None) -> None:
-    """Raise ConfigError for a checkpoint that a fork shares, unless its evaluation is there.
+    """Raise ConfigError for a checkpoint that a fork shares, unless its evaluation is committed.
 
-    What is committed with it would be the ancestor's, which nothing is written to through a fork.
-    Raises ObjectMissing for a run that is not there: a name mistyped begins none.
+    The evaluation would belong to the ancestor, and nothing is written to an ancestor through a
+    fork. Raises ObjectMissing for an unknown run, rather than creating it.
     """
     run = Run.open(config.root, config.run_id, config.storage_options)
     if round is None or (owner := run.player_of(round)) == run.run_id:
@@ -71,11 +72,11 @@ def check_own(config: Config, round: int | None) -> None:
 async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Serve and evaluate a checkpoint, unless its evaluation is committed."""
     round = round_after(checkpoint)
-    if (found := committed(open_run(run), evals_slot(round))) is not None:
-        return found
-    attempt = StageRunner(open_run(run).config.flow)
-    policy = await attempt(serve, run, round, checkpoint)
-    return await attempt(evaluate, run, round, policy)
+    if (evaluation := committed(open_run(run), evals_slot(round))) is not None:
+        return evaluation
+    run_stage = StageRunner(open_run(run).config.flow)
+    policy = await run_stage(serve, run, round, checkpoint)
+    return await run_stage(evaluate, run, round, policy)
 
 
 def round_after(checkpoint: SlotRef) -> int:

@@ -34,11 +34,11 @@ async def learn(run: RunRef) -> SlotRef:
     assert config.reward_model is not None, "checked before the run was opened"
     if config.policy.init == "sft":
         await warm_start(run)
-    attempt = StageRunner(config.flow)
-    pairs = await attempt(prepare, run)
+    run_stage = StageRunner(config.flow)
+    pairs = await run_stage(prepare, run)
     reached = latest_reward_model(open_run(run))
     while reached is None or steps_of(reached) < config.reward_model.steps:
-        reached = await attempt(fit, run, steps_of(reached), pairs)
+        reached = await run_stage(fit, run, steps_of(reached), pairs)
     return reached
 
 

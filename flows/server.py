@@ -240,7 +240,7 @@ def _wait_until_healthy(
         if code is not None and code >= 0:
             raise RuntimeError(
                 f"the temporary Prefect server ended with exit code {code}; start one with "
-                f"`make up`, or see what it said:\n{log.read_text()[-LOG_SHOWN:]}"
+                f"`make up`, or see its log:\n{log.read_text()[-LOG_SHOWN:]}"
             )
         if time.monotonic() > deadline:
             raise RuntimeError(

@@ -29,9 +29,9 @@ async def sft(
 async def warm_start(run: RunRef) -> SlotRef:
     """The checkpoint after `sft.steps` optimizer steps, from the last one that is committed."""
     config, reached = open_run(run).config, latest_sft(open_run(run))
-    attempt = StageRunner(config.flow)
+    run_stage = StageRunner(config.flow)
     while reached is None or steps_of(reached) < config.sft.steps:
-        reached = await attempt(fine_tune, run, steps_of(reached))
+        reached = await run_stage(fine_tune, run, steps_of(reached))
     return reached
 
 

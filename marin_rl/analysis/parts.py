@@ -105,11 +105,8 @@ def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
     if not parts:
         return empty(columns)
     if not all(part.path for part in parts):
-        return fetched(
-            parts,
-            columns,
-            lambda part, _: scan(part.open(), inside).select(_literal(part.run_id), pl.all()),
-        )
+        own = lambda part, _: scan(part.open(), inside).select(_literal(part.run_id), pl.all())
+        return fetched(parts, columns, own)
     owned = groupby(parts, key=lambda part: part.run_id)
     return pl.concat(
         scan([part.path for part in own], inside).select(_literal(owner), pl.all())
@@ -180,7 +177,7 @@ def _scan(source: Any, **options: Any) -> pl.LazyFrame:
 
 
 def fetched(parts: Sequence[Part], columns: Columns, frame_of: FrameOf) -> pl.LazyFrame:
-    """A frame that reads part by part, by `frame_of`, when a query is run, and only what it needs."""
+    """A frame that a query reads part by part, by `frame_of`, and only what it needs."""
     return register_io_source(
         partial(_fetch, parts, columns, frame_of), schema=dict(columns), is_pure=True
     )

@@ -8,7 +8,7 @@ batches are lists, for the padded length differs from round to round.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -58,35 +58,35 @@ def scan_rollouts(
 
     Raises ObjectMissing for an unknown run, CorruptObject, NewerSchema.
     """
-    return _rollouts(_runs(root, run_id, storage_options))
+    return VIEWS["rollouts"](_runs(root, run_id, storage_options))
 
 
 def scan_batches(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """The rows of all committed batches, with their round. Raises as `scan_rollouts`."""
-    return _batches(_runs(root, run_id, storage_options))
+    return VIEWS["batches"](_runs(root, run_id, storage_options))
 
 
 def scan_dispositions(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """Dispositions of all rollouts, with the round of the batches. Raises as `scan_rollouts`."""
-    return _dispositions(_runs(root, run_id, storage_options))
+    return VIEWS["dispositions"](_runs(root, run_id, storage_options))
 
 
 def scan_metrics(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """One row per run and round, one column per metric. Raises as `scan_rollouts`."""
-    return _metrics(_runs(root, run_id, storage_options))
+    return VIEWS["metrics"](_runs(root, run_id, storage_options))
 
 
 def scan_evals(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """Rollouts of all committed evaluations. Raises as `scan_rollouts`."""
-    return _evals(_runs(root, run_id, storage_options))
+    return VIEWS["evals"](_runs(root, run_id, storage_options))
 
 
 def scan_scores(
@@ -97,11 +97,7 @@ def scan_scores(
     Columns are those of `schemas.scores`; `run_id` and `rollout_id` join them with the rollouts,
     and `positions` with their tokens. Raises as `scan_rollouts`.
     """
-    return _scores(_runs(root, run_id, storage_options))
-
-
-def _rollouts(runs: Sequence[Run]) -> pl.LazyFrame:
-    return frame(_shards(runs), ROLLOUTS)
+    return VIEWS["scores"](_runs(root, run_id, storage_options))
 
 
 def _shards(runs: Sequence[Run]) -> list[Part]:
@@ -112,28 +108,18 @@ def _batches(runs: Sequence[Run]) -> pl.LazyFrame:
     return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), _listed(batches_schema(1)), ARRAYS)
 
 
-def _dispositions(runs: Sequence[Run]) -> pl.LazyFrame:
-    return placed_frame(sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS)
-
-
-def _metrics(runs: Sequence[Run]) -> pl.LazyFrame:
-    return united_frame(of_metrics(runs), METRICS_IDENTITY)
-
-
-def _evals(runs: Sequence[Run]) -> pl.LazyFrame:
-    return frame(sealed(runs, "evals", ""), ROLLOUTS)
-
-
 def _scores(runs: Sequence[Run]) -> pl.LazyFrame:
     return owned_frame(sealed(runs, "checkpoints", SCORES_PREFIX, behind=1), SCORES)
 
 
-VIEWS = {
-    "rollouts": _rollouts,
+VIEWS: Mapping[str, Callable[[Sequence[Run]], pl.LazyFrame]] = {
+    "rollouts": lambda runs: frame(_shards(runs), ROLLOUTS),
     "batches": _batches,
-    "dispositions": _dispositions,
-    "metrics": _metrics,
-    "evals": _evals,
+    "dispositions": lambda runs: placed_frame(
+        sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS
+    ),
+    "metrics": lambda runs: united_frame(of_metrics(runs), METRICS_IDENTITY),
+    "evals": lambda runs: frame(sealed(runs, "evals", ""), ROLLOUTS),
     "scores": _scores,
 }
 

@@ -132,16 +132,6 @@ class Watched:
         return self._sampled[key]
 
 
-def look_at(root: str, run_id: str, options: Options = None, *, samples: int = 3) -> Look:
-    """One look at one run. Raises as `Watched.one`."""
-    return Watched(root, options).one(run_id, samples=samples)
-
-
-def look_at_all(root: str, options: Options = None) -> list[Look | Unreadable]:
-    """One look at every run under a root."""
-    return Watched(root, options).all()
-
-
 def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
     """The first stage of the run that is not committed yet."""
     if not any(item.checkpoint for item in slots.values()):

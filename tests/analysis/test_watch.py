@@ -13,13 +13,17 @@ from support.builders import FINGERPRINT, commit_round, configuration, group, po
 from support.shown_runs import PLANNED, add_checkpoint, shown_run
 
 from marin_rl import dashboard
-from marin_rl.analysis.watch import Look, Watched, look_at, look_at_all, warnings_of
+from marin_rl.analysis.watch import Look, Watched, warnings_of
 from marin_rl.batching.build import build_round
 from marin_rl.commands import inspect
 from marin_rl.errors import CorruptObject, StoreUnavailable
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard
+
+
+def look_at(root: str, run_id: str) -> Look:
+    return Watched(root).one(run_id)
 
 
 def text_of(seen: Any, width: int = 120) -> str:
@@ -120,7 +124,7 @@ def test_one_run_in_the_terminal(tmp_path: Path) -> None:
 def test_all_runs_in_the_terminal(tmp_path: Path) -> None:
     shown_run(tmp_path)
     Run.create_or_open(configuration(str(tmp_path)))
-    looks = look_at_all(str(tmp_path))
+    looks = Watched(str(tmp_path)).all()
     assert [look.run_id for look in looks] == ["run", "shown"]
     text = text_of(looks, width=160)
     assert "loading the policy" in text

@@ -89,8 +89,8 @@ function tokenTable(tokens) {
 }
 
 function completionOf(card) {
-  const said = card.turns.filter((turn) => turn.role === "assistant");
-  return said.length ? said.map((turn) => turn.content).join(" ⏎ ") : card.error;
+  const turns = card.turns.filter((turn) => turn.role === "assistant");
+  return turns.length ? turns.map((turn) => turn.content).join(" ⏎ ") : card.error;
 }
 
 function promptOf(card) {
