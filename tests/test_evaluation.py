@@ -145,6 +145,25 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(len(group.example.answer or "") <= 2 for group in found.groups)
 
 
+def test_a_run_is_told_from_its_checkpoints_and_from_models(tmp_path: Path) -> None:
+    """Of a run alone, without further options, the evaluation is committed."""
+    Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    folder, url = f"{tmp_path}/debug", "http://127.0.0.1:9/v1"
+    for name in ("debug", "debug/", folder, f"{folder}/"):
+        target = Target(name=name, root=str(tmp_path))
+        assert target.is_run
+        assert target.open_run().run_id == "debug"
+    others = (
+        f"{folder}/checkpoints/round-00000",
+        f"{tmp_path}/model",
+        "s3://bucket/run/sft/step-1",
+    )
+    assert not any(Target(name=name, root=str(tmp_path)).is_run for name in others)
+    assert not Target(endpoint=url).is_run
+
+
 def test_what_is_asked_for_is_settled_once(prompts: Path) -> None:
     config = load_config(DEBUG)
     chosen, _ = settled(config, Asked())

@@ -80,8 +80,8 @@ def test_nor_the_name_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[2J\u202eb"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
-    for command in ("status", "watch"):
-        shown = CliRunner().invoke(app, [command, "--root", str(tmp_path)])
+    for options in ([], ["--watch"]):
+        shown = CliRunner().invoke(app, ["status", *options, "--root", str(tmp_path)])
         assert shown.exit_code == 1
         assert "a\ufffd[2J\ufffdb" in shown.output
         assert OBEYED.findall(shown.output.replace("\n", "")) == []
