@@ -22,9 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
-from marin_rl.pages.assets import policy, scripts
 from marin_rl.pages.document import RunPage
-from marin_rl.pages.html import live_html, page_json
+from marin_rl.pages.html import live_html, page_json, policy, scripts
 from marin_rl.serving.http.addresses import listen
 from marin_rl.serving.http.origins import Origins, is_loopback
 
