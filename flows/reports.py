@@ -41,6 +41,7 @@ from prefect.states import Crashed
 from flows.connection import current_connection
 from marin_rl.analysis.learning_curve import learning_curve
 from marin_rl.analysis.status import metric_rows
+from marin_rl.display import COLUMNS, METRICS
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
 from marin_rl.storage.tables.rollouts import iter_shards
@@ -57,15 +58,7 @@ CURVE = "![Learning curve](data:image/png;base64,{})"
 BEGUN = (StateType.RUNNING, StateType.PENDING)
 
 TABLE_COLUMNS = {
-    "reward": "reward",
-    "eval/accuracy": "held-out accuracy",
-    "completions/mean_length": "tokens each",
-    "entropy": "entropy",
-    "mismatch_kl": "mismatch KL",
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "perf/tokens_per_second": "tokens/s",
-    "timing_s/round": "seconds",
+    name: METRICS[name][0] for name in (*COLUMNS[:5], "loss", "grad_norm", *COLUMNS[5:])
 }
 
 Row = dict[str, Any]

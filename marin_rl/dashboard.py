@@ -19,22 +19,14 @@ from rich.text import Text
 
 from marin_rl.analysis.status import Unreadable
 from marin_rl.analysis.watch import Look
-from marin_rl.display import duration, plain, sparkline
+from marin_rl.display import METRICS, duration, plain, sparkline
 from marin_rl.errors import MarinRLError
 from marin_rl.storage.stores.locks import Holder
 
-CURVES = {
-    "reward": ("reward", "{:.3f}"),
-    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
-    "entropy": ("entropy", "{:.3f}"),
-    "kl": ("KL to reference", "{:.2e}"),
-    "mismatch_kl": ("mismatch KL", "{:.1e}"),
-    "completions/mean_length": ("tokens each", "{:.1f}"),
-    "staleness/mean": ("staleness", "{:.2f}"),
-    "grad_norm": ("gradient norm", "{:.3g}"),
-    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "timing_s/round": ("seconds a round", "{:.2f}"),
-}
+CURVES = (
+    "reward", "eval/accuracy", "entropy", "kl", "mismatch_kl", "completions/mean_length",
+    "staleness/mean", "grad_norm", "perf/tokens_per_second", "timing_s/round",
+)  # fmt: skip
 FRACTIONS = ("reward", "eval/accuracy")
 CURVE_WIDTH = 24
 SHORT_CURVE_WIDTH = 16
@@ -142,7 +134,8 @@ def _stages(look: Look) -> Text:
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, (title, form) in CURVES.items():
+    for name in CURVES:
+        title, form = METRICS[name]
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             low, high = form.format(min(values)), form.format(max(values))
@@ -176,7 +169,7 @@ class _ShortCurve:
 
     @property
     def newest(self) -> str:
-        return CURVES[self.name][1].format(self.values[-1])
+        return METRICS[self.name][1].format(self.values[-1])
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         number = 1 + len(self.newest)  # is never cut; the curve loses its oldest values first

@@ -29,24 +29,30 @@ COUNTED = ("generated", "consumed", "filtered", "stale", "failed")
 TEXT_MAX = 4000  # characters of a cell or of a line
 TITLE = "table.title"  # Rich's own style of titles, which a Text does not take by itself
 SPARKS = "▁▂▃▄▅▆▇█"
-NUMBERS = {  # of the live panel
+METRICS = {  # title and format of the metrics that terminals and reports show
     "reward": ("reward", "{:.3f}"),
     "eval/accuracy": ("held-out accuracy", "{:.1%}"),
-    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
     "entropy": ("entropy", "{:.3f}"),
+    "kl": ("KL to reference", "{:.2e}"),
+    "mismatch_kl": ("mismatch KL", "{:.1e}"),
+    "completions/mean_length": ("tokens each", "{:.1f}"),
+    "staleness/mean": ("staleness", "{:.2f}"),
+    "loss": ("loss", "{:.3g}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "timing_s/round": ("seconds", "{:.2f}"),
     "sft/loss": ("warm-start loss", "{:.3f}"),
     "reward_model/loss": ("preference loss", "{:.3f}"),
     "reward_model/accuracy": ("pairs in order", "{:.1%}"),
 }
-COLUMNS = {  # of the table of rounds
-    "reward": ("reward", "{:.3f}"),
-    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
-    "completions/mean_length": ("tokens each", "{:.1f}"),
-    "entropy": ("entropy", "{:.3f}"),
-    "mismatch_kl": ("mismatch KL", "{:.1e}"),
-    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "timing_s/round": ("seconds", "{:.2f}"),
-}
+LIVE = (
+    "reward", "eval/accuracy", "perf/tokens_per_second", "entropy", "sft/loss",
+    "reward_model/loss", "reward_model/accuracy",
+)  # fmt: skip
+COLUMNS = (
+    "reward", "eval/accuracy", "completions/mean_length", "entropy", "mismatch_kl",
+    "perf/tokens_per_second", "timing_s/round",
+)  # fmt: skip
 STAGES = {
     "start": "starting",
     "sft": "warm start",
@@ -140,8 +146,8 @@ class RunDisplay:
         grid = Table.grid(padding=(0, 3))
         grid.add_row(
             *(
-                f"[dim]{title}[/dim] [bold]{form.format(self.metrics[name])}[/bold]"
-                for name, (title, form) in NUMBERS.items()
+                f"[dim]{METRICS[name][0]}[/dim] [bold]{formatted(name, self.metrics)}[/bold]"
+                for name in LIVE
                 if name in self.metrics
             )
         )
@@ -200,6 +206,11 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
 
 
+def formatted(name: str, metrics: Mapping[str, Any]) -> str:
+    """One of METRICS as text; empty where there is none."""
+    return "" if metrics.get(name) is None else METRICS[name][1].format(metrics[name])
+
+
 def plain(value: Any, style: str = "") -> Text:
     """The printable text of any value, of which no markup is interpreted."""
     return Text(printable(str(value)), style)
@@ -225,14 +236,10 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 
 def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
     """Rounds with their main metrics; of many rounds, an even selection with the last one."""
-    table = _table(title, ("round", *(heading for heading, _ in COLUMNS.values())))
+    table = _table(title, ("round", *(METRICS[name][0] for name in COLUMNS)))
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     for row in evenly(evaluated if len(evaluated) >= 2 else rows, limit):
-        cells = [
-            form.format(row[name]) if row.get(name) is not None else ""
-            for name, (_, form) in COLUMNS.items()
-        ]
-        table.add_row(str(row["round"]), *cells)
+        table.add_row(str(row["round"]), *(formatted(name, row) for name in COLUMNS))
     return table
 
 
