@@ -237,6 +237,8 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
     """Rounds with their main metrics; of many rounds, an even selection with the last one."""
     table = _table(title, ("round", *(METRICS[name][0] for name in COLUMNS)))
+    for column in table.columns[1:]:
+        column.overflow = "fold"  # a number that is cut is wrong
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     for row in evenly(evaluated if len(evaluated) >= 2 else rows, limit):
         table.add_row(str(row["round"]), *(formatted(name, row) for name in COLUMNS))
@@ -339,7 +341,7 @@ def _table(
     """An empty table; columns that are not in `left` are aligned right, as numbers are."""
     table = Table(title=plain(title, TITLE), title_justify="left", show_lines=show_lines)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in left else "right")
     return table
 
 
