@@ -1,9 +1,8 @@
-"""The connection of a flow to its Prefect API, which may be lost while the flow goes on.
+"""The connection of a flow to its Prefect API, which may be lost while the flow continues.
 
-A run needs no Prefect: its files are what counts. When the API is gone (a temporary server was
-killed, a real one is unreachable for longer than a restart takes), that is said in one line, what
-waits to be sent is dropped, and the flow is played to its end without reporting. Nothing is
-retried for longer than a flow's end may take.
+A run needs its files alone. When the API is gone (a temporary server was killed, a real one is
+unreachable for longer than a restart takes), that is logged in one line, unsent reports are
+dropped, and the flow is played to its end without reporting.
 """
 
 import asyncio
@@ -15,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -28,13 +28,13 @@ from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
 from prefect.settings import temporary_settings
 
-HEALTH_TIMEOUT_S = 15.0  # for a server that is busy; one that is not there refuses at once
+HEALTH_TIMEOUT_S = 15.0  # for a busy server; one that is not there refuses at once
 WATCH_EVERY_S = 10.0
 MISSES_MAX = 3  # in a row; a server that is restarted is back sooner
 LAST_TRIES, LAST_TRY_S = 3, 2.0  # at the end of a flow, which is waiting
 DISCARD_S = 2.0
 
-# What reports, each in lines of its own, that an API does not answer.
+# Loggers that each report an API that does not answer.
 NOISY = (
     "APILogWorker",
     "EventsWorker",
@@ -42,7 +42,7 @@ NOISY = (
     "prefect.events.clients",
     "prefect.events.worker",
 )
-RUNS = ("prefect.flow_runs", "prefect.task_runs")  # which say other things too
+RUNS = ("prefect.flow_runs", "prefect.task_runs")  # report other things too
 
 _log = get_logger("marin_rl")
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
@@ -82,7 +82,7 @@ class ApiConnection:
         return self._lost.is_set()
 
     def lose(self, reason: str) -> None:
-        """Report once that the API is gone, drop what waits for it, and send nothing more."""
+        """Log once that the API is gone, drop unsent reports, and send nothing more."""
         with self._lock:
             if self.lost:
                 return
@@ -103,7 +103,7 @@ class ApiConnection:
             logging.getLogger(name).removeFilter(_drop_lost_reports)
 
     def confirm(self) -> None:
-        """Find out whether the API is still there, before the last reports are sent."""
+        """Check that the API is still there, before the last reports are sent."""
 
     def refuse_when_lost(self, _: httpx.Request) -> None:
         """Raise ApiLost instead of a request that would be retried for a minute."""
@@ -125,7 +125,7 @@ class RemoteConnection(ApiConnection):
         super().close()
 
     def confirm(self) -> None:
-        """Ask a few times whether the API is still there."""
+        """Lose the connection unless the API answers one of a few requests."""
         for _ in range(LAST_TRIES):
             if self.lost or healthy(self.url, LAST_TRY_S):
                 return
@@ -178,9 +178,9 @@ def services() -> Services:
 
 
 def discard(running: Services) -> None:
-    """End background senders at once, with whatever they have not sent.
+    """End background senders at once, and drop their items.
 
-    Their own `drain` waits for every item to fail, which takes some seconds each.
+    Their own `drain` would wait for every item to fail, some seconds each.
     """
     for service, task in running:
         loop, done = service._loop, service._done_event
@@ -198,26 +198,14 @@ async def _within(done: asyncio.Event) -> None:
         await asyncio.wait_for(done.wait(), DISCARD_S)
 
 
-class _Body:
-    """A flow's function, which remembers how it ended whatever becomes of its reports."""
+@dataclass(slots=True)
+class _Outcome:
+    """The end of a flow's function, whether or not Prefect received it."""
 
-    def __init__(self, function: Callable[..., Any], connection: ApiConnection) -> None:
-        self._function, self._connection = function, connection
-        self.started = self.returned = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    async def play(self, *arguments: Any, **named: Any) -> Any:
-        self.started = True
-        try:
-            self.value = await self._function(*arguments, **named)
-            self.returned = True
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self._connection.confirm()
-        return self.value
+    started: bool = False
+    returned: bool = False
+    value: Any = None
+    error: BaseException | None = None
 
 
 def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
@@ -227,53 +215,53 @@ def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
     """
     connection = _current.get()
     assert connection is not None, "flows are played inside of prefect_api()"
-    body = _Body(flow.fn, connection)
+    outcome = _Outcome()
+
+    @functools.wraps(flow.fn)
+    async def recorded(*args: Any, **kwargs: Any) -> Any:
+        outcome.started = True
+        try:
+            outcome.value = await flow.fn(*args, **kwargs)
+            outcome.returned = True
+        except BaseException as error:
+            outcome.error = error
+            raise
+        finally:
+            connection.confirm()
+        return outcome.value
+
     reported = flow.with_options()
-    reported.fn = functools.wraps(flow.fn)(_function(body))
+    reported.fn = recorded
     try:
-        return asyncio.run(_play_connected(reported, connection, arguments, named))
+        return asyncio.run(_play(reported, connection, arguments, named))
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        if error is body.error:
+        if error is outcome.error:
             raise
         connection.lose(f"the Prefect API at {connection.url} is gone ({type(error).__name__})")
-    if body.returned:
-        return body.value
-    if body.error is not None:
-        raise _as_interrupt(body.error) from None
-    assert not body.started, "a flow that was begun has returned or raised"
+    if outcome.returned:
+        return outcome.value
+    if isinstance(outcome.error, asyncio.CancelledError):  # Ctrl-C, as a coroutine gets it
+        raise KeyboardInterrupt from None
+    if outcome.error is not None:
+        raise outcome.error from None
+    assert not outcome.started, "a flow that was begun has returned or raised"
     with temporary_settings({"logging.to_api.when_missing_flow": "ignore"}):
-        return asyncio.run(_play_alone(flow.fn, arguments, named))
+        return asyncio.run(_play(flow.fn, None, arguments, named))
 
 
-def _function(body: _Body) -> Callable[..., Any]:
-    async def played(*arguments: Any, **named: Any) -> Any:
-        return await body.play(*arguments, **named)
-
-    return played
-
-
-def _as_interrupt(error: BaseException) -> BaseException:
-    """Ctrl-C reaches a coroutine as a cancellation."""
-    return KeyboardInterrupt() if isinstance(error, asyncio.CancelledError) else error
-
-
-async def _play_connected(
-    flow: Flow[Any, Any],
-    connection: ApiConnection,
+async def _play(
+    function: Callable[..., Any],
+    connection: ApiConnection | None,
     arguments: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
+    """Call a flow, or its function outside of a flow run; one client serves all of its tasks."""
+
     async def refuse_when_lost(request: httpx.Request) -> None:
+        assert connection is not None
         connection.refuse_when_lost(request)
 
     async with AsyncClientContext() as context:
-        context.client._client.event_hooks = {"request": [refuse_when_lost]}
-        return await flow(*arguments, **named)
-
-
-async def _play_alone(
-    function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-) -> Any:
-    """Call a flow's function outside of a flow run; one client serves all of its tasks."""
-    async with AsyncClientContext():
+        if connection is not None:
+            context.client._client.event_hooks = {"request": [refuse_when_lost]}
         return await function(*arguments, **named)

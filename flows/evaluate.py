@@ -55,10 +55,10 @@ async def evaluate_run(
 
 
 def check_own(config: Config, round: int | None) -> None:
-    """Raise ConfigError for a checkpoint that a fork shares, unless its evaluation is there.
+    """Raise ConfigError for a checkpoint that a fork shares, unless its evaluation is committed.
 
-    What is committed with it would be the ancestor's, which nothing is written to through a fork.
-    Raises ObjectMissing for a run that is not there: a name mistyped begins none.
+    The evaluation would belong to the ancestor, and nothing is written to an ancestor through a
+    fork. Raises ObjectMissing for an unknown run, rather than creating it.
     """
     run = Run.open(config.root, config.run_id, config.storage_options)
     if round is None or (owner := run.player_of(round)) == run.run_id:

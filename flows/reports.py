@@ -1,11 +1,11 @@
 """Artifacts of a run in the Prefect UI, made in the background.
 
-Per round a Markdown page (numbers, two rollouts, where the files lie); per run a table of its
-rounds, a learning curve (after a minute, and at the end) and a progress bar, updated in place, also
-by the process that goes on after a crash. That one marks the tasks of the dead process as crashed
-too, which Prefect would show as running for ever. A thread of its own reads the committed files and
-talks to the server, some 50 ms an artifact. Where rounds are faster than that, some get no page.
-What fails is logged once, and ends the reports, not the run.
+Per round a Markdown page (metrics, two rollouts, places of files); per run a table of its rounds, a
+learning curve (after a minute, and at the end) and a progress bar, updated in place, also by the
+process that continues after a crash. That process marks the tasks of the dead one as crashed too,
+which Prefect would show as running for ever. A thread of its own reads the committed files and
+talks to the server, some 50 ms an artifact; where rounds are faster, some get no page. An error is
+logged once, and ends the reports, not the run.
 """
 
 import base64
@@ -39,8 +39,9 @@ from prefect.logging import get_logger
 from prefect.states import Crashed
 
 from flows.connection import current_connection
-from marin_rl.analysis.report import learning_curve
+from marin_rl.analysis.learning_curve import learning_curve
 from marin_rl.analysis.status import metric_rows
+from marin_rl.display import COLUMNS, METRICS
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
 from marin_rl.storage.tables.rollouts import iter_shards
@@ -57,15 +58,7 @@ CURVE = "![Learning curve](data:image/png;base64,{})"
 BEGUN = (StateType.RUNNING, StateType.PENDING)
 
 TABLE_COLUMNS = {
-    "reward": "reward",
-    "eval/accuracy": "held-out accuracy",
-    "completions/mean_length": "tokens each",
-    "entropy": "entropy",
-    "mismatch_kl": "mismatch KL",
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "perf/tokens_per_second": "tokens/s",
-    "timing_s/round": "seconds",
+    name: METRICS[name][0] for name in (*COLUMNS[:5], "loss", "grad_norm", *COLUMNS[5:])
 }
 
 Row = dict[str, Any]
@@ -87,9 +80,9 @@ def reporting(run: Run) -> Iterator[None]:
 
 
 class Reporter:
-    """Takes in progress events and turns them into artifacts of one flow run.
+    """Makes artifacts of one flow run from progress events.
 
-    `attempt` counts the processes that the flow run has had, this one included.
+    `attempt` counts the processes of the flow run, this one included.
     """
 
     def __init__(self, run: Run, flow_run_id: UUID, attempt: int = 1) -> None:
@@ -108,7 +101,7 @@ class Reporter:
         self._thread.start()
 
     def listen(self, event: ProgressEvent) -> None:
-        """A progress listener: remember what a round or an evaluation measured."""
+        """A progress listener: note the metrics of rounds and evaluations."""
         if event.run_id != self._run.run_id or event.round is None or not event.metrics:
             return
         if event.stage == "evaluate" and "eval/accuracy" not in event.metrics:
@@ -120,7 +113,7 @@ class Reporter:
             self._wake.set()
 
     def close(self) -> None:
-        """Make what is waiting, within a limit of time."""
+        """Make the waiting artifacts, for at most CLOSING_S."""
         self._closing.set()
         self._wake.set()
         if not self._api_lost():
@@ -152,13 +145,13 @@ class Reporter:
             )
 
     def _take_over(self, client: SyncPrefectClient) -> None:
-        """Go on with the artifacts of the processes before, and end what they left running."""
+        """Take over the artifacts of earlier processes, and mark their open tasks as crashed."""
         own = FlowRunFilter(id=FlowRunFilterId(any_=[self._flow_run_id]))
         keys = {self._key(name): name for name in KEPT}
         named = ArtifactFilter(key=ArtifactFilterKey(any_=list(keys)))
-        for found in client.read_artifacts(artifact_filter=named, flow_run_filter=own):
-            if found.key is not None and found.id is not None:
-                self._made[keys[found.key]] = found.id
+        for artifact in client.read_artifacts(artifact_filter=named, flow_run_filter=own):
+            if artifact.key is not None and artifact.id is not None:
+                self._made[keys[artifact.key]] = artifact.id
         types = TaskRunFilterStateType(any_=list(BEGUN))
         begun = TaskRunFilter(state=TaskRunFilterState(type=types))
         for task in client.read_task_runs(flow_run_filter=own, task_run_filter=begun):
@@ -176,7 +169,7 @@ class Reporter:
             while self._pages:
                 round, metrics = self._pages.popleft()
                 page = round_page(self._run, round, metrics, self._key)
-                self._make(client, "rounds", "markdown", page, self._told(round, metrics))
+                self._make(client, "rounds", "markdown", page, _description(round, metrics))
             if closing or time.monotonic() - summed_up >= SUMMARY_EVERY_S:
                 self._sum_up(client)
                 summed_up = time.monotonic()
@@ -188,42 +181,40 @@ class Reporter:
             return
         run, planned = self._run, self._run.config.rounds
         done = min(rows[-1]["round"] + ("rollouts/generated" in rows[-1]), planned)
-        told = f"{done} of {planned} rounds of {run.run_id}"
-        self._update(client, "progress", "progress", 100.0 * done / planned, told)
-        told = f"The rounds of {run.run_id}, newest first. Files: `{run.store.url}`"
-        self._update(client, "table", "table", rounds_table(rows), told)
+        text = f"{done} of {planned} rounds of {run.run_id}"
+        self._update(client, "progress", "progress", 100.0 * done / planned, text)
+        text = f"The rounds of {run.run_id}, newest first. Files: `{run.store.url}`"
+        self._update(client, "table", "table", rounds_table(rows), text)
         if self._closing.is_set() or time.monotonic() - self._drawn >= CURVE_EVERY_S:
             self._drawn = time.monotonic()
             picture = base64.b64encode(learning_curve(rows, run.run_id)).decode()
-            told = f"Reward and held-out accuracy of {run.run_id}"
-            self._update(client, "learning-curve", "markdown", CURVE.format(picture), told)
+            text = f"Reward and held-out accuracy of {run.run_id}"
+            self._update(client, "learning-curve", "markdown", CURVE.format(picture), text)
 
     def _key(self, name: str) -> str:
-        """The key of an artifact of this run, which letters, digits and dashes may make up."""
+        """The key of an artifact of this run: Prefect allows letters, digits and dashes."""
         return f"{self._slug}-{name}"
 
-    def _told(self, round: int, metrics: Mapping[str, float]) -> str:
-        shown = {"reward": "reward", "eval/accuracy": "held-out accuracy"}
-        numbers = [f"{title} {metrics[n]:.3f}" for n, title in shown.items() if n in metrics]
-        return f"Round {round}: {', '.join(numbers) or 'no reward'}"
-
     def _update(
-        self, client: SyncPrefectClient, name: str, kind: str, data: Any, told: str
+        self, client: SyncPrefectClient, name: str, kind: str, data: Any, text: str
     ) -> None:
         if name in self._made:
-            client.update_artifact(self._made[name], ArtifactUpdate(data=data, description=told))
+            client.update_artifact(self._made[name], ArtifactUpdate(data=data, description=text))
         else:
-            self._made[name] = self._make(client, name, kind, data, told)
+            self._made[name] = self._make(client, name, kind, data, text)
 
-    def _make(self, client: SyncPrefectClient, name: str, kind: str, data: Any, told: str) -> UUID:
+    def _make(self, client: SyncPrefectClient, name: str, kind: str, data: Any, text: str) -> UUID:
+        key, flow_run = self._key(name), self._flow_run_id
         artifact = ArtifactCreate(
-            key=self._key(name),
-            type=kind,
-            description=told,
-            data=data,
-            flow_run_id=self._flow_run_id,
+            key=key, type=kind, description=text, data=data, flow_run_id=flow_run
         )
         return client.create_artifact(artifact).id
+
+
+def _description(round: int, metrics: Mapping[str, float]) -> str:
+    shown = {"reward": "reward", "eval/accuracy": "held-out accuracy"}
+    numbers = [f"{title} {metrics[n]:.3f}" for n, title in shown.items() if n in metrics]
+    return f"Round {round}: {', '.join(numbers) or 'no reward'}"
 
 
 def rounds_table(rows: Sequence[Row]) -> str:
@@ -240,18 +231,12 @@ def rounds_table(rows: Sequence[Row]) -> str:
 def round_page(
     run: Run, round: int, metrics: Mapping[str, float], key: Callable[[str], str]
 ) -> str:
-    """The Markdown page of one round: what matters first, every metric last.
+    """The Markdown page of one round: main metrics, samples, commands, files, every metric.
 
-    Between them its best and its worst rollout, the commands that show more, and its files. `key`
-    gives the keys of the run's other artifacts, which the page leads to.
+    `key` returns the keys of the run's other artifacts, which the page links to.
     """
     main = {title: metrics[name] for name, title in TABLE_COLUMNS.items() if name in metrics}
-    slots = (
-        rollouts_slot(round),
-        batches_slot(round),
-        checkpoint_slot(round + 1),
-        metrics_key(round),
-    )
+    committed = (rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1))
     return "\n".join(
         [
             f"# {run.run_id}, round {round}",
@@ -262,7 +247,7 @@ def round_page(
             *_samples(run, round),
             *_commands(run, round),
             "## Files",
-            *(f"- {_linked(run.store.url_of(slot))}" for slot in slots),
+            *(f"- {_linked(run.store.url_of(slot))}" for slot in (*committed, metrics_key(round))),
             "",
             "## Every metric",
             *_table(dict(sorted(metrics.items()))),
@@ -271,7 +256,7 @@ def round_page(
 
 
 def _linked(url: str) -> str:
-    """A place on a bucket leads to its page in the provider's console; others are only named."""
+    """Link a URL of a bucket to the provider's console; show others as code."""
     scheme, _, place = url.partition("://")
     bucket, _, name = place.partition("/")
     pages = {
@@ -287,12 +272,12 @@ def _table(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _commands(run: Run, round: int) -> list[str]:
-    """Commands that show more of this round, ready to be pasted."""
+    """Commands that show more of this round, to be pasted."""
     root = "" if run.config.root == "runs" else f" --root {shlex.quote(run.config.root)}"
     commands = (
         f"marin-rl view {run.run_id}{root}",
         f"marin-rl rollouts {run.run_id} --round {round} --worst{root}",
-        f"marin-rl watch {run.run_id}{root}",
+        f"marin-rl status {run.run_id} --watch{root}",
     )
     return ["## Look closer", *_quoted("\n".join(commands))]
 

@@ -1,9 +1,9 @@
 """The Prefect API that a flow started by hand reports to: a configured one, or a temporary server.
 
-A configured API that answers is used. Otherwise a temporary server is started next to the flow. It
-ends with the flow however that ends, even by `kill -9`: it reads a pipe that only this process
-holds open. Its database lies in a temporary folder, so no two runs contend for one file; a history
-and a UI are what `make up` is for.
+A configured API that answers is used. Otherwise a temporary server is started for the flow. It
+ends with the flow, even by `kill -9`: it reads a pipe that only the flow's process has open. Its
+database lies in a temporary folder, so that no two runs contend for one file; `make up` starts a
+server with a history and a UI.
 """
 
 import importlib
@@ -48,11 +48,11 @@ GRACE_S = 3
 POLL_S = 0.1
 LOG = "server.log"
 LOG_SHOWN = 2000  # characters
-BATCH = 200  # events the server writes in one transaction; one by one costs 2.5 times the CPU
+BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
 
 _log = get_logger("marin_rl")
 
-# What prefect.toml says too, for processes that are started where it does not lie.
+# As in prefect.toml, for processes that are started in another folder.
 QUIET: dict[Any, Any] = {
     "client.server_version_check_enabled": False,
     "cloud.enable_orchestration_telemetry": False,
@@ -73,10 +73,11 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     The modules named in `warm` are imported first, while a temporary server takes as long to start.
     Raises RuntimeError when neither the configured API nor a temporary server answers.
     """
-    with temporary_settings(set_defaults=QUIET), _told_by_a_word():
+    with temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
         configured = get_current_settings().api.url
         if configured and healthy(configured):
-            _import(warm)
+            for module in warm:
+                importlib.import_module(module)
             with using(RemoteConnection(configured)):
                 yield configured
             return
@@ -89,8 +90,8 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
 
 
 @contextmanager
-def _told_by_a_word() -> Iterator[None]:
-    """SIGTERM ends a flow as Ctrl-C does, which commands answer with a word, not a trace."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Turn SIGTERM into the KeyboardInterrupt of Ctrl-C, which commands report without a trace."""
     try:
         yield
     except TerminationSignal:
@@ -98,7 +99,7 @@ def _told_by_a_word() -> Iterator[None]:
 
 
 def quieten() -> None:
-    """Say once, and in one line, what Prefect logs several times over or with a trace."""
+    """Reduce to one line what Prefect logs several times, or with a trace."""
     for name in ("prefect.task_runs", "prefect.flow_runs"):
         logger = logging.getLogger(name)
         if not any(isinstance(item, _Terse) for item in logger.filters):
@@ -106,20 +107,15 @@ def quieten() -> None:
 
 
 class _Terse(logging.Filter):
-    """Drops how a task or flow ended, and the trace of errors that explain themselves."""
+    """Drops the final state of tasks and flows, and the traces of our own errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, MarinRLError):
-            told = str(error).partition("\n")[0]
-            record.msg, record.args = "%s: %s", (type(error).__name__, told)
+            message = str(error).partition("\n")[0]
+            record.msg, record.args = "%s: %s", (type(error).__name__, message)
             record.exc_info = record.exc_text = None
         return not str(record.msg).startswith("Finished in state")
-
-
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
 
 
 @contextmanager
@@ -134,23 +130,24 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
             shutil.copyfile(template, database)
         connection = ApiConnection(url, temporary=True)
         with using(connection), _spawned(port, Path(home), connection) as (process, answered):
-            _import(warm)
+            for module in warm:
+                importlib.import_module(module)
             _wait_until_healthy(process, connection, Path(home) / LOG)
             answered.set()
             if not connection.lost and not template.exists():
-                _keep(database, template)
+                _save_template(database, template)
             yield url
 
 
 def _template() -> Path:
-    """A database of this Prefect that is migrated and empty: migrating a new one takes seconds."""
+    """Path of a migrated, empty database of this Prefect: migrating a new one takes seconds."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises where there is no home
     cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
     return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
 
 
-def _keep(database: Path, template: Path) -> None:
-    """Save a copy for the next start; without one, that start only takes longer."""
+def _save_template(database: Path, template: Path) -> None:
+    """Copy the database for the next start, which takes longer without one."""
     partial = template.with_name(f".{template.name}.{os.getpid()}")
     try:
         template.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +158,7 @@ def _keep(database: Path, template: Path) -> None:
             source.backup(copy)
         partial.replace(template)
     except (OSError, sqlite3.Error) as error:
-        _log.debug("no template of the server's database was kept: %s", error)
+        _log.debug("no template of the server's database was saved: %s", error)
         with suppress(OSError):  # such as a home that is no folder
             partial.unlink(missing_ok=True)
 
@@ -170,7 +167,7 @@ def _keep(database: Path, template: Path) -> None:
 def _spawned(
     port: int, home: Path, connection: ApiConnection
 ) -> Iterator[tuple[subprocess.Popen[bytes], threading.Event]]:
-    """Start a server; the event says that it has answered, so that its end is a loss."""
+    """Start a server; the event is set once it has answered, so that its end is a loss."""
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     environment = {
         **os.environ,
@@ -204,7 +201,7 @@ def _spawned(
     finally:
         unsent = services()
         if not connection.lost:
-            # What Prefect reports in the background must have arrived before the server ends.
+            # Prefect's background reports must have arrived before the server ends.
             APILogWorker.drain_all(timeout=DRAIN_S)
             EventsWorker.drain_all(timeout=DRAIN_S)
         ending.set()
@@ -224,9 +221,9 @@ def _watch(
     answered: threading.Event,
     ending: threading.Event,
 ) -> None:
-    """Lose the connection when the server ends before it should.
+    """Lose the connection when the server ends too early.
 
-    One that ends by itself before it has answered cannot start, which `_wait_until_healthy` raises.
+    One that ends by itself before it has answered could not start: `_wait_until_healthy` raises.
     """
     code = process.wait()
     if not ending.is_set() and (code < 0 or answered.is_set()):
@@ -243,7 +240,7 @@ def _wait_until_healthy(
         if code is not None and code >= 0:
             raise RuntimeError(
                 f"the temporary Prefect server ended with exit code {code}; start one with "
-                f"`make up`, or see what it said:\n{log.read_text()[-LOG_SHOWN:]}"
+                f"`make up`, or see its log:\n{log.read_text()[-LOG_SHOWN:]}"
             )
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -254,7 +251,7 @@ def _wait_until_healthy(
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
+    """Return a port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

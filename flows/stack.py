@@ -1,8 +1,8 @@
 """The local stack behind `make up` and `make down`: server, worker, deployments, automations.
 
-`up` starts what is not there yet, and registers deployments and automations; `down` ends what
-`up` started, flows included (what they committed stays). Process ids and logs
-lie in .run/; addresses come from prefect.toml, or from PREFECT_API_URL and PREFECT_SERVER_API_PORT.
+`up` starts missing processes and registers deployments and automations; `down` ends the processes
+that `up` started, flows included. Process ids and logs lie in .run/; addresses come from
+prefect.toml, or from PREFECT_API_URL and PREFECT_SERVER_API_PORT.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -48,7 +48,7 @@ PREFECT = (sys.executable, "-m", "prefect")
 
 
 def up(say: Callable[[str], None]) -> None:
-    """Start server and worker and register the deployments; what runs already is left alone."""
+    """Start server and worker, unless they run, and register the deployments."""
     # A shell's background job ignores Ctrl-C, and so would everything that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["RL_ROOT"] = str(Path.cwd())
@@ -94,7 +94,6 @@ def _api_url() -> str:
 
 def _start(name: str, *command: str) -> None:
     """Start a process that outlives this one, in a process group of its own."""
-    log: TextIO
     with (RUN / f"{name}.log").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -117,7 +116,7 @@ def _wait(name: str, ready: Callable[[], bool]) -> None:
 
 
 def _alive(name: str) -> int | None:
-    """The process id of what `up` started under this name, while it runs."""
+    """The process id of a process that `up` started under this name, None unless it runs."""
     try:
         pid = int((RUN / f"{name}.pid").read_text(encoding="utf-8"))
         os.kill(pid, 0)
@@ -127,7 +126,7 @@ def _alive(name: str) -> int | None:
 
 
 def _end(pid: int) -> None:
-    """Ask the whole process group to end; insist after a while."""
+    """Terminate a process group; kill it after STOP_TIMEOUT_S."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -139,21 +138,21 @@ def _end(pid: int) -> None:
 
 
 def declare_crashed() -> None:
-    """Deployed runs of ours that no process works on free their deployments.
+    """Mark deployed flow runs that no process works on as crashed; it frees their deployments.
 
-    Of those that run without a worker, some outlived theirs. On an API that this stack did not
-    start, only what is known to lie on this machine is judged.
+    A run without a worker may have outlived it. On an API that this stack did not start, only runs
+    that are known to lie on this machine are marked.
     """
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
     shared = _alive("server") is None
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(
+        unfinished = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=list(FLOWS))),
             flow_run_filter=alive,
             work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
         )
-        for run in found:
+        for run in unfinished:
             if not may_live(run.parameters, shared=shared):
                 state = Crashed(message="The local stack was stopped while this ran.")
                 client.set_flow_run_state(run.id, state, force=True)
@@ -163,8 +162,8 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
     """True if a process may be working on the run that a flow run's parameters name.
 
     Without locks, as in a bucket, this cannot be known here: the automation on missing heartbeats
-    decides, that watches heartbeats. A run that is not there may be another machine's if the API is
-    `shared`; else its flow did not come so far.
+    decides. A run that does not exist may be another machine's if the API is `shared`; otherwise
+    its flow ended before it created the run.
     """
     named = {key: parameters.get(key) for key in ("run_id", "overrides")}
     try:
@@ -179,13 +178,13 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
 
 
 def automations() -> list[AutomationCore]:
-    """Automations of the server, as flows/automations.yaml has them."""
+    """Automations of the server, from flows/automations.yaml."""
     tree = yaml.safe_load(AUTOMATIONS.read_text(encoding="utf-8"))
     return [AutomationCore.model_validate(item) for item in tree["automations"]]
 
 
 def _automate() -> None:
-    """Register the automations whose names the server does not know; people may change theirs."""
+    """Register automations with new names; those on the server, which users may change, stay."""
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
         for automation in automations():

@@ -1,27 +1,47 @@
 """`marin-rl …`: the names of all commands; what they do is in `marin_rl.commands`.
 
 Errors of our tree, and of the file system, end a command with one clear message; exit code 2 for
-configuration, else 1.
+configuration and usage, else 1.
 """
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from marin_rl.commands import config as configuring
-from marin_rl.commands import evaluate as measuring
-from marin_rl.commands import export as exporting
-from marin_rl.commands import inspect as looking
-from marin_rl.commands import pairs as pairing
-from marin_rl.commands import provenance as explaining
-from marin_rl.commands import read as reading
-from marin_rl.commands import run as playing
-from marin_rl.commands import storage as keeping
+from marin_rl.commands import (
+    check,
+    config,
+    evaluate,
+    export,
+    inspect,
+    provenance,
+    recompute,
+    run,
+    serve,
+    storage,
+)
 from marin_rl.commands.options import complain, err
 from marin_rl.errors import ConfigError, MarinRLError
 
+# Commands of earlier versions, and what does the same now.
+RENAMED = {"watch": "status --watch", "plot": "report RUN --curve FILE.png", "eval": "evaluate"}
+
+
+class Commands(TyperGroup):
+    """The commands; a name of an earlier version is answered with the present one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # Typer's own copy of click's
+        """Look a command up. Raises a usage error (exit code 2) for an unknown one."""
+        if args[0] in RENAMED:
+            ctx.fail(f"No such command '{args[0]}': it is `marin-rl {RENAMED[args[0]]}` now.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="marin-rl",
+    cls=Commands,
     help="Reinforcement learning for language models as durable, file-based stages.",
     no_args_is_help=True,
     add_completion=False,
@@ -30,65 +50,48 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)
 metrics_app = typer.Typer(help="Check the metrics of a run.", no_args_is_help=True)
 
-app.command("run")(playing.run)
-app.command("sft")(playing.sft)
-app.command("pairs")(pairing.pairs)
-app.command("reward-model")(playing.reward_model)
-app.command("status")(reading.status)
-app.command("rollouts")(reading.rollouts)
-app.command("sql")(reading.sql)
-app.command("audit")(reading.audit)
-app.command("plot")(reading.plot)
-app.command("report")(looking.report)
-app.command("view")(looking.view)
-app.command("watch")(looking.watch)
-app.command("fsck")(keeping.fsck)
-app.command("gc")(keeping.gc)
-app.command("fork")(keeping.fork)
-app.command("lineage")(explaining.lineage)
-app.command("replay-step")(explaining.replay_step)
-app.command("diff")(explaining.diff)
-app.command("reprocess")(exporting.reprocess)
-app.command("rescore")(exporting.rescore)
-app.command("export")(exporting.export)
-app.command("verify")(exporting.verify)
-app.command("evaluate")(playing.evaluate)
-app.command("eval")(measuring.evaluate_anything)
-app.command("serve")(playing.serve)
-app.command("doctor")(configuring.doctor)
-app.add_typer(config_app, name="config")
+app.command()(run.run)
+app.command()(run.sft)
+app.command()(run.reward_model)
+app.command()(evaluate.evaluate)
+app.command()(serve.serve)
+
+app.command()(inspect.status)
+app.command()(inspect.rollouts)
+app.command()(inspect.sql)
+app.command()(inspect.report)
+app.command()(inspect.view)
+
+app.command()(provenance.lineage)
+app.command()(provenance.diff)
+app.command()(recompute.replay_step)
+app.command()(recompute.rescore)
+app.command()(recompute.reprocess)
+
+app.command()(check.doctor)
+app.command()(check.audit)
+app.command()(check.fsck)
+app.command()(check.verify)
 app.add_typer(metrics_app, name="metrics")
-config_app.command("show")(configuring.config_show)
-config_app.command("validate")(configuring.config_validate)
-config_app.command("reference")(configuring.config_reference)
-config_app.command("metrics")(configuring.config_metrics)
-metrics_app.command("verify")(measuring.verify_metrics)
+metrics_app.command("verify")(check.verify_metrics)
+
+app.command()(export.export)
+app.command()(export.pairs)
+app.command()(storage.fork)
+app.command()(storage.gc)
+
+app.add_typer(config_app, name="config")
+config_app.command("show")(config.config_show)
+config_app.command("validate")(config.config_validate)
+config_app.command("reference")(config.config_reference)
+config_app.command("metrics")(config.config_metrics)
 
 
 def main() -> None:
-    """Entry point of `marin-rl`: runs a command, turns our errors into messages and exit codes."""
+    """Run a command. Our errors become one message and an exit code."""
     try:
         app()
-    except MarinRLError as error:
-        _tell_error(error)
+    except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
+        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+        complain([str(error)], style="")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except OSError as error:  # a file that cannot be written, a disk that is full
-        _tell_error(error)
-        sys.exit(1)
-
-
-def _tell_error(error: Exception) -> None:
-    err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-    complain([str(error)], style="")
-
-
-def train() -> None:
-    """Entry point of `marin-rl-train`, the same as `marin-rl run`."""
-    sys.argv.insert(1, "run")
-    main()
-
-
-def serve_alias() -> None:
-    """Entry point of `marin-oai-serve`, the same as `marin-rl serve`."""
-    sys.argv.insert(1, "serve")
-    main()

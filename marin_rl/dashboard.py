@@ -1,7 +1,7 @@
-"""`marin-rl watch` in the terminal: one run in full, or a line for each run under a root.
+"""`marin-rl status --watch` in the terminal: one run in full, or a line for each run under a root.
 
-Draws what `analysis.watch` saw. Texts of rollouts are shown as they are, without markup, cut to a
-line, and without control characters: a model wrote them.
+Draws the records of `analysis.watch`. Texts of rollouts are shown without markup, cut to a line and
+without control characters: a model wrote them.
 """
 
 import time
@@ -19,68 +19,58 @@ from rich.text import Text
 
 from marin_rl.analysis.status import Unreadable
 from marin_rl.analysis.watch import Look
-from marin_rl.display import duration, plain, sparkline
+from marin_rl.display import METRICS, duration, plain, sparkline
 from marin_rl.errors import MarinRLError
 from marin_rl.storage.stores.locks import Holder
 
-CURVES = {
-    "reward": ("reward", "{:.3f}"),
-    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
-    "entropy": ("entropy", "{:.3f}"),
-    "kl": ("KL to reference", "{:.2e}"),
-    "mismatch_kl": ("mismatch KL", "{:.1e}"),
-    "completions/mean_length": ("tokens each", "{:.1f}"),
-    "staleness/mean": ("staleness", "{:.2f}"),
-    "grad_norm": ("gradient norm", "{:.3g}"),
-    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "timing_s/round": ("seconds a round", "{:.2f}"),
-}
+CURVES = (
+    "reward", "eval/accuracy", "entropy", "kl", "mismatch_kl", "completions/mean_length",
+    "staleness/mean", "grad_norm", "perf/tokens_per_second", "timing_s/round",
+)  # fmt: skip
 FRACTIONS = ("reward", "eval/accuracy")
 CURVE_WIDTH = 24
 SHORT_CURVE_WIDTH = 16
 TEXT_WIDTH = 60
 
+Looks = Look | Sequence[Look | Unreadable]  # at one run, or at all
 
-Seen = Look | Sequence[Look | Unreadable]
 
-
-def watch(look: Callable[[], Seen], console: Console, every_s: float, *, once: bool) -> None:
+def watch(look: Callable[[], Looks], console: Console, every_s: float, *, once: bool) -> None:
     """Draw the result of `look` every `every_s` seconds until interrupted or all is complete.
 
-    Where the console is no terminal, or with `once`, it is drawn once. A store that does not answer
-    for a while is reported below the last result. Raises what `look` raises otherwise, and at
-    first.
+    Where the console is no terminal, or with `once`, it is drawn once. A transient failure of the
+    store is reported below the last result. Raises what `look` raises otherwise, and at first.
     """
-    seen = look()
+    looks = look()
     if once or not console.is_terminal:
-        console.print(drawn(seen))
+        console.print(drawn(looks))
         return
-    with Live(drawn(seen), console=console, auto_refresh=False, screen=False) as live:
-        while not complete(seen):
+    with Live(drawn(looks), console=console, auto_refresh=False, screen=False) as live:
+        while not complete(looks):
             time.sleep(every_s)
             trouble: list[RenderableType] = []
             try:
-                seen = look()
+                looks = look()
             except MarinRLError as error:
                 if not error.transient:
                     raise
                 trouble = [plain(f"! not updated: {error}", "yellow")]
-            live.update(Group(drawn(seen), *trouble), refresh=True)
+            live.update(Group(drawn(looks), *trouble), refresh=True)
 
 
-def drawn(seen: Seen) -> RenderableType:
+def drawn(looks: Looks) -> RenderableType:
     """A panel for one run, a table for several."""
-    return run_panel(seen) if isinstance(seen, Look) else runs_table(seen)
+    return run_panel(looks) if isinstance(looks, Look) else runs_table(looks)
 
 
-def complete(seen: Seen) -> bool:
-    """True if no run that was seen is in progress."""
-    looks = [seen] if isinstance(seen, Look) else seen
-    return all(look.stage.ended for look in looks if isinstance(look, Look))
+def complete(looks: Looks) -> bool:
+    """True if no readable run is in progress."""
+    runs = [looks] if isinstance(looks, Look) else looks
+    return all(look.stage.ended for look in runs if isinstance(look, Look))
 
 
 def run_panel(look: Look) -> Panel:
-    """Everything of one run."""
+    """Progress, curves, samples and warnings of one run."""
     parts: list[RenderableType] = [_progress(look), _stages(look), _curves(look.rows)]
     if look.samples:
         parts.append(_samples(look.samples))
@@ -91,7 +81,7 @@ def run_panel(look: Look) -> Panel:
 
 
 def runs_table(looks: Sequence[Look | Unreadable]) -> RenderableType:
-    """One line per run; below, in full width, what is odd of which."""
+    """A line per run, and below the table, in full width, its warnings."""
     if not looks:
         return Text("no runs here yet", style="dim")
     table = Table(title="Runs", title_justify="left")
@@ -107,7 +97,7 @@ def runs_table(looks: Sequence[Look | Unreadable]) -> RenderableType:
         table.add_row(
             name,
             f"{look.trained}/{look.rounds}",
-            look.stage.told,
+            look.stage.text,
             "" if look.idle_s is None else f"{duration(look.idle_s)} ago",
             _short_curve(look.rows, "reward"),
             _short_curve(look.rows, "eval/accuracy"),
@@ -120,9 +110,9 @@ def _progress(look: Look) -> Table:
     grid = Table.grid(padding=(0, 1))
     done = min(look.trained, look.rounds)
     ago = "" if look.idle_s is None else f"last commit {duration(look.idle_s)} ago"
-    held = plain("" if look.holder is None else Holder(look.holder, look.holder_host))
+    holder = plain("" if look.holder is None else Holder(look.holder, look.holder_host))
     bar = ProgressBar(total=max(look.rounds, 1), completed=done, width=30)
-    grid.add_row(f"round {done}/{look.rounds}", bar, f"[bold]{look.stage.told}[/bold]", ago, held)
+    grid.add_row(f"round {done}/{look.rounds}", bar, f"[bold]{look.stage.text}[/bold]", ago, holder)
     return grid
 
 
@@ -136,26 +126,24 @@ def _stages(look: Look) -> Text:
         for name, seconds in rows[-1].items()
         if name.startswith("timing_s/") and name != "timing_s/round" and seconds is not None
     }
-    whole = sum(spent.values()) or 1.0
-    parts = (f"{name} {s:.2f} s ({s / whole:.0%})" for name, s in sorted(spent.items(), key=_most))
+    total = sum(spent.values()) or 1.0
+    longest_first = sorted(spent.items(), key=lambda item: -item[1])
+    parts = (f"{name} {s:.2f} s ({s / total:.0%})" for name, s in longest_first)
     return Text(f"round {rows[-1]['round']}: " + ", ".join(parts), style="dim")
-
-
-def _most(item: tuple[str, float]) -> float:
-    return -item[1]
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, (title, form) in CURVES.items():
+    for name in CURVES:
+        title, form = METRICS[name]
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
-            least, most = form.format(min(values)), form.format(max(values))
+            low, high = form.format(min(values)), form.format(max(values))
             table.add_row(
                 Text(title, style="dim"),
                 _curve(name, values, CURVE_WIDTH),
                 Text(form.format(values[-1]), style="bold"),
-                Text(f"{least} to {most}", style="dim"),
+                Text(f"{low} to {high}", style="dim"),
             )
     return table
 
@@ -181,17 +169,17 @@ class _ShortCurve:
 
     @property
     def newest(self) -> str:
-        return CURVES[self.name][1].format(self.values[-1])
+        return METRICS[self.name][1].format(self.values[-1])
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        rest = 1 + len(self.newest)
-        widest = min(SHORT_CURVE_WIDTH, len(self.values)) + rest
-        return Measurement(min(4 + rest, widest), widest).with_maximum(options.max_width)
+        number = 1 + len(self.newest)  # is never cut; the curve loses its oldest values first
+        widest = min(SHORT_CURVE_WIDTH, len(self.values)) + number
+        return Measurement(min(4 + number, widest), widest).with_maximum(options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         width = min(SHORT_CURVE_WIDTH, options.max_width - 1 - len(self.newest))
-        drawn = f"{_curve(self.name, self.values, width)} " if width > 0 else ""
-        yield Text(drawn + self.newest, no_wrap=True)
+        curve = f"{_curve(self.name, self.values, width)} " if width > 0 else ""
+        yield Text(curve + self.newest, no_wrap=True)
 
 
 def _samples(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -206,5 +194,5 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _line(text: str) -> str:
     """One printable line of at most TEXT_WIDTH characters."""
-    flat = "".join(sign if sign.isprintable() else " " for sign in text)
-    return flat if len(flat) <= TEXT_WIDTH else flat[: TEXT_WIDTH - 1] + "…"
+    line = "".join(sign if sign.isprintable() else " " for sign in text)
+    return line if len(line) <= TEXT_WIDTH else line[: TEXT_WIDTH - 1] + "…"

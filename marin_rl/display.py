@@ -1,13 +1,13 @@
-"""Terminal display: live progress of a run, and tables at its end.
+"""Terminal display: live progress of a run, and tables of results.
 
-Everything shown comes from progress events (live) or committed metrics (tables): no truth is owned
-here and no file is written. Without a terminal, one plain line is printed per round.
+Live progress comes from progress events, tables from committed metrics; no file is written. Without
+a terminal, one plain line is printed per round.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,10 +23,36 @@ from marin_rl.progress import ProgressEvent, listening
 if TYPE_CHECKING:
     from marin_rl.storage.upkeep.audit import RoundAudit
 
+Item = TypeVar("Item")
+
 COUNTED = ("generated", "consumed", "filtered", "stale", "failed")
-TEXT_MAX = 4000  # characters of a cell or a line that a terminal is given
-TITLE = "table.title"  # Rich's style of titles, which it gives to markup alone
+TEXT_MAX = 4000  # characters of a cell or of a line
+TITLE = "table.title"  # Rich's own style of titles, which a Text does not take by itself
 SPARKS = "▁▂▃▄▅▆▇█"
+METRICS = {  # title and format of the metrics that terminals and reports show
+    "reward": ("reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
+    "entropy": ("entropy", "{:.3f}"),
+    "kl": ("KL to reference", "{:.2e}"),
+    "mismatch_kl": ("mismatch KL", "{:.1e}"),
+    "completions/mean_length": ("tokens each", "{:.1f}"),
+    "staleness/mean": ("staleness", "{:.2f}"),
+    "loss": ("loss", "{:.3g}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "timing_s/round": ("seconds", "{:.2f}"),
+    "sft/loss": ("warm-start loss", "{:.3f}"),
+    "reward_model/loss": ("preference loss", "{:.3f}"),
+    "reward_model/accuracy": ("pairs in order", "{:.1%}"),
+}
+LIVE = (
+    "reward", "eval/accuracy", "perf/tokens_per_second", "entropy", "sft/loss",
+    "reward_model/loss", "reward_model/accuracy",
+)  # fmt: skip
+COLUMNS = (
+    "reward", "eval/accuracy", "completions/mean_length", "entropy", "mismatch_kl",
+    "perf/tokens_per_second", "timing_s/round",
+)  # fmt: skip
 STAGES = {
     "start": "starting",
     "sft": "warm start",
@@ -49,7 +75,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0, widt
 
 
 class RunDisplay:
-    """Folds progress events into one picture; `render()` draws it."""
+    """The state of a run by its progress events; `render()` draws it."""
 
     def __init__(self, run_id: str, rounds: int) -> None:
         self.run_id = run_id
@@ -65,7 +91,7 @@ class RunDisplay:
         self._round_ended: float | None = None
 
     def update(self, event: ProgressEvent) -> None:
-        """Take in one event; events of other runs are ignored."""
+        """Apply one event; events of other runs are ignored."""
         if event.run_id != self.run_id:
             return
         self.stage, self.done, self.total = event.stage, event.done, event.total
@@ -78,14 +104,14 @@ class RunDisplay:
             self._end_round(event)
 
     def seconds_left(self) -> float | None:
-        """Rounds to go times the mean of the latest rounds' seconds; None before two rounds."""
+        """Rounds to come times the mean seconds of the latest ten; None before two rounds."""
         latest = self.round_seconds[-10:]
         if not latest:
             return None
         return (self.rounds - self.round - 1) * sum(latest) / len(latest)
 
     def render(self) -> RenderableType:
-        """A panel: rounds, stage, the numbers that matter, two curves."""
+        """A panel: rounds, stage, main metrics, two curves."""
         return Panel(
             Group(self._rounds_line(), self._stage_line(), self._numbers(), *self._curves()),
             title=plain(self.run_id, "bold"),
@@ -101,13 +127,14 @@ class RunDisplay:
             self.rewards.append(event.metrics["reward"])
 
     def _rounds_line(self) -> Table:
-        finished = self.round + 1 if self.stage in ("round", "done") else self.round
+        finished = min(self.round + (self.stage in ("round", "done")), self.rounds)
+        bar = ProgressBar(total=max(self.rounds, 1), completed=finished, width=36)
         left = self.seconds_left()
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
-            f"round {min(finished, self.rounds):>4}/{self.rounds}",
-            ProgressBar(total=max(self.rounds, 1), completed=min(finished, self.rounds), width=36),
-            f"about {duration(left)} left" if left is not None else "",
+            f"round {finished:>4}/{self.rounds}",
+            bar,
+            "" if left is None else f"about {duration(left)} left",
         )
         return grid
 
@@ -117,21 +144,14 @@ class RunDisplay:
 
     def _numbers(self) -> Table:
         grid = Table.grid(padding=(0, 3))
-        cells = [
-            ("reward", self._number("reward", "{:.3f}")),
-            ("held-out accuracy", self._number("eval/accuracy", "{:.1%}")),
-            ("tokens/s", self._number("perf/tokens_per_second", "{:,.0f}")),
-            ("entropy", self._number("entropy", "{:.3f}")),
-            ("warm-start loss", self._number("sft/loss", "{:.3f}")),
-            ("preference loss", self._number("reward_model/loss", "{:.3f}")),
-            ("pairs in order", self._number("reward_model/accuracy", "{:.1%}")),
-        ]
-        shown = [(name, text) for name, text in cells if text]
-        grid.add_row(*[f"[dim]{name}[/dim] [bold]{text}[/bold]" for name, text in shown])
+        grid.add_row(
+            *(
+                f"[dim]{METRICS[name][0]}[/dim] [bold]{formatted(name, self.metrics)}[/bold]"
+                for name in LIVE
+                if name in self.metrics
+            )
+        )
         return grid
-
-    def _number(self, name: str, form: str) -> str:
-        return form.format(self.metrics[name]) if name in self.metrics else ""
 
     def _curves(self) -> list[Text]:
         curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
@@ -153,17 +173,27 @@ def showing(display: RunDisplay, console: Console) -> Iterator[None]:
 
 
 def duration(seconds: float | int) -> str:
-    """Seconds as people say them: 42 s, 3 min 05 s, 2 h 10 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    """Format seconds: 42 s, 3 min 05 s, 2 h 10 min."""
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest_s} s"
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of the items, evenly spread, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    if count == 1:
+        return [items[-1]]
+    step = (len(items) - 1) / (count - 1)
+    return [items[round(index * step)] for index in range(count)]
 
 
 def size(n_bytes: float | int) -> str:
-    """Bytes with a decimal unit."""
+    """Format bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n_bytes < 1000 or unit == "TB":
             return f"{n_bytes:,.0f} {unit}" if unit == "B" else f"{n_bytes:,.1f} {unit}"
@@ -172,17 +202,22 @@ def size(n_bytes: float | int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey: models write escape sequences too."""
+    """Replace control characters: models write escape sequences too, and terminals obey them."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
 
 
+def formatted(name: str, metrics: Mapping[str, Any]) -> str:
+    """One of METRICS as text; empty where there is none."""
+    return "" if metrics.get(name) is None else METRICS[name][1].format(metrics[name])
+
+
 def plain(value: Any, style: str = "") -> Text:
-    """Text of a cell, a heading or a title for any value: no markup is interpreted."""
+    """The printable text of any value, of which no markup is interpreted."""
     return Text(printable(str(value)), style)
 
 
 def shortened(text: str) -> str:
-    """The printable text, of which what is long is cut: a completion may be a megabyte."""
+    """The printable text, cut after TEXT_MAX characters: a completion may be a megabyte."""
     left = len(text) - TEXT_MAX
     if left <= 0:
         return printable(text)
@@ -201,33 +236,19 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 
 def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
     """Rounds with their main metrics; of many rounds, an even selection with the last one."""
-    columns = {
-        "reward": ("reward", "{:.3f}"),
-        "eval/accuracy": ("held-out accuracy", "{:.1%}"),
-        "completions/mean_length": ("tokens each", "{:.1f}"),
-        "entropy": ("entropy", "{:.3f}"),
-        "mismatch_kl": ("mismatch KL", "{:.1e}"),
-        "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
-        "timing_s/round": ("seconds", "{:.2f}"),
-    }
-    table = Table(title=plain(title, TITLE), title_justify="left")
-    table.add_column("round", justify="right")
-    for heading, _ in columns.values():
-        table.add_column(heading, justify="right", overflow="fold")
-    for row in _selection(rows, limit):
-        cells = [
-            form.format(row[name]) if row.get(name) is not None else ""
-            for name, (_, form) in columns.items()
-        ]
-        table.add_row(str(row["round"]), *cells)
+    table = _table(title, ("round", *(METRICS[name][0] for name in COLUMNS)))
+    for column in table.columns[1:]:
+        column.overflow = "fold"  # a number that is cut is wrong
+    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
+    for row in evenly(evaluated if len(evaluated) >= 2 else rows, limit):
+        table.add_row(str(row["round"]), *(formatted(name, row) for name in COLUMNS))
     return table
 
 
 def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rollouts as people read them: what was asked, what was answered, what it earned."""
-    table = Table(title="Rollouts", title_justify="left", show_lines=True)
-    for heading in ("prompt", "completion", "answer", "reward", "status"):
-        table.add_column(heading, justify="right" if heading == "reward" else "left")
+    """Rollouts: prompt, completion, reference answer, reward, status."""
+    texts = ("prompt", "completion", "answer", "status")
+    table = _table("Rollouts", (*texts[:3], "reward", "status"), left=texts, show_lines=True)
     for row in rows:
         reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
         cells = (row["prompt"], row["completion"], row["answer"], reward, row["status"])
@@ -236,23 +257,21 @@ def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Any rectangular result, numbers to the right."""
+    """Any rectangular result, columns of numbers aligned right."""
     table = Table()
     for index, name in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows)
-        heading = Text(shortened(str(name)))
-        table.add_column(heading, justify="right" if numeric else "left")
+        table.add_column(Text(shortened(str(name))), justify="right" if numeric else "left")
     for row in rows:
-        shown = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
-        table.add_row(*(Text(cell) for cell in shown))
+        cells = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def audit_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per round, environment and policy version; cells are rollouts / tokens."""
-    table = Table(title="Rollouts / tokens", title_justify="left")
-    for name in ("round", "environment", "policy", *COUNTED, "length bias", "balanced"):
-        table.add_column(name, justify="left" if name in ("environment", "balanced") else "right")
+    headings = ("round", "environment", "policy", *COUNTED, "length bias", "balanced")
+    table = _table("Rollouts / tokens", headings, left=("environment", "balanced"))
     for report in reports:
         verdict = "yes" if report.balanced else "NO"
         if not report.balances:
@@ -266,31 +285,21 @@ def audit_table(reports: "Sequence[RoundAudit]") -> Table:
 
 
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
-    """A row per reason for which anything was dropped, with lengths against what was kept."""
-    table = Table(title="Dropped", title_justify="left")
-    for name in (
-        "round",
-        "environment",
-        "policy",
-        "why",
-        "rollouts",
-        "tokens",
-        "mean length",
-        "kept",
-    ):
-        table.add_column(name, justify="left" if name in ("environment", "why") else "right")
+    """A row per reason to drop rollouts, with their mean length and that of consumed ones."""
+    headings = ("environment", "policy", "why", "rollouts", "tokens", "mean length", "kept")
+    table = _table("Dropped", ("round", *headings), left=("environment", "why"))
     for report in reports:
         for item in report.balances:
             kept = "" if item.mean_length is None else f"{item.mean_length:.1f}"
-            for lost in item.dropped:
+            for dropped in item.dropped:
                 table.add_row(
                     str(report.round),
                     plain(item.environment),
                     str(item.policy_version),
-                    plain(f"{lost.disposition}: {lost.reason}"),
-                    str(lost.rollouts),
-                    str(lost.tokens),
-                    f"{lost.mean_length:.1f}",
+                    plain(f"{dropped.disposition}: {dropped.reason}"),
+                    str(dropped.rollouts),
+                    str(dropped.tokens),
+                    f"{dropped.mean_length:.1f}",
                     kept,
                 )
     return table
@@ -298,9 +307,7 @@ def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
 
 def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
     """Metrics of an evaluation with their 95 % intervals where they have one."""
-    table = Table(title=plain(title, TITLE), title_justify="left")
-    for heading in ("metric", "value", "95 % low", "high"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    table = _table(title, ("metric", "value", "95 % low", "high"), left=("metric",))
     for name, value in metrics.items():
         if not name.endswith(("/low", "/high")):
             bounds = (metrics.get(f"{name}/{side}") for side in ("low", "high"))
@@ -310,25 +317,36 @@ def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
 
 
 def findings_table(findings: Sequence[Any]) -> Table:
-    """Metrics that were computed again: in how many rounds, and how far off they were at most.
-
-    `findings` are those of `marin_rl.analysis.verify`.
-    """
-    table = Table(title="Metrics, computed again", title_justify="left")
-    for heading in ("metric", "rounds", "largest difference", "wrong"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
-    names = dict.fromkeys(found.metric for found in findings)
-    for name in names:
-        own = [found for found in findings if found.metric == name]
-        apart = [abs(f.found - f.expected) for f in own if None not in (f.found, f.expected)]
+    """Recomputed metrics (`analysis.verify.Finding`): rounds, largest difference, wrong rounds."""
+    headings = ("metric", "rounds", "largest difference", "wrong")
+    table = _table("Metrics, computed again", headings, left=("metric",))
+    by_metric: dict[str, list[Any]] = {}
+    for finding in findings:
+        by_metric.setdefault(finding.metric, []).append(finding)
+    for name, own in by_metric.items():
+        apart = [
+            abs(finding.found - finding.expected)
+            for finding in own
+            if finding.found is not None and finding.expected is not None
+        ]
         largest = f"{max(apart):.1e}" if apart else ""
-        wrong = sum(bool(found.problem) for found in own)
+        wrong = sum(bool(finding.problem) for finding in own)
         table.add_row(plain(name), str(len(own)), largest, str(wrong) if wrong else "")
     return table
 
 
+def _table(
+    title: str, headings: Sequence[str], left: Sequence[str] = (), *, show_lines: bool = False
+) -> Table:
+    """An empty table; columns that are not in `left` are aligned right, as numbers are."""
+    table = Table(title=plain(title, TITLE), title_justify="left", show_lines=show_lines)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table
+
+
 def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
-    """A plan in words; what cannot be known without the model says so."""
+    """A plan as text; sizes are unknown without the model's folder."""
 
     def or_unknown(n_bytes: int | None) -> str:
         return "unknown: the model folder is not here" if n_bytes is None else size(n_bytes)
@@ -352,15 +370,6 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
     }
 
 
-def _selection(rows: Sequence[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
-    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
-    chosen = evaluated if len(evaluated) >= 2 else list(rows)
-    if len(chosen) <= limit:
-        return list(chosen)
-    step = (len(chosen) - 1) / (limit - 1)
-    return [chosen[round(index * step)] for index in range(limit)]
-
-
 def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) -> None:
     display.update(event)
     if event.run_id != display.run_id:
@@ -368,15 +377,14 @@ def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) ->
     if event.message and event.stage in ("start", "done"):
         console.print(plain(event.message))
     elif event.stage == "round":
-        parts = [f"round {event.round}"]
+        line = f"round {event.round}"
         if "reward" in event.metrics:
-            parts.append(f"reward {event.metrics['reward']:.3f}")
+            line += f"  reward {event.metrics['reward']:.3f}"
         if "eval/accuracy" in display.metrics:
-            parts.append(f"held-out {display.metrics['eval/accuracy']:.1%}")
-        left = display.seconds_left()
-        if left is not None:
-            parts.append(f"{duration(left)} left")
-        console.print("  ".join(parts), highlight=False)
+            line += f"  held-out {display.metrics['eval/accuracy']:.1%}"
+        if (left := display.seconds_left()) is not None:
+            line += f"  {duration(left)} left"
+        console.print(line, highlight=False)
     elif event.stage in ("sft", "reward_model") and event.total and event.done % 50 == 0:
         loss = event.metrics.get(f"{event.stage}/loss")
         tail = f"  loss {loss:.3f}" if loss is not None else ""

@@ -1,8 +1,8 @@
-"""Checks of everything a run needs, before it needs it: each reports a result or what to do.
+"""Checks of everything a run needs: each reports a result, or an error that says what to do.
 
 `marin-rl doctor` runs all of them and goes on after a failure; `preflight` runs the cheap ones, in
 order, at the start of every run and stops at the first. A check is a function of the configuration
-that returns a line for people or raises an error of our tree.
+that returns a line of text or raises an error of our tree.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Finding:
 
 
 def storage(config: Config) -> str:
-    """The root can be written and honours create-if-absent."""
+    """Check that the root can be written and creates exclusively."""
     from marin_rl.storage.stores.filesystem import open_store, probe
 
     store = open_store(config.root, config.storage_options)
@@ -63,7 +63,7 @@ def environment(config: Config) -> str:
 
 
 def tokenizer(config: Config) -> str:
-    """The tokenizer has a chat template and its ids fit the model's vocabulary."""
+    """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
     from marin_rl.planning import architecture_of
     from marin_rl.tokenizers import check_vocabulary, tokenizer_for
 
@@ -76,7 +76,7 @@ def tokenizer(config: Config) -> str:
 
 
 def prompts(config: Config) -> str:
-    """The first round's prompts, with room for a completion, fit the context."""
+    """Check that the first round's prompts and a completion fit the context."""
     from marin_rl.batching.sequences import prompts_tokens
     from marin_rl.rollouts.generate import examples_of
     from marin_rl.tokenizers import tokenizer_for
@@ -99,7 +99,7 @@ def prompts(config: Config) -> str:
 
 
 def model(config: Config) -> str:
-    """The model folder is one that is loaded exactly, or the sizes of the built one add up."""
+    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
     from marin_rl.planning import architecture_of
 
     if config.policy.hf_path is not None:
@@ -113,24 +113,24 @@ def model(config: Config) -> str:
 
 
 def devices(config: Config) -> str:
-    """JAX sees devices, and the mesh fits them."""
+    """Check that JAX has devices, and that the mesh fits them."""
     import jax
 
-    found = jax.devices()
+    visible = jax.devices()
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     product = 1
     for axis in sizes:
         product *= max(axis, 1)
-    if len(found) % product or (-1 not in sizes and product > len(found)):
+    if len(visible) % product or (-1 not in sizes and product > len(visible)):
         raise ConfigError(
             f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "
-            f"{len(found)} devices: make their product divide the device count"
+            f"{len(visible)} devices: make their product divide the device count"
         )
-    return f"{len(found)} x {found[0].device_kind}"
+    return f"{len(visible)} x {visible[0].device_kind}"
 
 
 def machine(config: Config) -> str:
-    """The facts that bits depend on, and what engines have proven on this machine."""
+    """Report the facts that bits depend on, and the proofs of engines on this machine."""
     import jax
 
     from marin_rl.inference.batch_invariance import recorded_proofs
@@ -150,7 +150,7 @@ def machine(config: Config) -> str:
 
 
 def endpoints(config: Config) -> str:
-    """Every endpoint answers and serves the model by name."""
+    """Check that every endpoint answers and serves the model by name."""
     if not config.inference.endpoints:
         return "embedded server (none configured)"
     wanted = config.inference.model
@@ -165,7 +165,7 @@ def endpoints(config: Config) -> str:
 
 
 def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
-    """Ask one endpoint, on a loop of its own: a flow that calls this may be running one."""
+    """List an endpoint's models, on an event loop of its own: a calling flow may be running one."""
     from marin_rl.inference.client.policy_client import PolicyClient
 
     async def ask() -> list[str]:
@@ -184,19 +184,19 @@ def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
 
 
 def reward_model(config: Config) -> str:
-    """The reward model that judges is committed, and made for the policy's tokenizer."""
+    """Check that the reward model is committed, and made for the policy's tokenizer."""
     if config.environment.reward_model is None:
         return "none configured"
     from marin_rl.rollouts.rewards import reward_model_slot_of
     from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 
     names = TokenizerIdentity.of(tokenizer_for(config.policy))
-    found = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
-    return f"{found.run.store.url_of(found.ref.slot)}: {found.identity.parameters_digest[:12]}"
+    judge = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
+    return f"{judge.run.store.url_of(judge.ref.slot)}: {judge.identity.parameters_digest[:12]}"
 
 
 def pairs(config: Config) -> str:
-    """The preference pairs are all well-formed, or a run has its own copy of them already."""
+    """Check that the preference pairs are well-formed, or that the run has its own copy."""
     from marin_rl.storage.runs import Run, committed, pairs_slot
     from marin_rl.storage.tables.pairs import read_pairs
 
@@ -215,7 +215,7 @@ def pairs(config: Config) -> str:
 
 
 def orchestrator(config: Config) -> str:
-    """The configured Prefect API answers; without one, runs use a temporary server."""
+    """Check that the configured Prefect API answers; without one, runs start a temporary server."""
     url = os.environ.get("PREFECT_API_URL") or ""
     if not url:
         return f"no PREFECT_API_URL: {config.run_id} would use a temporary server"
@@ -243,19 +243,13 @@ ALL: tuple[tuple[str, Check], ...] = (
 )
 
 BEFORE_A_RUN: tuple[Check, ...] = (
-    storage,
-    environment,
-    tokenizer,
-    model,
-    prompts,
-    endpoints,
-    reward_model,
-)
+    storage, environment, tokenizer, model, prompts, endpoints, reward_model,
+)  # fmt: skip
 BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
 
 
 def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterator[Finding]:
-    """Run every check, one finding each, also after failures."""
+    """Run every check, also after failures; a finding each."""
     for name, check in checks:
         try:
             yield Finding(name=name, passed=True, detail=check(config))
@@ -264,6 +258,6 @@ def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterat
 
 
 def preflight(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> None:
-    """Raise the first error that would surely end this run, before any work is done."""
+    """Raise the error of the first check that fails, before any work is done."""
     for check in checks:
         check(config)

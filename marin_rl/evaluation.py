@@ -1,8 +1,8 @@
 """Evaluating anything once: a run's checkpoint, a Hugging Face folder, or an OpenAI endpoint.
 
-Owns what `marin-rl eval` does: which configuration holds, what is served from this process, and the
-rows that are kept in a file. Nothing is written into a run: the evaluations along a run, in its own
-environment and committed with it, are `rollouts.evaluate` and the flow "evaluate".
+Owns `marin-rl evaluate` with options of its own: which configuration holds, what is served from
+this process, and the rows that go to a file. Nothing is written into a run: evaluations in a
+run's own environment, committed with it, are `rollouts.evaluate` and the flow "evaluate".
 """
 
 import asyncio
@@ -37,6 +37,7 @@ from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 
 NEW_TOKENS_MAX = 512
 TABLES = (".jsonl", ".parquet")
+MODEL_KEY = "config.json"  # of a Hugging Face folder
 KINDS = {"checkpoints": "round-00012", "sft": "step-00500"}
 
 Served = tuple[ServedPolicy, type[PolicyClient]]
@@ -78,6 +79,21 @@ class Target:
     api_key_variable: str | None = None
     trust: bool = False
 
+    @property
+    def is_run(self) -> bool:
+        """True for a run, by id or folder; False for one checkpoint of it and for other targets."""
+        folder = Path(self.name)
+        if self.endpoint is not None or (folder / RUN_KEY).is_file():
+            return self.endpoint is None
+        return "/" not in self.name.rstrip("/") and not (folder / MODEL_KEY).is_file()
+
+    def open_run(self) -> Run:
+        """Open the run. Raises ConfigError, ObjectMissing, CorruptObject."""
+        folder = Path(self.name)
+        if (folder / RUN_KEY).is_file():
+            return Run.open(str(folder.parent), folder.name)
+        return Run.open(self.root, self.name.rstrip("/"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
@@ -99,7 +115,7 @@ def evaluate_target(target: Target, asked: Asked) -> Evaluated:
     if target.endpoint is not None:
         return _at_endpoint(target, asked)
     folder = Path(target.name)
-    if (folder / "config.json").is_file() and not (folder / RUN_KEY).is_file():
+    if (folder / MODEL_KEY).is_file() and not (folder / RUN_KEY).is_file():
         return _of_folder(folder, target, asked)
     return _of_run(folder, target, asked)
 
@@ -202,17 +218,15 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
         if target.round is not None:
             raise ConfigError(f"--round {target.round}: {text} names a checkpoint already")
         return checkpoint_named(text, KINDS, "what is evaluated", {})
-    named = (folder / RUN_KEY).is_file()
-    root, run_id = (str(folder.parent), folder.name) if named else (target.root, target.name)
-    opened, round = Run.open(root, run_id), target.round
-    found = latest_checkpoint(opened) if round is None else committed_checkpoint(opened, round)
-    if found is None:
+    run, round = target.open_run(), target.round
+    checkpoint = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
+    if checkpoint is None:
         which = "any" if round is None else f"{round}"
         raise ObjectMissing(
-            f"run {run_id!r} has no committed checkpoint {which}: `marin-rl status {run_id}` shows "
-            "which there are"
+            f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
+            f"{run.run_id}` shows which there are"
         )
-    return opened, found
+    return run, checkpoint
 
 
 def _of_folder(folder: Path, target: Target, asked: Asked) -> Evaluated:

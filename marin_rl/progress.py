@@ -1,8 +1,7 @@
 """Progress events of this process, and their listeners.
 
-Stages publish small events; the terminal display and the orchestrator's progress artifact listen.
-Nothing here is durable: the truth about a run is which slots are committed. A listener that raises
-is logged and removed, so that watching a run can never stop it.
+Stages publish events; the terminal display, trackers and reports listen. Nothing here is durable. A
+listener that raises is logged and removed, so that it can never stop a run.
 """
 
 import logging
@@ -13,17 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal[
-    "start",
-    "sft",
-    "reward_model",
-    "serve",
-    "generate",
-    "process",
-    "train",
-    "evaluate",
-    "round",
+    "start", "sft", "reward_model", "serve", "generate", "process", "train", "evaluate", "round",
     "done",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def publish(event: ProgressEvent) -> None:
-    """Tell every listener. Never raises."""
+    """Call every listener. Never raises."""
     with _lock:
         listeners = tuple(_listeners)
     for listener in listeners:

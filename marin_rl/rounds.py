@@ -1,7 +1,7 @@
-"""Closing a round: its metrics, gathered from the manifests of its slots, committed and published.
+"""Metrics of a round: gathered from the manifests of its slots, committed and published.
 
-The stages leave their numbers in their own manifests, so the row of a round can be written by
-any process that finishes it, also after a crash. Only wall-clock seconds are this process's own.
+Stages leave their metrics in their own manifests, so any process can close a round, also after a
+crash. Only wall-clock seconds are this process's own.
 """
 
 import itertools
@@ -46,8 +46,8 @@ class Stopwatch:
 def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     """Commit the metrics of a trained round and publish them.
 
-    `measured` is what no file knows: `timing_s/*` and `weights/*`. Raises StorageError. A round
-    that was closed before keeps its first metrics.
+    `measured` are those that no file has: `timing_s/*` and `weights/*`. A round that was closed
+    before keeps its first metrics. Raises StorageError.
     """
     manifests = _manifests(run, round)
     metrics = {**_gathered(run, round, manifests), **measured}
@@ -63,52 +63,46 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
 
 
 def rates(metrics: Mapping[str, float], totals: Mapping[str, float]) -> dict[str, float]:
-    """Rates per second or per step, as far as both sides of the fraction are known.
+    """Rates per second, where numerator and denominator are known.
 
     `totals` are those of the round's manifests.
     """
-    found = {}
-    whole, sampling = metrics.get("timing_s/round"), metrics.get("timing_s/generate")
+    result = {}
+    elapsed, sampling = metrics.get("timing_s/round"), metrics.get("timing_s/generate")
     generated = metrics.get("rollouts/generated", 0.0)
-    if whole:
-        found["eps"] = generated / whole
+    if elapsed:
+        result["eps"] = generated / elapsed
         for name, count in totals.items():
             if name.startswith("env/") and name.endswith("/rollouts"):
-                found[f"{name.removesuffix('/rollouts')}/eps"] = count / whole
+                result[f"{name.removesuffix('/rollouts')}/eps"] = count / elapsed
     if sampling and "completions/mean_length" in metrics:
         answered = generated * (1 - metrics.get("rollouts/errors", 0.0))
-        found["perf/tokens_per_second"] = answered * metrics["completions/mean_length"] / sampling
+        result["perf/tokens_per_second"] = answered * metrics["completions/mean_length"] / sampling
     training, peak = metrics.get("timing_s/train"), totals.get("peak_flops_per_second")
     if training and peak and "model_flops" in totals:
-        found["perf/mfu"] = totals["model_flops"] / (training * peak)
-    return found
+        result["perf/mfu"] = totals["model_flops"] / (training * peak)
+    return result
 
 
 def transfer_metrics(measured: Mapping[str, float], steps: int) -> dict[str, float]:
-    """`weights/*` of a round of `steps` updates, from what giving its weights to servers took."""
-    found = {f"weights/{name}": measured[name] for name in ("bytes", "seconds", "failures")}
+    """`weights/*` of a round of `steps` updates, from the measurements of its weight transfers."""
+    result = {f"weights/{name}": measured[name] for name in ("bytes", "seconds", "failures")}
     if steps:
-        found["weights/transfers_per_step"] = measured["transfers"] / steps
-    return found
+        result["weights/transfers_per_step"] = measured["transfers"] / steps
+    return result
 
 
 def evaluations(run: Run, rounds: Iterable[int] | None = None) -> dict[int, dict[str, float]]:
-    """The `eval/*` metrics of committed evaluations, by the checkpoint's round.
+    """The `eval/*` metrics of committed evaluations by the checkpoint's round, of all or `rounds`.
 
-    Only of `rounds` where they are given, which spares the listing.
-    Row r of the metrics repeats the evaluation of checkpoint r. The last checkpoint has no row yet:
-    it gets one when the run is continued, so writing one here would keep that row from being.
+    Row r of the metrics repeats the evaluation of checkpoint r, once round r is closed; the last
+    checkpoint has no row yet.
     """
     if rounds is None:
         named = (round_of(name) for name in run.store.children("evals"))
         rounds = (round for round in named if round is not None)
-    found = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
-    return {round: _defined(item[0]) for round, item in sorted(found.items()) if item}
-
-
-def round_metrics(run: Run, round: int) -> dict[str, float]:
-    """Everything the round's manifests know of its metrics, and what the round committed."""
-    return _gathered(run, round, _manifests(run, round))
+    manifests = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
+    return {round: _defined(item[0]) for round, item in sorted(manifests.items()) if item}
 
 
 def _manifests(run: Run, round: int) -> list[Manifest]:
@@ -118,7 +112,7 @@ def _manifests(run: Run, round: int) -> list[Manifest]:
         evals_slot(round),
         checkpoint_slot(round + 1),
     )
-    return [found[0] for slot in slots if (found := read_manifest(run.store, slot))]
+    return [item[0] for slot in slots if (item := read_manifest(run.store, slot))]
 
 
 def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, float]:
@@ -134,22 +128,22 @@ def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, 
 
 
 def _episodes(run: Run, round: int) -> int:
-    """Rollouts that were asked for up to a round, by whichever run played each."""
+    """Rollouts requested up to a round, by the settings of the run that played each."""
     ends = [a.through_round for a in run.ancestors if a.through_round <= round]
     edges = [0, *ends, round + 1]
     total = 0
     for begin, end in itertools.pairwise(edges):
         if end > begin:
-            chosen = run.at_round(begin).config.rollouts
-            total += (end - begin) * chosen.groups_per_round * chosen.group_size
+            settings = run.at_round(begin).config.rollouts
+            total += (end - begin) * settings.groups_per_round * settings.group_size
     return total
 
 
 def rlhf_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Huang's decomposition of the reward, where rollouts were trained on.
 
-    Rewards here are the environment's; the KL term is what the round's coefficient makes of it,
-    whether it is a part of the loss or of the advantages.
+    Rewards are the environment's; the KL term is weighted by the round's coefficient, be it a part
+    of the loss or of the advantages.
     """
     if "objective/scores" not in metrics:
         return {}

@@ -1,9 +1,8 @@
 """Trackers of metrics in addition to the run's own files: TensorBoard, W&B and trackio.
 
-The truth is the committed metrics; trackers repeat it for people who have their own boards. Each
-works on a thread of its own. One that cannot be opened, fails later, or does not keep up is named
-once in the log and left out: it neither stops a run nor delays it. Trackio alone is opened by the
-thread that opens the trackers, since only there its output can be suppressed.
+Each works on a thread of its own. One that cannot be opened, fails later, or does not keep up is
+named once in the log and left out: it neither stops a run nor delays it. Trackio alone is opened by
+the thread that opens the trackers, since only there its output can be suppressed.
 """
 
 import io
@@ -26,21 +25,21 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Interface of a tracker. Either method may raise; `Trackers` copes."""
+    """Interface of a tracker. Either method may raise; its `Board` catches it."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of one round (or, of a warm start or reward model, of one step)."""
+        """Log the metrics of one round, or of one step of a warm start or reward model."""
         ...
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
         ...
 
 
 class TensorBoard:
     """Scalars in `folder/run_id`, through tensorboardX (extra `tensorboard`).
 
-    Written as events of its own making: `add_scalar` would rename `eval/pass@8` to `eval/pass_8`.
+    Events are written here because `add_scalar` would rename `eval/pass@8` to `eval/pass_8`.
     """
 
     def __init__(self, folder: str, run_id: str) -> None:
@@ -49,7 +48,7 @@ class TensorBoard:
         self._writer = FileWriter(str(Path(folder) / run_id))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One scalar per metric, named as it is defined."""
+        """Log one scalar per metric, under its own name."""
         # protobuf makes the class when it is imported
         from tensorboardX.proto.summary_pb2 import (
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
@@ -68,7 +67,7 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run that is continued when the run is (extra `wandb`).
 
-    W&B numbers its own steps and refuses to go back, so ours is logged as the metric `step`.
+    W&B counts steps by itself and refuses lower ones, so ours is logged as the metric `step`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -86,7 +85,7 @@ class WandB:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One row per call."""
+        """Log one row."""
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
@@ -97,7 +96,7 @@ class WandB:
 class Trackio:
     """A trackio run on this machine, continued when the run is (extra `trackio`).
 
-    Its files lie where TRACKIO_DIR says; `trackio show` draws them. What it prints is kept back.
+    Its files lie in TRACKIO_DIR; `trackio show` draws them. What it prints is suppressed.
     """
 
     def __init__(self, config: Config) -> None:
@@ -114,29 +113,29 @@ class Trackio:
             )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One row per call."""
+        """Log one row."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Wait, within trackio's own limit of half a minute, until the rows are written."""
+        """Wait until the rows are written, at most trackio's own 30 s."""
         with redirect_stdout(io.StringIO()):
             self._run.finish()
 
 
 class Board:
-    """A tracker on a thread of its own: it can neither raise into the run nor hold it up."""
+    """A tracker on a thread of its own: it can neither raise into the run nor delay it."""
 
     def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
         self._name = name
         self._rows: Queue[tuple[Mapping[str, float], int] | None] = Queue(ROWS_WAITING_MAX)
-        self._out, self._telling = threading.Event(), threading.Lock()
+        self._out, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(
             target=self._work, args=(opening,), name=f"tracker {name}", daemon=True
         )
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand a row over, and return at once."""
+        """Queue a row, and return at once."""
         if self._out.is_set():
             return
         try:
@@ -145,7 +144,7 @@ class Board:
             self._leave(f"it is {ROWS_WAITING_MAX} rows behind")
 
     def close(self) -> None:
-        """Wait for what was handed over, within a limit of time."""
+        """Wait at most CLOSING_S until the queued rows are logged."""
         if self._out.is_set():
             return
         with suppress(Full):
@@ -164,31 +163,31 @@ class Board:
             self._leave(f"{type(error).__name__}: {error}")
 
     def _leave(self, why: str) -> None:
-        with self._telling:
+        with self._lock:
             if not self._out.is_set():
                 _log.warning("tracker %s failed and is left out: %s", self._name, why)
                 self._out.set()
 
 
 class Trackers:
-    """Several boards as one that never raises and never waits but in `close`."""
+    """Several boards as one, which never raises and waits in `close` alone."""
 
     def __init__(self, boards: Sequence[Board]) -> None:
         self._boards = list(boards)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give `metrics` to every board that still works."""
+        """Log to every board that still works."""
         for board in self._boards if metrics else ():
             board.log(metrics, step)
 
     def close(self) -> None:
-        """Let every board that still works finish."""
+        """Close every board that still works."""
         for board in self._boards:
             board.close()
         self._boards.clear()
 
     def listen(self, event: ProgressEvent) -> None:
-        """A progress listener: what a finished round, evaluation or warm-start step measured."""
+        """A progress listener: log the metrics of rounds, evaluations and warm-start steps."""
         if event.stage in ("round", "evaluate") and event.round is not None:
             self.log(event.metrics, event.round)
         elif event.stage in ("sft", "reward_model"):
@@ -212,9 +211,9 @@ def open_trackers(config: Config) -> Trackers:
 
 
 def _opened_here(opening: Callable[[], Tracker]) -> Callable[[], Tracker]:
-    """Open on this thread, and let the board find the tracker, or what went wrong.
+    """Open a tracker on this thread; the result returns it, or raises what opening raised.
 
-    For who must keep back what is printed meanwhile, which is one for all threads.
+    Standard output, which trackio's is redirected from, is one for all threads.
     """
     try:
         tracker = opening()

@@ -72,10 +72,10 @@ def test_a_run_may_be_named_with_the_slash_that_shells_complete(root: str, name:
 
 
 @pytest.mark.parametrize("wrong", ["../run", "a/b", "..", ".", "/"])
-@pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts", "watch"])
+@pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts", "status --watch"])
 def test_a_folder_that_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> None:
     """Not by an assertion of storage: a path to a run is what people type first."""
-    refused = invoke(command, wrong, "--root", root)
+    refused = invoke(*command.split(), wrong, "--root", root)
     assert isinstance(refused.exception, ConfigError), refused.exception
     assert "--root says where runs are" in str(refused.exception)
 
@@ -83,7 +83,7 @@ def test_a_folder_that_can_be_no_run_is_refused(root: str, command: str, wrong: 
 @pytest.mark.parametrize(
     "command",
     ["rollouts run", "lineage run", "metrics verify run", "export run --hf hf", "evaluate run",
-     "eval run", "serve --run run"],
+     "evaluate run --k 1", "serve --run run"],
 )  # fmt: skip
 def test_a_round_below_zero_is_refused(command: str) -> None:
     refused = invoke(*command.split(), "--round", "-1")
@@ -167,9 +167,9 @@ def test_audit_balances_and_fails_once_a_file_is_altered(
     assert "NO" in shown.output
 
 
-def test_a_plot_is_a_png(root: str, name: str, tmp_path: Path) -> None:
+def test_a_learning_curve_is_a_png(root: str, name: str, tmp_path: Path) -> None:
     target = tmp_path / "curve.png"
-    assert invoke("plot", name, "--root", root, "-o", str(target)).exit_code == 0
+    assert invoke("report", name, "--root", root, "--curve", str(target)).exit_code == 0
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
@@ -192,6 +192,41 @@ def test_a_wrong_key_is_refused_before_anything_starts() -> None:
     shown = invoke("run", str(CONFIGS / "debug.yaml"), "--set", "training.lerning_rate=1")
     assert isinstance(shown.exception, ConfigError)
     assert "did you mean training.learning_rate?" in str(shown.exception)
+
+
+@pytest.mark.parametrize(
+    ("command", "present"),
+    [
+        ("watch run", "marin-rl status --watch"),
+        ("plot run -o curve.png", "marin-rl report RUN --curve FILE.png"),
+        ("eval run --k 1,8", "marin-rl evaluate"),
+    ],
+)
+def test_a_command_of_an_earlier_version_is_answered_with_the_present_one(
+    command: str, present: str
+) -> None:
+    refused = invoke(*command.split())
+    assert refused.exit_code == 2, refused.exception
+    assert present in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("status run --once", "--once needs --watch"),
+        ("status run --every 1", "--every needs --watch"),
+        ("report {name} --curve a.png -o b.html", "leave out --output"),
+        ("evaluate {name} --k 1 --set inference.model=x", "--set goes with the evaluation"),
+        ("evaluate", "evaluate needs a run id, a model folder, or --endpoint URL --model NAME"),
+        ("evaluate http://127.0.0.1:9/v1", "--endpoint URL --model NAME"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    root: str, name: str, command: str, message: str
+) -> None:
+    refused = invoke(*command.format(name=name).split(), "--root", root)
+    assert isinstance(refused.exception, ConfigError), refused.exception
+    assert message in str(refused.exception)
 
 
 def test_serve_wants_to_know_what() -> None:

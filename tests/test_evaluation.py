@@ -1,4 +1,4 @@
-"""`marin-rl eval` on each kind of target; what goes together and what does not."""
+"""`marin-rl evaluate` on each kind of target; what goes together and what does not."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ DEBUG = Path(__file__).parents[1] / "configs/debug.yaml"
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evaluate", *arguments])
 
 
 @pytest.fixture
@@ -146,6 +146,25 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found.metrics["eval/examples"] == 3
     assert found.config.inference.engine.slots == found.config.inference.engine.prefill_rows == 2
     assert all(len(group.example.answer or "") <= 2 for group in found.groups)
+
+
+def test_a_run_is_told_from_its_checkpoints_and_from_models(tmp_path: Path) -> None:
+    """Of a run alone, without further options, the evaluation is committed."""
+    Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    folder, url = f"{tmp_path}/debug", "http://127.0.0.1:9/v1"
+    for name in ("debug", "debug/", folder, f"{folder}/"):
+        target = Target(name=name, root=str(tmp_path))
+        assert target.is_run
+        assert target.open_run().run_id == "debug"
+    others = (
+        f"{folder}/checkpoints/round-00000",
+        f"{tmp_path}/model",
+        "s3://bucket/run/sft/step-1",
+    )
+    assert not any(Target(name=name, root=str(tmp_path)).is_run for name in others)
+    assert not Target(endpoint=url).is_run
 
 
 def test_overrides_are_resolved_once(prompts: Path) -> None:

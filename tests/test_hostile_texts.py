@@ -61,8 +61,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 COMMANDS = {
     "status": ("status", "run"),
     "status of all": ("status",),
-    "watch": ("watch", "run", "--once"),
-    "watch all": ("watch", "--once"),
+    "watch": ("status", "run", "--watch", "--once"),
+    "watch all": ("status", "--watch", "--once"),
     "rollouts": ("rollouts", "run"),
     "sql": ("sql", "run", "select turns[-1].content as said, turns from rollouts"),
     "lineage": ("lineage", "run", "--round", "0"),
@@ -86,8 +86,8 @@ def test_nor_the_name_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[2J\u202eb"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
-    for command in ("status", "watch"):
-        shown = CliRunner().invoke(app, [command, "--root", str(tmp_path)])
+    for options in ([], ["--watch"]):
+        shown = CliRunner().invoke(app, ["status", *options, "--root", str(tmp_path)])
         assert shown.exit_code == 1
         assert "a\ufffd[2J\ufffdb" in shown.output
         assert OBEYED.findall(shown.output.replace("\n", "")) == []
@@ -112,8 +112,8 @@ def odd(run: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
         ("status", "run"),
         ("status", ODD),
         ("status",),
-        ("watch", ODD, "--once"),
-        ("watch", "--once"),
+        ("status", ODD, "--watch", "--once"),
+        ("status", "--watch", "--once"),
         ("fsck", "run"),
         ("rollouts", "run", "--round", "7"),
         ("lineage", "run", "--round", "0", "--row", "0", "--graph", "ROOT/graph.mmd"),

@@ -42,8 +42,11 @@ def told(*arguments: str, code: int = 0) -> list[Any]:
 CASES: dict[str, tuple[tuple[str, ...], Callable[[list[Any]], bool]]] = {
     "status": ((RUN,), lambda found: found[0]["trained"] == ROUNDS and len(found) == 1),
     "status of all": ((), lambda found: [item["run_id"] for item in found] == [RUN]),
-    "watch": ((RUN, "--once"), lambda found: found[0]["stage"]["name"] == "generating round 3"),
-    "watch of all": (("--once",), lambda found: found[0]["latest"]["round"] == ROUNDS - 1),
+    "status --watch": (
+        (RUN, "--once"),
+        lambda found: found[0]["stage"]["name"] == "generating round 3",
+    ),
+    "status --watch of all": (("--once",), lambda found: found[0]["latest"]["round"] == ROUNDS - 1),
     "rollouts": (
         (RUN, "--limit", "5"),
         lambda found: found[0]["completion"] in HOSTILE and found[0]["rollout_id"],
@@ -63,7 +66,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[list[Any]], bool]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_json_and_nothing_else(root: Path, case: str) -> None:
     arguments, holds = CASES[case]
-    assert holds(told(case.split()[0], *arguments, "--root", str(root)))
+    assert holds(told(case.removesuffix(" of all"), *arguments, "--root", str(root)))
 
 
 def test_files_that_are_written_are_named(root: Path, tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_files_that_are_written_are_named(root: Path, tmp_path: Path) -> None:
     place = ("--root", str(root))
     (found,) = told("report", RUN, "-o", str(page), *place)
     assert (found["path"], found["bytes"]) == (str(page), page.stat().st_size)
-    assert told("plot", RUN, "-o", str(curve), *place) == [{"path": str(curve)}]
+    assert told("report", RUN, "--curve", str(curve), *place) == [{"path": str(curve)}]
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +123,12 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     shown_run(tmp_path, run_id="good")
     shown_run(tmp_path, run_id="torn")
     (tmp_path / "torn" / "run.json").write_text('{"format": "marin-rl/ru')
-    for command in (("status",), ("watch", "--once")):
+    for command in (("status",), ("status --watch", "--once")):
         good, torn = told(*command, "--root", str(tmp_path), code=1)
         assert good["run_id"] == "good"
         assert torn["run_id"] == "torn"
         assert torn["error"].startswith("CorruptObject")
-    shown = CliRunner().invoke(app, ["watch", "--root", str(tmp_path)])
+    shown = CliRunner().invoke(app, ["status", "--watch", "--root", str(tmp_path)])
     assert shown.exit_code == 1
     assert "cannot be read" in shown.output
     assert "! torn: CorruptObject" in shown.output  # below the table, where there is room
@@ -153,5 +156,5 @@ def test_a_run_that_was_given_more_rounds_is_not_complete(tmp_path: Path) -> Non
     commit_manifest(run.store, manifest)
     (found,) = told("status", run.run_id, "--root", str(tmp_path))
     assert (found["trained"], found["planned"]) == (4, 9)
-    (look,) = told("watch", run.run_id, "--once", "--root", str(tmp_path))
+    (look,) = told("status --watch", run.run_id, "--once", "--root", str(tmp_path))
     assert (look["rounds"], look["stage"]["ended"]) == (9, False)

@@ -1,8 +1,8 @@
 """The DuckDB databases behind `sql`: one that reads the runs' files alone, and one without limits.
 
-DuckDB's own settings keep a query away from other files, extensions and settings, and they are
-locked. They cannot tell reading from writing, so statements that write files are refused before
-they run, by DuckDB's parser. Leaves out the views of runs (scan.py).
+DuckDB's own settings, which are locked, keep a query away from other files, extensions and
+settings. They do not separate reading from writing, so statements that write files are refused
+before they run, by DuckDB's parser. The views of runs are made in scan.py.
 """
 
 import os
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import duckdb
 
 # Statements that work in memory. COPY, ATTACH, EXPORT and LOAD reach files, SET and PRAGMA
-# settings, CALL either of them; COMMIT would leave tables behind for the next query, and EXECUTE
-# hides what it runs.
+# settings, CALL either of them; COMMIT would leave tables for the next query, and EXECUTE hides its
+# statement.
 STATEMENTS = (
     "SELECT", "EXPLAIN", "CREATE", "INSERT", "UPDATE", "DELETE", "MERGE_INTO", "ALTER", "DROP",
     "MULTI",
@@ -33,9 +33,9 @@ _REFUSED = re.compile(r"configuration has been locked|Table with name \S*/")  # 
 
 
 def check_statements(query: str) -> None:
-    """Raise InputError for statements that would reach beyond memory and the runs' files.
+    """Raise InputError for statements that reach beyond memory and the runs' files.
 
-    Raises duckdb.Error for what DuckDB cannot parse.
+    Raises duckdb.Error where DuckDB cannot parse the query.
     """
     import duckdb
 
@@ -53,7 +53,7 @@ def check_statements(query: str) -> None:
 
 
 def explained(error: "duckdb.Error") -> str:
-    """DuckDB's words, with the remedy where its settings refuse."""
+    """DuckDB's message, with the remedy where its settings refuse."""
     import duckdb
 
     refused = isinstance(error, duckdb.PermissionException) or _REFUSED.search(str(error))
@@ -64,14 +64,13 @@ def explained(error: "duckdb.Error") -> str:
 def restricted_database(
     process: int, runs: frozenset[str], folders: frozenset[str]
 ) -> "duckdb.DuckDBPyConnection":
-    """An empty database in memory for these runs, which remembers the footers that it has read.
+    """An empty database in memory that caches Parquet footers and opens files in `folders` alone.
 
-    It opens files below `folders` alone. Of a query over many files most of the time goes into
-    footers, and files of a run never change. Other runs have a database of their own, for DuckDB
-    takes a file that has the name and the time of one before it for the same. So has a forked
-    process.
+    Footers take most of the time of a query over many files, and files of a run never change. Other
+    runs have a database of their own, for DuckDB takes a file with the name and time of an earlier
+    one for the same; so has a forked process.
     """
-    del process, runs  # are the key
+    del process, runs  # are the cache's key
     database = _connected(
         memory_limit=f"{_memory_bytes() // 2}B",
         temp_directory="",  # no spilling: it writes files
@@ -86,7 +85,7 @@ def restricted_database(
 
 
 def connect_unsafe() -> "duckdb.DuckDBPyConnection":
-    """An empty database in memory that may do whatever its user may; nothing of it is kept."""
+    """An empty database in memory without restrictions; nothing of it is cached."""
     return _connected()
 
 

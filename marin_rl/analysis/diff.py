@@ -1,8 +1,7 @@
-"""Two runs side by side: which settings differ, how the curves went, and where they first part.
+"""Differences of two runs: settings, curves, and the first round that differs.
 
-Two runs are the same up to a slot when both committed the same content there. Manifests carry
-times and attempts, so content is compared: digests of what was sampled, of what was trained on, and
-of the parameters that came out.
+Manifests carry times and attempts, so content is compared: digests of what was sampled, of what was
+trained on, and of the parameters that came out.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_row_groups
 from schemas.manifests import Manifest, canonical_json
 
-# What a policy sampled and what it was paid, without who asked for it and how long it took.
+# Samples and rewards, without requests and times.
 SAMPLED = (
     "group_id", "index_in_group", "environment", "example_id", "token_ids", "logprobs", "reward",
     "status",
@@ -48,12 +47,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDifference:
-    """Differences of two runs. `parts_at` is the first round that differs, `stage` the stage that
-    does.
+    """Differences of two runs. `parts_at` is the first round that differs, in its stage `stage`.
 
-    Both are None where the runs agree on all `rounds` that both have begun. `settings` has a line
-    `key: first -> second` per key; `changed` the code, libraries and facts of the machine in which
-    the last checkpoints before the runs part, or the last of all, differ, as (first, second).
+    Both are None where the runs are equal in all `rounds` that both have begun. `settings` has a
+    line `key: first -> second` per key; `changed` the differences, as (first, second), in code,
+    libraries and machine of the last checkpoints up to the first round that differs.
     """
 
     settings: tuple[str, ...]
@@ -65,8 +63,8 @@ class RunDifference:
     detail: str
 
     @property
-    def told(self) -> str:
-        """One sentence."""
+    def message(self) -> str:
+        """The result in one sentence."""
         if self.parts_at is None:
             return f"the same in all {self.rounds} rounds that both have begun"
         return f"they part at round {self.parts_at}, in its {self.stage}: {self.detail}"
@@ -93,9 +91,7 @@ def compare_runs(first: Run, second: Run) -> RunDifference:
 
 
 def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tuple[str, str]]:
-    """Facts that bits depend on and that differ in the last of the rounds that both have trained
-    in.
-    """
+    """Differing code, libraries and machine facts of the last round that both have trained in."""
     for round in reversed(rounds):
         ours, theirs = (_written_by(run, round) for run in (first, second))
         if ours and theirs:
@@ -106,11 +102,11 @@ def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tup
 
 
 def _written_by(run: Run, round: int) -> Mapping[str, str]:
-    """Code, libraries and machine of the update that ended a round, or else that it began with."""
+    """Code, libraries and machine of the update that ended a round, else of the one before it."""
     for slot in (checkpoint_slot(round + 1), checkpoint_slot(round)):
-        found = read_manifest(run.store, slot)
-        if found is not None:
-            manifest = found[0]
+        committed = read_manifest(run.store, slot)
+        if committed is not None:
+            manifest = committed[0]
             return {**manifest.code, **manifest.libraries, **manifest.extra.get("machine", {})}
     return {}
 
@@ -120,26 +116,26 @@ def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, 
         for stage in STAGES:
             a, b = (_digest(run, round, stage) for run in (first, second))
             if a is None or b is None:
-                continue  # one of them has not come so far
+                continue  # one of them has not committed it yet
             if a != b:
                 return round, stage, f"{a[:16]} and {b[:16]}"
     return None
 
 
 def _digest(run: Run, round: int, stage: str) -> str | None:
-    """The content of one stage of a round as a digest; None while it is not committed."""
+    """A digest of the content of one stage of a round; None while it is not committed."""
     if stage == "policy":
-        found = read_manifest(run.store, checkpoint_slot(round))
-        return None if found is None else str(found[0].extra.get("parameters_digest"))
+        committed = read_manifest(run.store, checkpoint_slot(round))
+        return None if committed is None else str(committed[0].extra.get("parameters_digest"))
     slot = rollouts_slot(round) if stage == "rollouts" else batches_slot(round)
-    found = read_manifest(run.store, slot)
-    if found is None:
+    committed = read_manifest(run.store, slot)
+    if committed is None:
         return None
-    return _sampled(run, found[0]) if stage == "rollouts" else _trained(run, found[0])
+    return _sampled(run, committed[0]) if stage == "rollouts" else _trained(run, committed[0])
 
 
 def _sampled(run: Run, manifest: Manifest) -> str:
-    """One digest over all rows, however they are cut into shards and row groups."""
+    """One digest over all rows, independent of shards and row groups."""
     table = pa.concat_tables(iter_row_groups(run, manifest, SAMPLED)).combine_chunks()
     digest = hashlib.sha256()
     for name in SAMPLED:
@@ -167,7 +163,7 @@ def _trained(run: Run, manifest: Manifest) -> str:
 
 def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
     a, b = _rows(first), _rows(second)
-    found: list[Curve] = []
+    curves: list[Curve] = []
     for name in CURVES:
         both = [
             (round, a[round][name], b[round][name])
@@ -177,8 +173,10 @@ def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
         if both:
             round, left, right = both[-1]
             largest = max(abs(x - y) for _, x, y in both)
-            found.append(Curve(metric=name, round=round, first=left, second=right, largest=largest))
-    return tuple(found)
+            curves.append(
+                Curve(metric=name, round=round, first=left, second=right, largest=largest)
+            )
+    return tuple(curves)
 
 
 def _rows(run: Run) -> Mapping[int, Mapping[str, Any]]:

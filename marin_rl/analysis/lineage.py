@@ -10,6 +10,7 @@ from, as manifests, dispositions and the rollouts themselves say. Everything is 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
-from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.errors import CorruptObject, InputError, ObjectMissing
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import (
@@ -43,7 +44,7 @@ ROLLOUT_COLUMNS = (
 )  # fmt: skip
 STEPS_MAX = 10**6  # of a round
 ROLLOUTS_MAX = 64
-# Reasons to drop what counts in baselines all the same (batching.plan).
+# Rollouts dropped for these reasons count in baselines all the same (batching.plan).
 COMPARED = ("zero_signal", "overlong", "greedy")
 BASELINE = "through the baseline"
 
@@ -52,7 +53,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One thing: a unique name, what kind of thing it is, and what is known of it."""
+    """A slot, shard, rollout, update or run: its unique name, its kind, and facts about it."""
 
     name: str
     kind: str
@@ -131,8 +132,8 @@ def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | Non
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
     """From a rollout to every update of this run that it influenced.
 
-    The updates that trained on it, or on a row whose advantage was worked out against its reward,
-    did so directly; all later ones started from parameters that it had moved. Raises ObjectMissing
+    The updates that trained on it, or on a row whose advantage was computed against its reward,
+    are direct; all later ones started from parameters that it had changed. Raises ObjectMissing
     for a rollout that no processed round has.
     """
     place = _place_of(run, rollout_id)
@@ -178,9 +179,9 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
         lines = []
         for row in (row for row in rows if row["step"] == step):
             own = row["rollout_id"] == rollout_id
-            told = fate if own else {"of": row["rollout_id"], "influenced": BASELINE}
+            facts = fate if own else {"of": row["rollout_id"], "influenced": BASELINE}
             line = f"{name}, row {row['row']}"
-            lines.append(graph.add("batch row", line, [rollout_id], **told))
+            lines.append(graph.add("batch row", line, [rollout_id], **facts))
         above = [*lines, *before, player.run_id]
         before = [graph.add("update", name, above, round=round, step=step, passes=passes)]
     _add_run(graph, player)
@@ -229,6 +230,48 @@ def as_tree(graph: Lineage) -> dict[str, Any]:
     }
 
 
+def write_graph(graph: Lineage, target: Path) -> None:
+    """Write the graph as Mermaid text, to a file named .mmd. Raises InputError for other names."""
+    if target.suffix != ".mmd":
+        raise InputError(
+            f"{target}: expected a name ending in .mmd, found {target.suffix or 'no suffix'}: a "
+            "graph is written as Mermaid text, which `mmdc` and Markdown viewers draw"
+        )
+    target.write_text(mermaid(graph), encoding="utf-8")
+
+
+def mermaid(graph: Lineage) -> str:
+    """The graph as a Mermaid flowchart, sources first, without edges that a longer path implies."""
+    ids = {name: f"n{number}" for number, name in enumerate(graph.nodes)}
+    lines = ["flowchart LR"]
+    for node in graph.nodes.values():
+        title = f"{node.kind}: {node.name}".replace('"', "#quot;")
+        lines.append(f'    {ids[node.name]}["{title}"]')
+    edges = (edge for edge in _needed(graph) if edge.source in ids)
+    lines += [f"    {ids[edge.source]} --> {ids[edge.made]}" for edge in edges]
+    return "\n".join(lines) + "\n"
+
+
+def _needed(graph: Lineage) -> list[Edge]:
+    """The edges of the transitive reduction: a longer path implies each of the others."""
+    sources: dict[str, list[str]] = {}
+    for edge in graph.edges:
+        sources.setdefault(edge.made, []).append(edge.source)
+    above: dict[str, set[str]] = {}
+
+    def reached(name: str) -> set[str]:
+        if name not in above:
+            direct = sources.get(name, [])
+            above[name] = set(direct).union(*(reached(source) for source in direct))
+        return above[name]
+
+    return [
+        edge
+        for edge in graph.edges
+        if not any(edge.source in reached(other) for other in sources[edge.made])
+    ]
+
+
 def _consumed(run: Run, batches: Manifest, step: int | None, row: int | None) -> pa.Table:
     table = dispositions_of(run, batches)
     wanted = pl.col("disposition") == "consumed"
@@ -243,14 +286,14 @@ def _consumed(run: Run, batches: Manifest, step: int | None, row: int | None) ->
 
 def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
     frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
-    found = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
-    if not found:
+    rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
+    if not rows:
         raise ObjectMissing(
             f"no processed round of run {run.run_id!r} has a rollout {rollout_id!r}: expected a "
             f'rollout_id, such as `marin-rl sql {run.run_id} "select rollout_id from rollouts"` '
             "lists"
         )
-    return found[0]
+    return rows[0]
 
 
 def _add_slot(
@@ -279,14 +322,14 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
     sealed = rollouts_manifest(run, round)
     digests = {part.name: part.sha256 for part in sealed.parts}
     wanted = pa.array(names)
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for table in iter_shards(run, round, ROLLOUT_COLUMNS):
         here = pc.is_in(  # pyright: ignore[reportAttributeAccessIssue]
             table["rollout_id"], value_set=wanted
         )
-        found |= {row["rollout_id"]: row for row in table.filter(here).to_pylist()}
+        rows |= {row["rollout_id"]: row for row in table.filter(here).to_pylist()}
     for name in names:
-        row = found.get(name)
+        row = rows.get(name)
         if row is None:
             raise CorruptObject(
                 f"{run.store.url_of(sealed.slot)}: expected the rollout {name!r}, which "
@@ -306,9 +349,9 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
 def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
     """A checkpoint and the run that it belongs to, with its configuration."""
     owner = run.owner_of(slot)
-    found = read_manifest(run.store, slot)
-    if found is not None:
-        _add_slot(graph, run, found[0], [owner])
+    checkpoint = read_manifest(run.store, slot)
+    if checkpoint is not None:
+        _add_slot(graph, run, checkpoint[0], [owner])
     own = owner == run.run_id
     _add_run(graph, run if own else Run.open(run.config.root, owner, run.config.storage_options))
 

@@ -1,8 +1,8 @@
 """Committed Parquet objects of runs, and LazyFrames over them.
 
-A part belongs to the run that wrote it: rounds that a fork shares are its ancestor's, so a part
-that several of the runs read is there once. Local files are scanned where they lie; objects
-elsewhere are fetched when a query is run, and those of rounds that it does not ask for are not.
+A part belongs to the run that wrote it: rounds that a fork shares are its ancestor's, so a part of
+several runs is there once. Local files are scanned in place. Objects of a remote store are fetched
+when a query is run, those of rounds that it filters out are not.
 """
 
 import io
@@ -27,12 +27,12 @@ from marin_rl.storage.tables.parquet import FETCHES_MAX
 Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
 FrameOf = Callable[["Part", Columns], pl.LazyFrame]
 
-LOCAL_TOGETHER = 32  # local parts that are read side by side where each is a frame of its own
+LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One committed Parquet object: the run that wrote it, the round that its rows are of."""
+    """One committed Parquet object, the run that wrote it, and the round of its rows."""
 
     store: ObjectStore
     run_id: str
@@ -53,8 +53,8 @@ class Part:
 def sealed(runs: Sequence[Run], kind: str, prefix: str, *, behind: int = 0) -> list[Part]:
     """The parts that committed manifests of a kind name, each once, in order of runs and rounds.
 
-    A slot's round is `behind` rounds after that of its rows: scores lie in the checkpoint that
-    their round ended in.
+    The rows of a slot are of `behind` rounds before the slot's own: scores lie in the checkpoint
+    that their round ended in.
     """
     seen, parts = set[tuple[str, str]](), []
     for run in runs:
@@ -64,8 +64,8 @@ def sealed(runs: Sequence[Run], kind: str, prefix: str, *, behind: int = 0) -> l
             if round < 0 or (owner, slot) in seen:
                 continue
             seen.add((owner, slot))
-            found = read_manifest(run.store, slot)
-            names = [part.name for part in found[0].parts] if found else []
+            manifest = read_manifest(run.store, slot)
+            names = [part.name for part in manifest[0].parts] if manifest else []
             parts += [
                 Part(store=run.store, run_id=owner, round=round, key=f"{slot}/{name}")
                 for name in names
@@ -90,10 +90,7 @@ def _slots(run: Run, kind: str) -> list[tuple[int, str]]:
 
 
 def frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
-    """All parts as one frame with the columns of `schema`; those an old file lacks are null.
-
-    Where files lack `run_id`, it is that of the run that wrote them.
-    """
+    """All parts as one frame with the columns of `schema`; columns that a file lacks are null."""
     columns = columns_of(schema)
     if not parts:
         return empty(columns)
@@ -103,12 +100,13 @@ def frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
 
 
 def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
-    """The same for files without `run_id`, which comes first: that of the run that wrote them."""
+    """`frame` for files without `run_id`, which is added first: the run that wrote them."""
     inside, columns = columns_of(schema), {"run_id": pl.String, **columns_of(schema)}
     if not parts:
         return empty(columns)
     if not all(part.path for part in parts):
-        return fetched(parts, columns, lambda part, _: _stamped(part, scan(part.open(), inside)))
+        own = lambda part, _: scan(part.open(), inside).select(_literal(part.run_id), pl.all())
+        return fetched(parts, columns, own)
     owned = groupby(parts, key=lambda part: part.run_id)
     return pl.concat(
         scan([part.path for part in own], inside).select(_literal(owner), pl.all())
@@ -119,9 +117,9 @@ def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
 def placed_frame(
     parts: Sequence[Part], schema: pa.Schema, listed: Sequence[str] = ()
 ) -> pl.LazyFrame:
-    """The same for files without `run_id` and `round`, which come first.
+    """`frame` for files without `run_id` and `round`, which are added first.
 
-    `listed` are columns of fixed-size lists, which become plain ones.
+    `listed` are columns of fixed-size lists, which become lists.
     """
     inside = columns_of(schema)
     columns = {"run_id": pl.String, "round": pl.Int32, **inside}
@@ -130,21 +128,21 @@ def placed_frame(
 
     def read(part: Part, _: Columns) -> pl.LazyFrame:
         if not listed:
-            found = scan(part.open(), inside)
+            rows = scan(part.open(), inside)
         else:
             plain = (pl.col(name).arr.to_list() for name in listed)
-            found = _scan(part.open()).with_columns(plain)
+            rows = _scan(part.open()).with_columns(plain)
         round = pl.lit(part.round, pl.Int32).alias("round")
-        return found.select(_literal(part.run_id), round, *inside)
+        return rows.select(_literal(part.run_id), round, *inside)
 
     return fetched(parts, columns, read)
 
 
 def united_frame(parts: Sequence[Part], first: pa.Schema) -> pl.LazyFrame:
-    """The columns of `first`, then of all parts, in the order in which they come up.
+    """The columns of `first`, then those of all parts, in order of appearance.
 
-    Footers are read here, and objects elsewhere whole, many at once, for these parts are small.
-    Raises CorruptObject.
+    Footers are read at once, and remote objects whole, for these parts are small. Raises
+    CorruptObject.
     """
     if not parts:
         return empty(columns_of(first))
@@ -169,17 +167,17 @@ def _footer(part: Part, source: Any) -> Columns:
 
 
 def scan(source: Any, columns: Columns) -> pl.LazyFrame:
-    """Polars' own reader, of one version's files or another's."""
+    """Scan Parquet files of any version of a schema."""
     return _scan(source, schema=dict(columns), missing_columns="insert", extra_columns="ignore")
 
 
 def _scan(source: Any, **options: Any) -> pl.LazyFrame:
-    """Of these files alone: no name of a folder is a pattern, or says what a column holds."""
+    """Scan these files alone: folder names are neither patterns nor Hive partitions."""
     return pl.scan_parquet(source, glob=False, hive_partitioning=False, **options)
 
 
 def fetched(parts: Sequence[Part], columns: Columns, frame_of: FrameOf) -> pl.LazyFrame:
-    """A frame that reads part by part when a query is run, by `frame_of`, and only what it asks."""
+    """A frame that a query reads part by part, by `frame_of`, and only what it needs."""
     return register_io_source(
         partial(_fetch, parts, columns, frame_of), schema=dict(columns), is_pure=True
     )
@@ -194,22 +192,22 @@ def _fetch(
     n_rows: int | None,
     batch_size: int | None,
 ) -> Iterator[pl.DataFrame]:
-    """Polars' contract of an io source: a few parts at a time, what was pushed down applied."""
+    """Read a few parts at a time, and apply what Polars pushes down (its io source protocol)."""
     del batch_size  # a part is a batch
     if predicate is not None and n_rows is None:
         parts = [part for part in parts if _may_hold(part, predicate)]
     left = iter(parts)
     while together := list(islice(left, _together(parts))):
-        found = pl.concat(frame_of(part, columns) for part in together)
+        rows = pl.concat(frame_of(part, columns) for part in together)
         if n_rows is not None:  # counts rows before the predicate
-            first = found.head(n_rows).collect()
+            first = rows.head(n_rows).collect()
             n_rows -= first.height
-            found = first.lazy()
+            rows = first.lazy()
         if predicate is not None:
-            found = found.filter(predicate)
+            rows = rows.filter(predicate)
         if with_columns is not None:
-            found = found.select(with_columns)
-        yield found.collect()
+            rows = rows.select(with_columns)
+        yield rows.collect()
         if n_rows == 0:
             return
 
@@ -219,23 +217,19 @@ def _together(parts: Sequence[Part]) -> int:
 
 
 def _may_hold(part: Part, predicate: pl.Expr) -> bool:
-    """False where a condition on the round alone refuses that of the part."""
+    """Return False where a condition on the round alone excludes the part."""
     place = pl.DataFrame({"round": [part.round]}, schema={"round": pl.Int32})
     alone = [term for term in _terms(predicate) if set(term.meta.root_names()) == {"round"}]
     return place.filter(*alone).height > 0 if alone else True
 
 
 def _terms(predicate: pl.Expr) -> list[pl.Expr]:
-    """The conditions that a predicate joins by `and`; itself where it is none of that kind."""
+    """The conditions that a predicate joins by `and`, or the predicate itself."""
     inputs = predicate.meta.pop()
     for first, second in (inputs, inputs[::-1]) if len(inputs) == 2 else ():
         if predicate.meta.eq(first & second):
             return [*_terms(first), *_terms(second)]
     return [predicate]
-
-
-def _stamped(part: Part, found: pl.LazyFrame) -> pl.LazyFrame:
-    return found.select(_literal(part.run_id), pl.all())
 
 
 def _literal(run_id: str) -> pl.Expr:
@@ -244,9 +238,9 @@ def _literal(run_id: str) -> pl.Expr:
 
 def columns_of(schema: pa.Schema) -> Columns:
     """Polars' types of Arrow's fields."""
-    found = pl.from_arrow(schema.empty_table())
-    assert isinstance(found, pl.DataFrame), "a table gives a frame"
-    return found.schema
+    frame = pl.from_arrow(schema.empty_table())
+    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
+    return frame.schema
 
 
 def empty(columns: Columns) -> pl.LazyFrame:

@@ -1,14 +1,14 @@
 """Runs as tables: Polars LazyFrames and DuckDB views over what their manifests name.
 
-Only committed slots are seen, so a scan of a running run is a consistent picture of some moment. A
-scan takes one run, several, or all below a root (run_id None). Every table has `run_id`, the run
-that wrote the row: of a fork's shared rounds its ancestor, so that no row is there twice when both
-are scanned. Arrays of batches are lists here, for the padded length differs from round to round.
+Only committed slots are read, so a scan of a running run is consistent. A scan takes one run,
+several, or all below a root (run_id None). Every table has `run_id`, the run that wrote the row: of
+a fork's shared rounds its ancestor, so that no row occurs twice when both are scanned. Arrays of
+batches are lists, for the padded length differs from round to round.
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -48,7 +48,7 @@ Options = Mapping[str, Any]
 Root = str | os.PathLike[str]
 Runs = str | Sequence[str] | None
 
-_PATTERN = re.compile(r"[*?[]")  # signs by which DuckDB takes a path for a pattern
+_PATTERN = re.compile(r"[*?[]")  # DuckDB takes a path with one of these for a pattern
 _INTERVAL = re.compile(r'(?<!")\bINTERVAL\b(?!")')  # the type, not a field of that name
 
 
@@ -57,37 +57,37 @@ def scan_rollouts(
 ) -> pl.LazyFrame:
     """The rollouts of all sealed rounds, one row each, in the order of runs, rounds and shards.
 
-    Raises ObjectMissing when there is no such run; CorruptObject, NewerSchema.
+    Raises ObjectMissing for an unknown run, CorruptObject, NewerSchema.
     """
-    return _rollouts(_runs(root, run_id, storage_options))
+    return VIEWS["rollouts"](_runs(root, run_id, storage_options))
 
 
 def scan_batches(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """The rows of all committed batches, with their round. Raises as `scan_rollouts`."""
-    return _batches(_runs(root, run_id, storage_options))
+    return VIEWS["batches"](_runs(root, run_id, storage_options))
 
 
 def scan_dispositions(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """Dispositions of all rollouts, with the round that decided each. Raises as `scan_rollouts`."""
-    return _dispositions(_runs(root, run_id, storage_options))
+    """Dispositions of all rollouts, with the round of the batches. Raises as `scan_rollouts`."""
+    return VIEWS["dispositions"](_runs(root, run_id, storage_options))
 
 
 def scan_metrics(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """One row per run and round, one column per metric. Raises as `scan_rollouts`."""
-    return _metrics(_runs(root, run_id, storage_options))
+    return VIEWS["metrics"](_runs(root, run_id, storage_options))
 
 
 def scan_evals(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
     """Rollouts of all committed evaluations. Raises as `scan_rollouts`."""
-    return _evals(_runs(root, run_id, storage_options))
+    return VIEWS["evals"](_runs(root, run_id, storage_options))
 
 
 def scan_scores(
@@ -98,11 +98,7 @@ def scan_scores(
     Columns are those of `schemas.scores`; `run_id` and `rollout_id` join them with the rollouts,
     and `positions` with their tokens. Raises as `scan_rollouts`.
     """
-    return _scores(_runs(root, run_id, storage_options))
-
-
-def _rollouts(runs: Sequence[Run]) -> pl.LazyFrame:
-    return frame(_shards(runs), ROLLOUTS)
+    return VIEWS["scores"](_runs(root, run_id, storage_options))
 
 
 def _shards(runs: Sequence[Run]) -> list[Part]:
@@ -113,28 +109,18 @@ def _batches(runs: Sequence[Run]) -> pl.LazyFrame:
     return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), _listed(batches_schema(1)), ARRAYS)
 
 
-def _dispositions(runs: Sequence[Run]) -> pl.LazyFrame:
-    return placed_frame(sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS)
-
-
-def _metrics(runs: Sequence[Run]) -> pl.LazyFrame:
-    return united_frame(of_metrics(runs), METRICS_IDENTITY)
-
-
-def _evals(runs: Sequence[Run]) -> pl.LazyFrame:
-    return frame(sealed(runs, "evals", ""), ROLLOUTS)
-
-
 def _scores(runs: Sequence[Run]) -> pl.LazyFrame:
     return owned_frame(sealed(runs, "checkpoints", SCORES_PREFIX, behind=1), SCORES)
 
 
-VIEWS = {
-    "rollouts": _rollouts,
+VIEWS: Mapping[str, Callable[[Sequence[Run]], pl.LazyFrame]] = {
+    "rollouts": lambda runs: frame(_shards(runs), ROLLOUTS),
     "batches": _batches,
-    "dispositions": _dispositions,
-    "metrics": _metrics,
-    "evals": _evals,
+    "dispositions": lambda runs: placed_frame(
+        sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS
+    ),
+    "metrics": lambda runs: united_frame(of_metrics(runs), METRICS_IDENTITY),
+    "evals": lambda runs: frame(sealed(runs, "evals", ""), ROLLOUTS),
     "scores": _scores,
 }
 
@@ -192,7 +178,7 @@ def _answer(
 
 
 def _rollout_folders(runs: Sequence[Run]) -> frozenset[str]:
-    """Local folders that hold rollouts of these runs, those of their ancestors included."""
+    """Local folders with rollouts of these runs and of their ancestors."""
     stores = [run.folder for run in runs]
     for run in runs:
         if isinstance(run.store, ForkedStore):
@@ -202,10 +188,10 @@ def _rollout_folders(runs: Sequence[Run]) -> frozenset[str]:
 
 
 def _as_frame(answer: "duckdb.DuckDBPyRelation") -> pl.DataFrame:
-    """The answer, with durations where DuckDB has intervals, a type that Polars lacks."""
+    """The answer, with durations for DuckDB's intervals, a type that Polars lacks."""
     kinds = [(name, str(kind)) for name, kind in zip(answer.columns, answer.types, strict=True)]
     intervals = [name for name, kind in kinds if kind == "INTERVAL"]
-    for name, kind in kinds:  # which would end Polars in a panic, not in an error
+    for name, kind in kinds:  # nested intervals panic in Polars, which is no error
         if name not in intervals and _INTERVAL.search(kind):
             raise InputError(
                 f"no table can hold column {name!r} of type {kind}: expected intervals in columns "
@@ -215,12 +201,12 @@ def _as_frame(answer: "duckdb.DuckDBPyRelation") -> pl.DataFrame:
         return answer.pl()
     quoted = ['"' + name.replace('"', '""') + '"' for name in intervals]
     casts = ", ".join(f"epoch_us({name}) as {name}" for name in quoted)
-    found = answer.project(f"* replace ({casts})").pl()
-    return found.with_columns(pl.col(intervals).cast(pl.Duration("us")))
+    frame = answer.project(f"* replace ({casts})").pl()
+    return frame.with_columns(pl.col(intervals).cast(pl.Duration("us")))
 
 
 def _attempt(run: Run) -> str:
-    """Identity that tells a run from one that was started again under its name."""
+    """The identity of a run, other than that of a run that was started again under its name."""
     record = read_record(run.store)
     return "" if record is None else str(record["attempt"])
 
@@ -235,7 +221,7 @@ def _runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run
 
 
 def _listed(schema: pa.Schema) -> pa.Schema:
-    """The same with lists instead of fixed-size lists."""
+    """Return the schema with lists instead of fixed-size lists."""
     return pa.schema(
         field.with_type(pa.list_(field.type.value_type)) if field.name in ARRAYS else field
         for field in schema
@@ -243,10 +229,10 @@ def _listed(schema: pa.Schema) -> pa.Schema:
 
 
 def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Sequence[Run]) -> None:
-    """A view by DuckDB's own reader for local rollouts, else over the frame."""
+    """Create a view: by DuckDB's own reader for local rollouts, else over the frame."""
     if name == "rollouts":
         paths = [part.path for part in _shards(runs)]
-        # DuckDB has no way to mark a path as no pattern where it contains a backslash.
+        # DuckDB cannot escape a pattern in a path that contains a backslash.
         if paths and all(path and not _PATTERN.search(path) for path in paths):
             connection.sql(f"create temp view rollouts as {_reading(paths)}")
             return
@@ -256,8 +242,8 @@ def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Seque
 def _reading(paths: Sequence[str | None]) -> str:
     """DuckDB's query over the files.
 
-    Files of several versions need `union_by_name`, for which every footer is read before the query
-    starts; while there is one version alone, that is spared.
+    Files of several versions need `union_by_name`, which reads every footer before the query
+    starts; with one version alone it is left out.
     """
     listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
     by_name = "true" if ROLLOUTS_LADDER.rungs else "false"

@@ -1,13 +1,12 @@
-"""Status of a run and its samples, for people: from committed slots only.
+"""Status of a run and samples of its rollouts, from committed slots only.
 
-Returns plain rows; drawing them is the display's business.
+Returns plain rows; `marin_rl.display` draws them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from marin_rl.analysis.follow import Followed
 from marin_rl.errors import MarinRLError, ObjectMissing
 from marin_rl.rounds import evaluations
 from marin_rl.storage.runs import (
@@ -15,6 +14,7 @@ from marin_rl.storage.runs import (
     Run,
     committed,
     latest_reward_model,
+    progress,
     rollouts_slot,
     round_of,
     rounds_planned,
@@ -24,16 +24,66 @@ from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 
 Options = Mapping[str, Any] | None
-Seen = TypeVar("Seen")
+Result = TypeVar("Result")
 
 SAMPLE_COLUMNS = ("round", "rollout_id", "example_id", "turns", "answer", "reward", "status")
+
+
+class Followed:
+    """A run that is read repeatedly. Metrics and evaluations, which never change, are read once.
+
+    So a look at a long run costs a few listings and what is new, not a read per round.
+    `times_begun` increases where the folder was deleted and holds another run of the name: callers
+    that cache more of the run then drop it too. Not thread safe.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.times_begun = 1
+        self._checkpoints: set[int] = set()
+        self._metrics: dict[int, dict[str, Any]] = {}
+        self._evaluations: dict[int, dict[str, float]] = {}
+
+    def progress(self) -> dict[int, RoundProgress]:
+        """Committed slots by round, as `storage.runs.progress` returns them."""
+        slots = progress(self.run, self._checkpoints)
+        if not self._metrics.keys() <= {number for number, item in slots.items() if item.metrics}:
+            self.times_begun += 1  # rounds that were closed are gone: this is another run
+            for cache in (self._checkpoints, self._metrics, self._evaluations):
+                cache.clear()
+            slots = progress(self.run)
+        self._checkpoints.update(number for number, item in slots.items() if item.checkpoint)
+        return slots
+
+    def rows(self, slots: dict[int, RoundProgress]) -> list[dict[str, Any]]:
+        """Metrics of the rounds in `slots`, ascending; row r has the evaluation of checkpoint r.
+
+        The last row may hold an evaluation alone. Raises CorruptObject, NewerSchema.
+        """
+        closed = [n for n, item in slots.items() if item.metrics and n not in self._metrics]
+        if closed:
+            table = read_metrics(self.run, closed)
+            self._metrics |= {row["round"]: row for row in table.to_pylist()}
+        new = [n for n, item in slots.items() if item.evaluation and n not in self._evaluations]
+        if new:
+            self._evaluations |= evaluations(self.run, new)
+        return _merged(self._metrics, self._evaluations)
+
+
+def _merged(
+    metrics: Mapping[int, Mapping[str, Any]], evaluations: Mapping[int, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    rows = {round: dict(row) for round, row in metrics.items()}
+    for round, values in evaluations.items():
+        rows.setdefault(round, {"round": round}).update(values)
+    return [rows[round] for round in sorted(rows)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """Committed slots of a run, its metric rows, and one sentence on what it learned.
 
-    `trained` of `planned` rounds are; `reward_model` is None where the run trains none.
+    `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none.
     """
 
     run_id: str
@@ -51,7 +101,7 @@ class RunStatus:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The same in words, in reading order, without the rows."""
+        """The same as text, in reading order, without the rows."""
         learned = {} if self.reward_model is None else {"reward model": self.reward_model}
         return {
             "root": self.root,
@@ -79,10 +129,10 @@ def run_status(root: str, run_id: str, options: Options = None) -> RunStatus:
     return status_of(followed, followed.progress())
 
 
-def status_of(followed: Followed, found: dict[int, RoundProgress]) -> RunStatus:
-    """The status of a run of which `found` is committed. Raises CorruptObject, NewerSchema."""
-    run, rows = followed.run, followed.rows(found)
-    checkpoints = [number for number, item in found.items() if item.checkpoint]
+def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
+    """The status of a run with these committed slots. Raises CorruptObject, NewerSchema."""
+    run, rows = followed.run, followed.rows(slots)
+    checkpoints = [number for number, item in slots.items() if item.checkpoint]
     trained = max(checkpoints, default=0)
     return RunStatus(
         run_id=run.run_id,
@@ -90,10 +140,10 @@ def status_of(followed: Followed, found: dict[int, RoundProgress]) -> RunStatus:
         planned=rounds_planned(run, trained),
         trained=trained,
         checkpoints=len(checkpoints),
-        shards=sum(item.shards for item in found.values()),
+        shards=sum(item.shards for item in slots.values()),
         environment=run.config.environment.name,
         policy=f"init {run.config.policy.init}, tokenizer {run.config.policy.tokenizer}",
-        in_progress=_open_round(run, found),
+        in_progress=_open_round(run, slots),
         reward_model=_reward_model(run),
         headline=headline(rows),
         rounds=rows,
@@ -101,29 +151,27 @@ def status_of(followed: Followed, found: dict[int, RoundProgress]) -> RunStatus:
 
 
 def each_run(
-    root: str, look: Callable[[str], Seen], options: Options = None
-) -> list[Seen | Unreadable]:
-    """Apply `look` to every run under a root; one that cannot be read hides no other."""
-    seen: list[Seen | Unreadable] = []
+    root: str, read: Callable[[str], Result], options: Options = None
+) -> list[Result | Unreadable]:
+    """Apply `read` to every run under a root; one that cannot be read hides no other."""
+    results: list[Result | Unreadable] = []
     for run_id in runs_under(root, options):
         try:
-            seen.append(look(run_id))
+            results.append(read(run_id))
         except Exception as error:
             if isinstance(error, MarinRLError) and error.transient:
                 raise
-            seen.append(Unreadable(run_id=run_id, error=f"{type(error).__name__}: {error}"))
-    return seen
+            results.append(Unreadable(run_id=run_id, error=f"{type(error).__name__}: {error}"))
+    return results
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
     """The committed metrics of a run, one row per round, ascending.
 
-    Row r has the evaluation of checkpoint r; a last row may hold nothing else.
+    Row r has the evaluation of checkpoint r; the last row may hold an evaluation alone.
     """
     rows = {row["round"]: row for row in read_metrics(run).to_pylist()}
-    for round, metrics in evaluations(run).items():
-        rows.setdefault(round, {"round": round}).update(metrics)
-    return [rows[round] for round in sorted(rows)]
+    return _merged(rows, evaluations(run))
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -146,7 +194,7 @@ def sample_rollouts(
 
     Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
     """
-    import polars as pl  # who only asks for metrics, as a training process does, needs it not
+    import polars as pl  # large; a training process, which asks for metrics alone, spares it
 
     number = _newest_sealed(run) if round_number is None else round_number
     if number is None or committed(run, rollouts_slot(number)) is None:
@@ -170,12 +218,12 @@ def _newest_sealed(run: Run) -> int | None:
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     turns = row["turns"] or []
-    said = {turn["role"]: turn["content"] for turn in turns}
+    text = {turn["role"]: turn["content"] for turn in turns}
     return {
         "rollout_id": row["rollout_id"],
         "example": row["example_id"],
-        "prompt": said.get("user", ""),
-        "completion": said.get("assistant", ""),
+        "prompt": text.get("user", ""),
+        "completion": text.get("assistant", ""),
         "answer": row["answer"] or "",
         "reward": row["reward"],
         "status": row["status"],
@@ -195,13 +243,13 @@ def _reward_model(run: Run) -> str | None:
     return f"{reached.slot} of {settings.steps} steps{held_out}"
 
 
-def _open_round(run: Run, found: Mapping[int, Any]) -> str:
-    trained = {number - 1 for number, item in found.items() if item.checkpoint}
-    unfinished = [n for n, item in found.items() if item.shards and n not in trained]
+def _open_round(run: Run, slots: Mapping[int, RoundProgress]) -> str:
+    trained = {number - 1 for number, item in slots.items() if item.checkpoint}
+    unfinished = [n for n, item in slots.items() if item.shards and n not in trained]
     if not unfinished:
         return "nothing"
     number = unfinished[-1]
-    item = found[number]
+    item = slots[number]
     done = [name for name in ("rollouts", "batches") if getattr(item, name)]
     shards = f"{item.shards}/{run.config.rollouts.shards_per_round} shards"
     return f"round {number}: {shards}" + (f", {', '.join(done)} committed" if done else "")

@@ -1,8 +1,8 @@
-"""State of a running run, from files alone: stage, progress, warnings.
+"""State of a running run for `status --watch`, from files alone: stage, progress, warnings.
 
-The orchestrator is not asked: the stage follows from the slots that are committed and the
-one that comes next, the process from the run's lock file, and warnings are rules over metric rows.
-Returns plain records; drawing them is `dashboard`'s business.
+The orchestrator is not asked: the stage follows from the committed slots and the one that comes
+next, the process from the run's lock file, and warnings are rules over metric rows. Returns plain
+records, which `marin_rl.dashboard` draws.
 """
 
 import math
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from marin_rl.analysis.follow import Followed
-from marin_rl.analysis.status import Unreadable, each_run, sample_rollouts
+from marin_rl.analysis.status import Followed, Unreadable, each_run, sample_rollouts
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import (
     LOCK_KEY,
@@ -44,7 +43,7 @@ SAMPLED_MAX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Next stage of a run: `name` in words, `done` of `total` where it has parts."""
+    """Next stage of a run: its name, and `done` of `total` where it has parts."""
 
     name: str
     round: int
@@ -53,8 +52,8 @@ class Stage:
     ended: bool = False
 
     @property
-    def told(self) -> str:
-        """In a few words: generating round 12 (1 of 2 shards)."""
+    def text(self) -> str:
+        """A short text, such as `generating round 12 (1 of 2)`."""
         if self.ended:
             return "complete"
         parts = f" ({self.done} of {self.total})" if self.total else ""
@@ -63,10 +62,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """One look at a run. `idle_s` is since its last commit.
+    """State of a run at one moment. `idle_s` is the time since its last commit.
 
-    `holder` is the process that holds the run, on the machine `holder_host`; whether one of another
-    machine still runs cannot be known here.
+    `holder` is the process that has the run locked, on the machine `holder_host`; one of another
+    machine counts as alive, for that cannot be known here.
     """
 
     run_id: str
@@ -82,7 +81,7 @@ class Look:
 
 
 class Watched:
-    """The runs under a root, looked at again and again: what cannot change is read once."""
+    """The runs under a root, read repeatedly: what cannot change is read once."""
 
     def __init__(self, root: str, options: Options = None) -> None:
         self._root, self._options = root, options
@@ -94,37 +93,37 @@ class Watched:
         if run_id not in self._followed:
             self._followed[run_id] = Followed(Run.open(self._root, run_id, self._options))
         followed = self._followed[run_id]
-        run, found = followed.run, followed.progress()
-        rows = followed.rows(found)
-        stage = stage_of(run, found)
+        run, slots = followed.run, followed.progress()
+        rows, trained = followed.rows(slots), _trained(slots)
+        stage = stage_of(run, slots)
         idle_s = _idle_s(run, stage.round, datetime.now(UTC))
         holder = holder_of(run)
         alive = holder is not None and holder.alive
-        told = warnings_of(rows)
+        warnings = warnings_of(rows)
         if not stage.ended:
-            told += _standstill(rows, idle_s, None if alive else holder)
+            warnings += _standstill(rows, idle_s, None if alive else holder)
         return Look(
             run_id=run_id,
-            rounds=rounds_planned(run, _trained(found)),
-            trained=_trained(found),
+            rounds=rounds_planned(run, trained),
+            trained=trained,
             stage=stage,
             idle_s=idle_s,
             holder=holder.pid if holder and alive else None,
             holder_host=holder.host if holder and alive else None,
             rows=rows,
-            samples=self._samples(followed, found, samples),
-            warnings=told,
+            samples=self._samples(followed, slots, samples),
+            warnings=warnings,
         )
 
     def all(self) -> list[Look | Unreadable]:
-        """A look at every run; one that cannot be read hides no other."""
+        """Current state of every run; one that cannot be read hides no other."""
         return each_run(self._root, lambda name: self.one(name, samples=0), self._options)
 
     def _samples(
-        self, followed: Followed, found: Mapping[int, RoundProgress], count: int
+        self, followed: Followed, slots: Mapping[int, RoundProgress], count: int
     ) -> Sequence[Mapping[str, Any]]:
         """Rollouts of the newest round that is sealed."""
-        sealed = [number for number, item in found.items() if item.rollouts]
+        sealed = [number for number, item in slots.items() if item.rollouts]
         if not count or not sealed:
             return ()
         key = (followed.run.run_id, followed.times_begun, sealed[-1], count)
@@ -133,27 +132,17 @@ class Watched:
         return self._sampled[key]
 
 
-def look_at(root: str, run_id: str, options: Options = None, *, samples: int = 3) -> Look:
-    """One look at one run. Raises as `Watched.one`."""
-    return Watched(root, options).one(run_id, samples=samples)
-
-
-def look_at_all(root: str, options: Options = None) -> list[Look | Unreadable]:
-    """One look at every run under a root."""
-    return Watched(root, options).all()
-
-
-def stage_of(run: Run, found: Mapping[int, RoundProgress]) -> Stage:
-    """The first thing of the run that is not committed yet."""
-    if not any(item.checkpoint for item in found.values()):
+def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
+    """The first stage of the run that is not committed yet."""
+    if not any(item.checkpoint for item in slots.values()):
         return _warm_start(run)
-    round = _trained(found)
-    here = found.get(round, RoundProgress(round=round))
+    round = _trained(slots)
+    here = slots.get(round, RoundProgress(round=round))
     if round >= rounds_planned(run, round) and not here.shards:
         holder = holder_of(run)
         if holder is None or not holder.alive:
             return Stage(name="complete", round=round, ended=True)
-        last = "going on after" if here.evaluation else "evaluating after"
+        last = "continuing after" if here.evaluation else "evaluating after"
         return Stage(name=f"{last} round {round - 1}", round=round)
     if not here.rollouts:
         shards = run.config.rollouts.shards_per_round
@@ -176,12 +165,12 @@ def warnings_of(rows: Rows) -> list[str]:
         "updates/skipped": (0.0, "{:.0f} updates were not finite and were skipped"),
         "weights/failures": (0.0, "giving weights to servers failed {:.0f} times"),
     }
-    found = [
+    beyond = [
         f"round {last['round']}: " + text.format(last[name])
-        for name, (most, text) in limits.items()
-        if last.get(name) is not None and last[name] > most
+        for name, (limit, text) in limits.items()
+        if last.get(name) is not None and last[name] > limit
     ]
-    return found + _collapse(trained) + _hacked(rows)
+    return beyond + _collapse(trained) + _hacked(rows)
 
 
 def _collapse(rows: Rows) -> list[str]:
@@ -199,12 +188,12 @@ def _hacked(rows: Rows) -> list[str]:
     held_out = [row["eval/accuracy"] for row in latest if row.get("eval/accuracy") is not None]
     if len(rewards) < ROUNDS_JUDGED or len(held_out) < 4:
         return []
-    gain, held = _gain(rewards), _gain(held_out)
-    if gain < GAIN_MIN or held > 0:
+    gain, accuracy_gain = _gain(rewards), _gain(held_out)
+    if gain < GAIN_MIN or accuracy_gain > 0:
         return []
     return [
-        f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by {held:+.3f}: "
-        "is the reward being hacked? See docs/reading-runs.md"
+        f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by "
+        f"{accuracy_gain:+.3f}: is the reward being hacked? See docs/reading-runs.md"
     ]
 
 
@@ -215,7 +204,7 @@ def _gain(values: Sequence[float]) -> float:
 
 def _standstill(rows: Rows, idle_s: float | None, gone: Holder | None) -> list[str]:
     if gone is not None:
-        return [f"{gone}, which held the run, is gone: the same command goes on from here"]
+        return [f"{gone}, which held the run, is gone: the same command continues it"]
     times = [row["timing_s/round"] for row in rows if row.get("timing_s/round") is not None]
     usual = statistics.median(times[-ROUNDS_JUDGED:]) if times else QUIET_S_MIN
     if idle_s is None or idle_s < max(QUIET_ROUNDS * usual, QUIET_S_MIN):
@@ -231,17 +220,17 @@ def _warm_start(run: Run) -> Stage:
     return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
 
 
-def _trained(found: Mapping[int, RoundProgress]) -> int:
-    return max((number for number, item in found.items() if item.checkpoint), default=0)
+def _trained(slots: Mapping[int, RoundProgress]) -> int:
+    return max((number for number, item in slots.items() if item.checkpoint), default=0)
 
 
 def _idle_s(run: Run, round: int, now: datetime) -> float | None:
     """Seconds since the newest commit of this round or of the policy it starts from."""
     slots = (checkpoint_slot(round), rollouts_slot(round), batches_slot(round))
-    found = [item for slot in slots if (item := read_manifest(run.store, slot))]
-    if not found:
+    commits = [item for slot in slots if (item := read_manifest(run.store, slot))]
+    if not commits:
         return None
-    newest = max(datetime.fromisoformat(manifest.created_at) for manifest, _ in found)
+    newest = max(datetime.fromisoformat(manifest.created_at) for manifest, _ in commits)
     return max(0.0, (now - newest).total_seconds())
 
 

@@ -1,42 +1,8 @@
-"""The commands about configurations: `doctor` and `config …`."""
+"""The commands `config …`: show, validate and document configurations."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
 import yaml
 
-from marin_rl.commands.options import (
-    ApiKeyVariable,
-    ConfigFile,
-    Overrides,
-    Trust,
-    key_named,
-    load,
-    out,
-    tell,
-)
-
-
-def doctor(
-    config_file: Annotated[Path, typer.Argument(help="YAML file")] = Path("configs/demo.yaml"),
-    *,
-    overrides: Overrides = None,
-    api_key_variable: ApiKeyVariable = None,
-    trust: Trust = False,
-) -> None:
-    """Check storage, model, tokenizer, devices, endpoints and Prefect; say what to fix."""
-    from marin_rl.doctor import examine
-
-    failed = False
-    changes = [*(overrides or ()), *key_named(api_key_variable)]
-    for finding in examine(load(config_file, changes, trust=trust)):
-        mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
-        out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
-        tell(finding.detail)
-        failed = failed or not finding.passed
-    if failed:
-        raise typer.Exit(1)
+from marin_rl.commands.options import ConfigFile, Overrides, load, out, tell
 
 
 def config_show(config_file: ConfigFile, *, overrides: Overrides = None) -> None:

@@ -1,33 +1,40 @@
-"""The commands that measure: `marin-rl eval` and `marin-rl metrics verify`.
+"""`marin-rl evaluate`: a run, a model folder or an endpoint on held-out examples.
 
-What they do is `evaluation` and `analysis.verify`; here are their options and what they print.
-Heavy modules are imported when a command runs.
+What is measured is `marin_rl.evaluation`, and for a run as it is configured the flow "evaluate".
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from marin_rl.commands.options import (
     AsJson,
-    AsJsonLines,
     LatestRound,
+    Overrides,
     Root,
-    RunName,
     Trust,
-    complain,
+    key_named,
     out,
     tell,
     tell_json,
 )
+from marin_rl.commands.run import flow_named
 from marin_rl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from marin_rl.evaluation import Target
 
-def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
+SCHEMES = ("http://", "https://")
+
+
+def evaluate(  # noqa: PLR0913 - each is an option of the command
     target: Annotated[
-        str, typer.Argument(help="run id, or a folder: a run's, a checkpoint's or a model's")
+        str,
+        typer.Argument(
+            help="run id; a folder: a run's, a checkpoint's or a model's; or an endpoint's URL"
+        ),
     ] = "",
     *,
     env: Annotated[
@@ -41,6 +48,7 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="new tokens per completion")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Parquet of rows")] = None,
     round_number: LatestRound = None,
     endpoint: Annotated[str | None, typer.Option(help="OpenAI base URL, ending in /v1")] = None,
     model: Annotated[str | None, typer.Option(help="model to ask the endpoint for")] = None,
@@ -50,76 +58,84 @@ def evaluate_anything(  # noqa: PLR0913 - each is an option of the command
     config_file: Annotated[
         Path | None, typer.Option("--config", help="your own settings, as YAML")
     ] = None,
+    overrides: Overrides = None,
     trust: Trust = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Parquet of rows")] = None,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Evaluate a run's checkpoint, a Hugging Face folder or an OpenAI endpoint: pass@k and more."""
-    from marin_rl.display import estimates_table
+    """Evaluate a run, a Hugging Face folder or an OpenAI endpoint: pass@k, mean@k, majority@k.
+
+    A run without further options is evaluated as it is configured, and the rows are committed with
+    its checkpoint. With --env, --option, --k, --examples, --samples, --temperature, --max-tokens or
+    --output nothing is written into the run: rows go to a Parquet file, as for other targets.
+    """
     from marin_rl.evaluation import Asked, Target, evaluate_target
 
+    if endpoint is None and target.startswith(SCHEMES):
+        target, endpoint = "", target
     if not target and endpoint is None:
-        raise ConfigError("eval needs a run id, a model folder, or --endpoint URL --model NAME")
-    found = evaluate_target(
-        Target(
-            name=target,
-            root=root,
-            round=round_number,
-            endpoint=endpoint,
-            model=model,
-            config=config_file,
-            api_key_variable=api_key_variable,
-            trust=trust,
-        ),
-        Asked(
-            environment=env,
-            options=options or (),
-            k=_numbers(k),
-            examples=examples,
-            samples=samples,
-            temperature=temperature,
-            max_tokens=max_tokens,
-        ),
+        raise ConfigError("evaluate needs a run id, a model folder, or --endpoint URL --model NAME")
+    where = Target(
+        name=target,
+        root=root,
+        round=round_number,
+        endpoint=endpoint,
+        model=model,
+        config=config_file,
+        api_key_variable=api_key_variable,
+        trust=trust,
     )
-    rows = output or Path(f"{Path(target).name or 'endpoint'}-eval.parquet")
-    rows.write_bytes(found.rows)
-    if as_json:
-        tell_json({"model": found.model, "rows": rows, **found.metrics})
+    asked = Asked(
+        environment=env,
+        options=options or (),
+        k=_numbers(k),
+        examples=examples,
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+    )
+    if asked == Asked() and output is None and where.is_run:
+        _commit(where, overrides, as_json=as_json)
         return
-    out.print(estimates_table(f"Evaluation of {found.model}", found.metrics))
-    tell(f"rows: {rows}")
+    if overrides:
+        raise ConfigError(
+            "--set goes with the evaluation that a run commits: use --config, or leave out --env, "
+            "--option, --k, --examples, --samples, --temperature, --max-tokens and --output"
+        )
+    result = evaluate_target(where, asked)
+    rows = output or Path(f"{Path(target).name or 'endpoint'}-eval.parquet")
+    rows.write_bytes(result.rows)
+    _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
 
 
-def verify_metrics(
-    run_name: RunName,
-    *,
-    round_number: Annotated[int | None, typer.Option("--round", min=0, help="default: all")] = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
-    root: Root = "runs",
+def _commit(target: "Target", overrides: list[str] | None, *, as_json: bool) -> None:
+    """Run the flow "evaluate", which commits the rows of a run's checkpoint next to it."""
+    from marin_rl.trust import Consent, check_named, settings_of
+
+    run = target.open_run()
+    changes = (*(overrides or ()), *key_named(target.api_key_variable))
+    consent = Consent(file=target.config, overrides=changes, trust=target.trust)
+    config = settings_of(run, consent, ("inference", "trackers", "flow"))
+    check_named(run, config, consent, ("environment", "evaluation", "policy"))
+    slot = flow_named("evaluate")(config, target.round)
+    _print_metrics(run.run_id, {"slot": slot.slot}, slot.summary, as_json=as_json)
+
+
+def _print_metrics(
+    model: str, place: Mapping[str, Any], metrics: Mapping[str, float], *, as_json: bool
 ) -> None:
-    """Compute metrics again from the other files, name the rest. Exit code 1 where one differs."""
-    from marin_rl.analysis.verify import not_checked, verify_run
-    from marin_rl.display import findings_table
-    from marin_rl.storage.runs import Run
-
-    findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
-    wrong = [found for found in findings if found.problem]
     if as_json:
-        for found in findings:
-            tell_json(asdict(found))
-    else:
-        out.print(findings_table([found for found in findings if not found.unchecked]))
-        for line in not_checked(findings):
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
-        complain(found.told for found in wrong)
-    if wrong:
-        raise typer.Exit(1)
+        tell_json({"model": model, **place, **metrics})
+        return
+    from marin_rl.display import estimates_table
+
+    out.print(estimates_table(f"Evaluation of {model}", metrics))
+    for name, value in place.items():
+        tell(f"{name}: {value}")
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """`1,8` as numbers. Raises ConfigError."""
+    """Parse `1,8`. Raises ConfigError."""
     if text is None:
         return None
     try:

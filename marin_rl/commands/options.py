@@ -15,7 +15,7 @@ from rich.console import Console
 from marin_rl.config import Config, load_config
 from marin_rl.errors import ConfigError
 
-out = Console(emoji=False)  # what runs say is shown as it is, `:x:` included
+out = Console(emoji=False)  # `:x:` in a text of a run is no emoji
 err = Console(stderr=True, emoji=False)
 
 ConfigFile = Annotated[
@@ -24,7 +24,7 @@ ConfigFile = Annotated[
 
 
 def _folder_name(text: str | None) -> str | None:
-    """Without the slash that shells add where they complete the name of a folder."""
+    """Remove the slash that shells add when they complete the name of a folder."""
     return text and text.rstrip("/")
 
 
@@ -48,7 +48,7 @@ AsJsonLines = Annotated[
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust", help="take the code, places and settings that a run of somebody else names"
+        "--trust", help="accept the code, places and settings that another user's run names"
     ),
 ]
 OwnConfig = Annotated[
@@ -61,15 +61,15 @@ ApiKeyVariable = Annotated[
 
 
 def tell_json(value: Any) -> None:
-    """One line of JSON on standard output; numbers that are not finite are null, as JSON has none.
+    """Print one line of JSON; numbers that are not finite are null, as JSON has none.
 
-    Durations are in seconds, dates are ISO 8601, paths and other things that JSON lacks are text.
+    Durations are in seconds, dates are ISO 8601, paths and other types that JSON lacks are text.
     """
     typer.echo(json.dumps(_plain(value), default=_as_text))
 
 
 def _plain(value: Any) -> Any:
-    """The same with numbers that JSON has: SQL's sums and products of integers are decimals."""
+    """Convert to types of JSON: SQL's sums and products of integers are decimals, for instance."""
     if isinstance(value, Decimal):
         return float(value) if value.as_tuple().exponent else int(value)  # as DuckDB's type says
     if isinstance(value, timedelta):
@@ -88,14 +88,14 @@ def _as_text(value: Any) -> str:
 
 
 def tell(text: str) -> None:
-    """Text on standard output: its brackets are no markup, and a terminal obeys no sign of it."""
+    """Print text without markup and control characters on standard output."""
     from marin_rl.display import printable
 
     out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(lines: Iterable[str], style: str = "red") -> None:
-    """Each line in red on standard error, as `tell` does it."""
+    """Print lines in red on standard error, as `tell` does."""
     from marin_rl.display import printable
 
     for line in lines:
@@ -108,15 +108,15 @@ def load(
     *,
     trust: bool = False,
     only_shown: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Config:
-    """The configuration in `file`, with overrides and what was `given` by options of their own.
+    """Load the configuration in `file`, with overrides and values of `options` of their own.
 
-    `file` may be the folder of a run, also `.`: it stands for the configuration in its run.json.
-    Raises ConfigError where that run is somebody else's and names code, places or settings that
-    are the user's to choose, unless with `trust` or where the configuration is `only_shown`.
+    `file` may be the folder of a run, also `.`: then it is the configuration in its run.json.
+    Raises ConfigError where that run is another user's and names code, places or settings that are
+    the user's to choose, unless `trust` or `only_shown`.
     """
-    items = [f"{key}={value}" for key, value in given.items() if value is not None]
+    items = [f"{key}={value}" for key, value in options.items() if value is not None]
     changes = [*(overrides or ()), *items]
     if not (file / "run.json").is_file():
         return load_config(file, changes)
@@ -134,10 +134,10 @@ def load(
 
 
 def key_named(variable: str | None, *, admin: bool = False) -> list[str]:
-    """The override by which a configuration takes the key that a variable of any name holds.
+    """Return the override by which a configuration uses the key in an environment variable.
 
-    Only the command line may name such a variable: its value goes into one that configurations may
-    name. Raises ConfigError where it is not set.
+    Configurations may name our own variables alone, so the value is copied into one of them.
+    Raises ConfigError where the variable is not set.
     """
     if variable is None:
         return []

@@ -1,14 +1,19 @@
-"""The curves of a run: which metrics make which chart, with bands where an interval is known.
+"""Charts of a run from metric rows and reward spreads, with bands where an interval is known.
 
-Pure functions of metric rows and of reward spreads; what a metric means is `marin_rl.metrics`'
-business. A chart whose metrics a run does not have is named instead of drawn empty.
+charts.yaml says which metrics make which chart; `marin_rl.metrics` defines them. A chart whose
+metrics a run does not have is named instead of drawn empty.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from marin_rl.display import evenly
 from marin_rl.pages.records import Chart, Line, Number
 from marin_rl.rollouts.estimates import estimate_of_groups, wilson
 
@@ -28,8 +33,8 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """A chart to be: metric names (a trailing `/*` takes all below) and what they are called."""
+class ChartPlan:
+    """An entry of charts.yaml."""
 
     key: str
     title: str
@@ -38,140 +43,14 @@ class _Plan:
     metrics: Mapping[str, str]
     kind: Literal["lines", "stack"] = "lines"
     logarithmic: bool = False
-    without: tuple[str, ...] = ()
+    without: Sequence[str] = ()
 
 
-PLANS = (
-    _Plan(
-        key="components",
-        title="Reward components",
-        unit="reward",
-        about="Mean of each reward component, unweighted, over all rollouts of the round.",
-        metrics={"rewards/*/mean": "{}"},
-    ),
-    _Plan(
-        key="kl",
-        title="KL",
-        unit="nats",
-        about="KL to the reference policy, and how far an update moved the policy (approx. KL).",
-        metrics={
-            "kl": "to the reference, per token",
-            "objective/kl": "to the reference, per sequence",
-            "policy/approxkl_avg": "approx. KL of the update",
-        },
-    ),
-    _Plan(
-        key="entropy",
-        title="Entropy",
-        unit="nats per token",
-        about="Mean entropy of the policy over trained tokens.",
-        metrics={"entropy": "entropy"},
-    ),
-    _Plan(
-        key="lengths",
-        title="Completion lengths",
-        unit="tokens",
-        about="Sampled tokens per rollout: mean, shortest, longest, and held-out.",
-        metrics={
-            "completions/mean_length": "mean",
-            "completions/min_length": "shortest",
-            "completions/max_length": "longest",
-            "eval/mean_length": "held-out mean",
-        },
-    ),
-    _Plan(
-        key="shares",
-        title="Cut off, failed, without signal",
-        unit="fraction",
-        about="Rollouts cut off at the token limit, rollouts that failed, and groups whose rewards "
-        "are all equal and so teach nothing.",
-        metrics={
-            "completions/clipped_ratio": "cut off",
-            "rollouts/errors": "failed",
-            "frac_reward_zero_std": "groups without signal",
-        },
-    ),
-    _Plan(
-        key="clipping",
-        title="Clip fraction",
-        unit="fraction",
-        about="Tokens (or sequences, by the objective's level) whose ratio left the bounds.",
-        metrics={
-            "clip_ratio/low": "below the lower bound",
-            "clip_ratio/high": "above the upper bound",
-            "policy/clipfrac_avg": "beyond either",
-        },
-    ),
-    _Plan(
-        key="staleness",
-        title="Staleness",
-        unit="rounds",
-        about="Age of the policy that sampled the consumed rollouts.",
-        metrics={"staleness/mean": "mean", "staleness/max": "oldest"},
-    ),
-    _Plan(
-        key="mismatch",
-        title="Sampler against trainer",
-        unit="nats",
-        about="How far the logprobs of sampler and trainer lie apart for the same tokens.",
-        metrics={
-            "mismatch_kl": "mismatch KL",
-            "sampling/logp_difference/mean": "mean difference",
-            "sampling/logp_difference/max": "largest difference",
-        },
-        logarithmic=True,
-    ),
-    _Plan(
-        key="fates",
-        title="What became of rollouts",
-        unit="rollouts",
-        about="Rollouts consumed, filtered, stale and failed; together they are all of a round.",
-        metrics={
-            "rollouts/consumed": "consumed",
-            "rollouts/filtered": "filtered",
-            "rollouts/stale": "stale",
-            "rollouts/failed": "failed",
-        },
-        kind="stack",
-    ),
-    _Plan(
-        key="times",
-        title="Time per stage",
-        unit="s",
-        about="Wall seconds of each stage of a round.",
-        metrics={"timing_s/*": "{}"},
-        kind="stack",
-        without=("timing_s/round",),
-    ),
-    _Plan(
-        key="throughput",
-        title="Throughput",
-        unit="tokens/s",
-        about="Sampled tokens per second of generation.",
-        metrics={"perf/tokens_per_second": "sampled tokens"},
-    ),
-    _Plan(
-        key="loss",
-        title="Loss",
-        unit="",
-        about="What was minimised. Its level says little in reinforcement learning.",
-        metrics={"loss": "loss"},
-    ),
-    _Plan(
-        key="gradient",
-        title="Gradient norm",
-        unit="",
-        about="Global norm of the gradient before clipping.",
-        metrics={"grad_norm": "gradient norm"},
-    ),
-    _Plan(
-        key="rate",
-        title="Learning rate",
-        unit="",
-        about="Learning rate of the round's last optimizer step.",
-        metrics={"lr": "learning rate"},
-    ),
-)
+@cache
+def plans() -> tuple[ChartPlan, ...]:
+    """The entries of charts.yaml, in order."""
+    text = Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8")
+    return tuple(ChartPlan(**item) for item in yaml.safe_load(text))
 
 
 def make_charts(
@@ -182,10 +61,10 @@ def make_charts(
     `rows` are metric rows by round, ascending; the spreads are of training and evaluation rewards.
     Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
     """
-    rows = _thinned(rows)
+    rows = evenly(rows, CURVE_POINTS_MAX)
     kept = {row["round"] for row in rows} | {spread.round for spread in held_out}
     charts = [_rewards(rows, [s for s in training if s.round in kept], held_out)]
-    charts += [_chart(plan, rows) for plan in PLANS]
+    charts += [_chart(plan, rows) for plan in plans()]
     return (
         [chart for chart in charts if chart.lines],
         [chart.title for chart in charts if not chart.lines],
@@ -197,10 +76,10 @@ def spread_of(round: int, groups: Sequence[Sequence[float]]) -> Spread | None:
 
     None without rewards.
     """
-    found = estimate_of_groups(groups)
-    if found is None:
+    estimate = estimate_of_groups(groups)
+    if estimate is None:
         return None
-    return Spread(round=round, mean=found.value, low=found.low, high=found.high)
+    return Spread(round=round, mean=estimate.value, low=estimate.low, high=estimate.high)
 
 
 def _rewards(rows: Rows, training: Sequence[Spread], held_out: Sequence[Spread]) -> Chart:
@@ -229,29 +108,29 @@ def _band(name: str, spreads: Sequence[Spread]) -> Line | None:
 
 
 def _accuracy(rows: Rows) -> Line | None:
-    found = [row for row in rows if row.get("eval/accuracy") is not None]
-    if not found:
+    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
+    if not evaluated:
         return None
-    trials = [row.get("eval/examples") or 0.0 for row in found]
-    y = [row["eval/accuracy"] for row in found]
+    trials = [row.get("eval/examples") or 0.0 for row in evaluated]
+    y = [row["eval/accuracy"] for row in evaluated]
     bounds = [wilson(share, n) for share, n in zip(y, trials, strict=True)]
     return Line(
         name="held-out accuracy",
-        x=[row["round"] for row in found],
+        x=[row["round"] for row in evaluated],
         y=y,
         low=[low for low, _ in bounds],
         high=[high for _, high in bounds],
     )
 
 
-def _chart(plan: _Plan, rows: Rows) -> Chart:
+def _chart(plan: ChartPlan, rows: Rows) -> Chart:
     present = sorted({name for row in rows for name, value in row.items() if value is not None})
     lines = []
     for pattern, label in plan.metrics.items():
         for name in present:
-            found = _matched(pattern, name)
-            if found is not None and name not in plan.without:
-                lines.append(_line(name, label.format(found), rows))
+            part = _matched(pattern, name)
+            if part is not None and name not in plan.without:
+                lines.append(_line(name, label.format(part), rows))
     return Chart(
         key=plan.key,
         title=plan.title,
@@ -283,10 +162,3 @@ def _line(name: str, label: str, rows: Rows) -> Line | None:
 
 def _finite(value: Any) -> Number:
     return float(value) if value is not None and math.isfinite(value) else None
-
-
-def _thinned(rows: Rows) -> Rows:
-    if len(rows) <= CURVE_POINTS_MAX:
-        return rows
-    step = (len(rows) - 1) / (CURVE_POINTS_MAX - 1)
-    return [rows[round(index * step)] for index in range(CURVE_POINTS_MAX)]

@@ -1,7 +1,7 @@
-"""A run as a page: gathers what is shown, round by round, and keeps what cannot change.
+"""A run as a page, from committed slots.
 
-A round that is sealed, batched and trained is read once; a page of a running run reads only what is
-new. Everything comes from committed slots.
+A round that is sealed, batched and trained is read once: a page of a running run reads new rounds
+alone.
 """
 
 import math
@@ -11,12 +11,11 @@ from datetime import UTC, datetime
 
 import polars as pl
 
-from marin_rl.analysis.follow import Followed
 from marin_rl.analysis.scan import scan_evals
-from marin_rl.analysis.status import status_of
+from marin_rl.analysis.status import Followed, status_of
 from marin_rl.analysis.watch import stage_of
+from marin_rl.display import evenly
 from marin_rl.pages.charts import Spread, make_charts, spread_of
-from marin_rl.pages.picks import even_rounds
 from marin_rl.pages.records import Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round
 from marin_rl.pages.slots import facts_of, round_slots
@@ -39,11 +38,11 @@ class Choice:
     rollouts_max: int = 1600
 
     def rounds_max(self) -> int:
-        """Rounds of which rollouts are shown."""
+        """Number of rounds whose rollouts are shown."""
         return max(1, self.rollouts_max // max(1, self.groups_per_round * self.members_per_group))
 
     def amount(self, rounds: int) -> Amount:
-        """Of one round, so that a page of `rounds` rounds keeps to a size that browsers like."""
+        """Amount of one round that keeps a page of `rounds` rounds small enough for browsers."""
         each = max(1, self.groups_per_round * self.members_per_group)
         count = each * min(max(rounds, 1), self.rounds_max())
         return Amount(
@@ -55,7 +54,7 @@ class Choice:
 
 
 class RunPage:
-    """The page of one run; `page()` gives it as it is now. Not for several threads at once."""
+    """The page of one run; `page()` returns its present state. Not thread safe."""
 
     def __init__(self, run: Run, choice: Choice | None = None) -> None:
         self._run, self._choice = run, choice or Choice()
@@ -67,14 +66,15 @@ class RunPage:
         self._held_out: dict[int, Spread] = {}
 
     def page(self) -> Page:
-        """Everything that is committed now. Raises CorruptObject, NewerSchema, StoreUnavailable."""
-        run, found = self._run, self._followed.progress()
-        status = status_of(self._followed, found)
+        """The committed state. Raises CorruptObject, NewerSchema, StoreUnavailable."""
+        run, committed = self._run, self._followed.progress()
+        status = status_of(self._followed, committed)
         self._forget_another()
-        stage = stage_of(run, found)
-        shown = self._shown(found)
-        parts = self._round_parts(found, status.planned, shown)
-        self._read_evaluations(found)
+        stage = stage_of(run, committed)
+        sealed = [number for number in committed if committed[number].rollouts]
+        shown = evenly(sealed, self._choice.rounds_max())
+        parts = self._round_parts(committed, status.planned, shown)
+        self._read_evaluations(committed)
         charts, absent = make_charts(
             status.rounds,
             [part.spread for part in parts if part.spread is not None],
@@ -82,7 +82,7 @@ class RunPage:
         )
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
-        slots = {number: self._slots_of(number, found) for number in shown}
+        slots = {number: self._slots_of(number, committed) for number in shown}
         return Page(
             facts=facts_of(run, status.headline, lines),
             charts=charts,
@@ -96,37 +96,32 @@ class RunPage:
             notes=self._notes(parts),
             tokenizer_digest=self._texts.digest,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            stage="" if stage.ended else stage.told,
+            stage="" if stage.ended else stage.text,
             ended=stage.ended,
         )
 
     def _forget_another(self) -> None:
-        """Drop all cached data where the folder now has another run of the same name."""
+        """Clear the caches where the folder now has another run of the same name."""
         if self._followed.times_begun != self._times_begun:
             self._times_begun = self._followed.times_begun
             for kept in (self._parts, self._slots, self._held_out):
                 kept.clear()
 
-    def _shown(self, found: dict[int, RoundProgress]) -> list[int]:
-        """The sealed rounds of which there are rollouts and slots on the page."""
-        sealed = [number for number in found if found[number].rollouts]
-        return even_rounds(sealed, self._choice.rounds_max())
-
     def _round_parts(
-        self, found: dict[int, RoundProgress], planned: int, shown: Sequence[int]
+        self, committed: dict[int, RoundProgress], planned: int, shown: Sequence[int]
     ) -> list[RoundPart]:
-        sealed = [number for number in found if found[number].rollouts]
+        sealed = [number for number in committed if committed[number].rollouts]
         amount = self._choice.amount(planned)
         for number in sealed:
             of_round = amount if number in shown else Amount(groups=0)
-            trained = number + 1 in found and found[number + 1].checkpoint
-            key = (found[number].rollouts, found[number].batches, trained, of_round)
+            trained = number + 1 in committed and committed[number + 1].checkpoint
+            key = (committed[number].rollouts, committed[number].batches, trained, of_round)
             if self._parts.get(number, (None, None))[0] != key:
                 self._parts[number] = (key, read_round(self._run, number, of_round, self._texts))
         return [self._parts[number][1] for number in sealed]
 
-    def _read_evaluations(self, found: dict[int, RoundProgress]) -> None:
-        new = [n for n in found if found[n].evaluation and n not in self._held_out]
+    def _read_evaluations(self, committed: dict[int, RoundProgress]) -> None:
+        new = [n for n in committed if committed[n].evaluation and n not in self._held_out]
         if not new:
             return
         run = self._run
@@ -143,10 +138,10 @@ class RunPage:
             if spread is not None:
                 self._held_out[spread.round] = spread
 
-    def _slots_of(self, number: int, found: dict[int, RoundProgress]) -> dict[str, Slot]:
+    def _slots_of(self, number: int, committed: dict[int, RoundProgress]) -> dict[str, Slot]:
         if number not in self._slots:
             slots = round_slots(self._run, number)
-            trained = number + 1 in found and found[number + 1].checkpoint
+            trained = number + 1 in committed and committed[number + 1].checkpoint
             if not trained:
                 return slots
             self._slots[number] = slots

@@ -1,8 +1,8 @@
-"""`marin-rl view`: the page of a run on this machine, which follows the run while it goes on.
+"""`marin-rl view`: the page of a run on this machine, which follows a running run.
 
-Reads only, on loopback only: who wants to look from elsewhere brings a tunnel. Host and Origin are
-checked, so that no other page can read a run through a browser. The data has an ETag; while nothing
-new is committed, asking again costs a listing.
+Read-only and on loopback only; other machines need a tunnel. Host and Origin are checked, so that
+no other page can read a run through a browser. The data has an ETag; while nothing new is
+committed, a request costs a listing.
 """
 
 import hashlib
@@ -22,9 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
-from marin_rl.pages.assets import policy, scripts
 from marin_rl.pages.document import RunPage
-from marin_rl.pages.html import live_html, page_json
+from marin_rl.pages.html import live_html, page_json, policy, scripts
 from marin_rl.serving.http.addresses import Origins, is_loopback, listen
 
 _log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ def serve_view(
 
 
 class _OurPagesOnly:
-    """ASGI middleware: refuses requests by other names than this machine's, or of other pages."""
+    """ASGI middleware: refuse requests to other hosts than this machine, or of other pages."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
@@ -141,6 +140,6 @@ class _OurPagesOnly:
 
 
 def _without_clock(data: bytes) -> bytes:
-    """Data without the moment it was made, which alone is no news."""
+    """The data without the time it was made, which changes every time."""
     start = data.rfind(b'"made_at":"')
     return data if start < 0 else data[:start] + data[data.index(b'"', start + 11) :]

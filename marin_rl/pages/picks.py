@@ -1,4 +1,4 @@
-"""Selection of a round's rollouts for a page: few, each for a reason, and never at random.
+"""Selection of a round's rollouts for a page: few, and deterministic.
 
 Of a round these groups are taken: the one whose rewards differ most, the one with the lowest mean,
 the one with the highest, then others in their order. Of a group: its best, its worst, then others
@@ -14,7 +14,7 @@ BEST, WORST = "best", "worst"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rollout as far as picking is concerned; `reward` is None where it has no usable one."""
+    """A rollout to pick from; `reward` is None where it has no usable one."""
 
     rollout_id: str
     index: int
@@ -23,7 +23,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """A group that is shown, why, and its shown members by id, with their place in the group."""
+    """A group that is shown, the reason, and its shown members by id, with their place in it."""
 
     group_id: str
     why: str
@@ -65,16 +65,6 @@ def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
         places.setdefault(member.rollout_id, "")
     kept = dict(list(places.items())[:n_members])
     return {m.rollout_id: kept[m.rollout_id] for m in members if m.rollout_id in kept}
-
-
-def even_rounds(rounds: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the rounds, evenly spread, the first and the last among them."""
-    if len(rounds) <= count:
-        return list(rounds)
-    if count <= 1:
-        return list(rounds[-1:])
-    step = (len(rounds) - 1) / (count - 1)
-    return sorted({rounds[round(index * step)] for index in range(count)})
 
 
 def _mean(members: Sequence[Member]) -> float | None:

@@ -1,11 +1,10 @@
-"""Records of a run for a page: frozen, they become its JSON as they are.
+"""Records of a run for a page, in the shape of its JSON.
 
-Nothing here reads files or makes HTML. Numbers that are not finite become null in the JSON; every
-text is raw, for escaping belongs to the renderer.
+Numbers that are not finite become null in the JSON. Texts are raw; the renderer escapes them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Number = float | None
@@ -24,7 +23,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One picture. `about` says in a sentence what it shows, for eyes and for screen readers."""
+    """One chart. `about` describes it in a sentence, for screen readers too."""
 
     key: str
     title: str
@@ -80,7 +79,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One rollout as it is shown. `place` is best, worst or empty: its rank within the group."""
+    """One rollout. `place` is its rank within the group: best, worst or empty."""
 
     id: str
     group: str
@@ -106,9 +105,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCard:
-    """One group: its example, all its rewards, and which of its rollouts are shown (`cards`).
+    """One group: its example, all its rewards, and its shown rollouts (`cards`).
 
-    `why` says why this group was picked; `mean` is over its valid rewards.
+    `why` is the reason that this group was picked; `mean` is over its valid rewards.
     """
 
     id: str
@@ -127,10 +126,7 @@ class GroupCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A committed slot of the run: what was made, from what, and by whom.
-
-    `parts` are the first of `n_parts`, each with its digest.
-    """
+    """A committed slot of the run, with its parents. `parts` are the first of `n_parts`."""
 
     name: str
     sha256: str
@@ -146,7 +142,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSlots:
-    """The slots of one round in the order they were made: what each is to it, and its name."""
+    """The slots of one round in the order they were made: the title and name of each."""
 
     round: int
     slots: Sequence[tuple[str, str]]
@@ -154,10 +150,10 @@ class RoundSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The head of the page and the account of where everything came from.
+    """The head of the page and the run's provenance.
 
-    `shared` are the runs that played the rounds before each `through_round` in turn, by name and
-    with the digest of their configuration.
+    `shared` are the ancestors of a fork: run id, first round that it did not play, and the digest
+    of its configuration.
     """
 
     run_id: str
@@ -174,7 +170,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything a page shows. `notes` tell what is left out; `absent` are charts without data.
+    """The content of a page. `notes` describe the selection; `absent` are charts without data.
 
     `slots` are those that `rounds` name, by name.
     """
@@ -189,4 +185,4 @@ class Page:
     tokenizer_digest: str = ""
     made_at: str = ""
     stage: str = ""
-    ended: bool = field(default=False)
+    ended: bool = False

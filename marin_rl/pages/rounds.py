@@ -93,7 +93,7 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """Facts of the picked rollouts besides their rows, by rollout id."""
+    """Dispositions and scores of the picked rollouts, by rollout id, and options."""
 
     fates: Mapping[str, Fate]
     scores: Mapping[str, Scores]
@@ -102,12 +102,12 @@ class _Reading:
 
 
 def _members(light: pl.DataFrame) -> dict[str, list[Member]]:
-    found: dict[str, list[Member]] = {}
+    groups: dict[str, list[Member]] = {}
     for name, group, index, reward, status in light.rows():
         usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
         member = Member(rollout_id=name, index=index, reward=reward if usable else None)
-        found.setdefault(group, []).append(member)
-    return found
+        groups.setdefault(group, []).append(member)
+    return groups
 
 
 def _picked_rows(shards: Sequence[_Shard], picks: Sequence[Pick]) -> dict[str, dict[str, Any]]:
@@ -127,17 +127,17 @@ def _picked_rows(shards: Sequence[_Shard], picks: Sequence[Pick]) -> dict[str, d
 
 def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
     """By the round's own batches, or by those of later rounds where generation runs ahead."""
-    found: dict[str, Fate] = {}
+    fates: dict[str, Fate] = {}
     last = round + max(run.config.batching.staleness_rounds_max, 0)
     for decided in range(round, last + 1):
-        if len(found) == len(rows):
+        if len(fates) == len(rows):
             break
         try:
             frame = _frame(read_dispositions(run, decided))
         except ObjectMissing:
             continue
         for row in frame.filter(pl.col("rollout_id").is_in(list(rows))).iter_rows(named=True):
-            found[row["rollout_id"]] = Fate(
+            fates[row["rollout_id"]] = Fate(
                 kind=row["disposition"],
                 reason=row["reason"] or "",
                 round=decided,
@@ -146,19 +146,18 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
                 segment=row["segment"],
                 advantage=row["advantage"],
             )
-    return found
+    return fates
 
 
 def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
     """Trainer's scores of the picked rollouts, where they were trained on in one piece."""
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     last = round + max(run.config.batching.staleness_rounds_max, 0)
     for trained in range(round, last + 1):
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]
-            whole = name not in found
-            found[name] = Scores.of(row) if whole else Scores.in_pieces()
-    return found
+            scores[name] = Scores.in_pieces() if name in scores else Scores.of(row)
+    return scores
 
 
 def _score_rows(run: Run, trained: int, names: list[str]) -> Iterator[dict[str, Any]]:

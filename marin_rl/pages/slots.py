@@ -23,10 +23,7 @@ _SECRET = re.compile("secret|passw|token|key|credential|sign", re.IGNORECASE)
 
 
 def round_slots(run: Run, round: int) -> dict[str, Slot]:
-    """The committed slots of a round: the policy, its rollouts, batches, the policy after it.
-
-    By what they are to the round.
-    """
+    """The committed slots of a round by their part in it, in the order they were made."""
     titles = {
         checkpoint_slot(round): "policy that sampled",
         evals_slot(round): "held-out evaluation of it",
@@ -34,12 +31,12 @@ def round_slots(run: Run, round: int) -> dict[str, Slot]:
         batches_slot(round): "batches and dispositions",
         checkpoint_slot(round + 1): "policy after training",
     }
-    found = [(title, read_manifest(run.store, slot)) for slot, title in titles.items()]
-    return {title: slot_of(*item) for title, item in found if item}
+    manifests = [(title, read_manifest(run.store, slot)) for slot, title in titles.items()]
+    return {title: slot_of(*item) for title, item in manifests if item}
 
 
 def slot_of(manifest: Manifest, sha256: str) -> Slot:
-    """A manifest as it is shown."""
+    """The record of a manifest."""
     rows = manifest.totals.get("rows")
     shown = ARRAYS_SHOWN_MAX if manifest.slot.startswith("checkpoints/") else None
     return Slot(
@@ -57,7 +54,7 @@ def slot_of(manifest: Manifest, sha256: str) -> Slot:
 
 
 def facts_of(run: Run, headline: str, lines: dict[str, str]) -> Facts:
-    """The head of a page from run.json and from what is known of the run's progress."""
+    """The head of a page from run.json, and `headline` and `lines` on the run's progress."""
     record: dict[str, Any] = json.loads(run.store.read(RUN_KEY))
     config = record["config"]
     config["storage_options"] = without_secrets(config["storage_options"])
@@ -70,7 +67,7 @@ def facts_of(run: Run, headline: str, lines: dict[str, str]) -> Facts:
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         content_digest=record["content_digest"],
         shared=[(a.run_id, a.through_round, _digest_of(run, a.run_id)) for a in run.ancestors],
-        environment=[(name, _told(value)) for name, value in environment.items()],
+        environment=[(name, _as_text(value)) for name, value in environment.items()],
         code=[(name, str(value)) for name, value in record["code"].items()]
         + [("created", record["created_at"]), ("seed", str(record["seeds"]["run"]))],
         libraries=[(name, str(value)) for name, value in record["libraries"].items()],
@@ -84,13 +81,13 @@ def _digest_of(run: Run, ancestor: str) -> str:
 
 
 def without_secrets(node: Any, name: str = "") -> Any:
-    """Storage options as a page may show them: it is made to be passed on."""
+    """Storage options without secrets, for a page may be passed on."""
     if isinstance(node, dict):
         return {key: without_secrets(value, str(key)) for key, value in node.items()}
     return "(not shown)" if _SECRET.search(name) and node is not None else node
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, indent=1)

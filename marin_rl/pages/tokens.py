@@ -33,16 +33,16 @@ class TokenTexts:
         self._texts, self.digest = Detokenizer(tokenizer), tokenizer_digest(tokenizer)
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token in turn; special tokens by their names."""
+        """The text of each token; special tokens by their names."""
         if self._texts is None:
             return [f"⟨{token}⟩" for token in ids]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        found = []
+        texts = []
         for token in ids:
             piece = self._texts.piece(token)
             text = self._texts.name(token) if piece.special else decoder.decode(bytes(piece.data))
-            found.append(text)
-        return found
+            texts.append(text)
+        return texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def tokens_of(
     texts: TokenTexts,
     tokens_max: int,
 ) -> Tokens:
-    """The last `tokens_max` tokens: the end is where rewards are won and lost."""
+    """The last `tokens_max` tokens: the end of a completion decides most rewards."""
     start = max(0, len(ids) - tokens_max)
     places = range(start, len(ids))
     known = scores if scores is not None and scores.trainer else None

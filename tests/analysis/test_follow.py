@@ -9,7 +9,7 @@ from support.fake_stores import FakeGCS, fake_gcs
 from support.run_factories import add_round, shown_run
 
 from marin_rl.analysis.status import metric_rows
-from marin_rl.analysis.watch import Watched, look_at
+from marin_rl.analysis.watch import Watched
 from marin_rl.pages.document import RunPage
 from marin_rl.storage.runs import Run
 
@@ -73,4 +73,4 @@ def test_a_run_deleted_and_begun_again_is_shown_as_a_new_one(tmp_path: Path) -> 
     seen = watched.one(run.run_id)
     assert (seen.trained, len(seen.rows)) == (1, 1)
     assert [item.round for item in page.page().rounds] == [0]
-    assert look_at(str(tmp_path), again.run_id).rows == seen.rows
+    assert Watched(str(tmp_path)).one(again.run_id).rows == seen.rows

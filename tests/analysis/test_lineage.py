@@ -1,17 +1,24 @@
-"""Lineage: every edge is one that a manifest, a disposition or a rollout tells; pictures open."""
+"""Lineage: every edge is one of a manifest, disposition or rollout, in text, JSON and Mermaid."""
 
 import json
 import shutil
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from support.run_factories import commit_round, configuration, group_of, play, rollout, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.analysis.diff import compare_runs
-from marin_rl.analysis.graph import mermaid, write_graph
-from marin_rl.analysis.lineage import Edge, Lineage, as_text, as_tree, trace, trace_forward
+from marin_rl.analysis.lineage import (
+    Edge,
+    Lineage,
+    as_text,
+    as_tree,
+    mermaid,
+    trace,
+    trace_forward,
+    write_graph,
+)
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
@@ -167,21 +174,19 @@ def test_a_rollout_counts_where_others_were_compared_to_it(
     assert traced("b/0", "update") == [f"round 0, step {step}" for step in of_later + again]
 
 
-def test_text_json_and_pictures(run: Run, tmp_path: Path) -> None:
+def test_text_json_and_mermaid(run: Run, tmp_path: Path) -> None:
     graph = trace(run, 1, step=0, row=2)
     assert "assistant: HI" in "\n".join(as_text(graph))
     tree = json.loads(json.dumps(as_tree(graph)))
     assert len(tree["nodes"]) == len(graph.nodes)
-    write_graph(graph, tmp_path / "graph.svg")
-    ElementTree.parse(tmp_path / "graph.svg")
-    write_graph(graph, tmp_path / "graph.png")
-    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
+    write_graph(graph, tmp_path / "graph.mmd")
+    assert (tmp_path / "graph.mmd").read_text() == mermaid(graph)
     lines = mermaid(graph).splitlines()
     assert lines[0] == "flowchart LR"
     # The rollout's checkpoint is told by its shard already, and the update's run by its checkpoint.
     assert sum(" --> " in line for line in lines) == len(graph.edges) - 3
-    with pytest.raises(InputError, match="expected a picture named"):
-        write_graph(graph, tmp_path / "graph.gif")
+    with pytest.raises(InputError, match=r"expected a name ending in .mmd, found .svg"):
+        write_graph(graph, tmp_path / "graph.svg")
 
 
 def test_runs_are_compared_by_what_they_did(root: Path, run: Run, tmp_path: Path) -> None:
@@ -205,10 +210,10 @@ def test_the_commands_print_and_end_as_they_should(root: Path, tmp_path: Path) -
     told = invoke(root, "lineage", "run", "--reverse", "--rollout", "run/round-00001/group-1/3")
     assert "influenced: directly" in told.output
     assert isinstance(invoke(root, "lineage", "run", "--reverse").exception, ConfigError)
-    svg = tmp_path / "graph.svg"
-    tree = json.loads(invoke(root, "lineage", "run", "--json", "--graph", str(svg)).stdout)
+    graph = tmp_path / "graph.mmd"
+    tree = json.loads(invoke(root, "lineage", "run", "--json", "--graph", str(graph)).stdout)
     assert {"nodes", "edges", "left_out"} == set(tree)
-    assert svg.exists()
+    assert graph.exists()
     parted = invoke(root, "diff", "run", "fork")
     assert parted.exit_code == 1
     assert "they part at round 1, in its rollouts" in parted.output

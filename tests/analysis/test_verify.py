@@ -13,8 +13,8 @@ from support.policy_runs import play_two_rounds
 from typer.testing import CliRunner
 
 from marin_rl.analysis.lineage import trace_forward
+from marin_rl.analysis.recompute import NORMS
 from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
-from marin_rl.analysis.token_baseline import COLUMN
 from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_run
 from marin_rl.cli import app
 from marin_rl.config import load_config
@@ -102,7 +102,7 @@ def test_runs_of_every_kind_of_objective_and_rows_pass(tmp_path: Path, choices) 
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
     play_two_rounds(run, evaluated=True)
     findings = list(verify_run(run))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     found_in = {found.metric: found.found for found in findings if found.round == 1}
     assert {"loss", "val/ratio", "scores/advantages", "scores/ratios"} <= set(found_in)
     assert [audit.problems for audit in audit_run(run)] == [(), ()]
@@ -150,7 +150,7 @@ def test_runs_with_a_critic_pass_and_what_it_said_is_checked(tmp_path: Path, cho
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *reduced, *choices]))
     play_two_rounds(run, evaluated=True)
     findings = list(verify_run(run))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     found_in = {found.metric: found.found for found in findings if found.round == 1}
     assert {
         "loss", "loss/value_avg", "val/clipfrac_avg", "critic/explained_variance", "kl",
@@ -182,8 +182,8 @@ def with_other_norms(run: Run, round: int) -> None:
     writer = scores_writer(SCORES, {"attempt": manifest.attempt, "eos_token_id": "1"})
     for index in range(reader.row_groups):
         table = reader.group(index, SCORES).combine_chunks()
-        place = table.schema.get_field_index(COLUMN)
-        column = table[COLUMN].combine_chunks()
+        place = table.schema.get_field_index(NORMS)
+        column = table[NORMS].combine_chunks()
         values = pa.array(column.flatten().to_numpy() ** 4, pa.float32())
         column = pa.ListArray.from_arrays(column.offsets, values, type=column.type)
         writer.write(table.set_column(place, table.schema.field(place), column))
@@ -215,12 +215,12 @@ def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
     run = Run.create_or_open(load_config(DEBUG, settings))
     play_two_rounds(run)
     findings = list(verify_run(run))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     found_in = {found.metric for found in findings if found.round == 1}
-    assert {"loss", "scores/advantages", f"scores/{COLUMN}"} <= found_in
+    assert {"loss", "scores/advantages", f"scores/{NORMS}"} <= found_in
     assert [audit.problems for audit in audit_run(run)] == [(), ()]
     scores = scan_scores(tmp_path, "debug").collect()
-    norms, values = scores[COLUMN].explode(), scores["values"]
+    norms, values = scores[NORMS].explode(), scores["values"]
     assert (norms.null_count(), values.null_count()) == (0, len(values))
     assert norms.min() >= 0
     assert 0 < norms.max() <= 2
@@ -238,7 +238,7 @@ def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
     assert others <= set(group[1:])
     with_other_norms(run, 1)
     wrong = {found.metric for found in verify_run(run) if found.problem and found.round == 1}
-    assert {f"scores/{COLUMN}", "scores/advantages"} <= wrong
+    assert {f"scores/{NORMS}", "scores/advantages"} <= wrong
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_a_run_of_several_passes_over_several_minibatches_passes(tmp_path: Path,
     rows = read_metrics(run).to_pylist()
     assert [row["updates/steps"] for row in rows] == [9, 18]  # three batches, each three times
     findings = list(verify_run(run))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     checked = checked_in(findings, 1)
     assert {"scores/ratios", "scores/advantages", "val/num_eos_tokens", "reward", "lr"} <= checked
     # The last passes leave no scores, so what is an average over all of them is not believed.
@@ -287,7 +287,7 @@ def checked_in(findings: Sequence[Finding], round: int) -> set[str]:
 
 def test_a_true_run_passes(played: Path) -> None:
     findings = list(verify_run(Run.open(str(played), "debug")))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     checked = checked_in(findings, 1)
     assert {
         "loss", "loss/policy_avg", "kl", "objective/kl", "objective/rlhf_reward", "val/ratio",
@@ -331,10 +331,10 @@ def test_metrics_that_rows_of_earlier_versions_lack_are_missed_in_no_such_row(co
     assert set(late) <= checked
     altered(copy, 1, **{"sampling/chi2/token": None})
     (found,) = (found for found in verify_run(copy, 1) if found.problem)
-    assert found.told.startswith("round 1: sampling/chi2/token is missing from the row")
+    assert found.message.startswith("round 1: sampling/chi2/token is missing from the row")
     altered(copy, 1, **late)
     findings = list(verify_run(copy, 1))
-    assert [found.told for found in findings if found.problem] == []
+    assert [found.message for found in findings if found.problem] == []
     assert not set(late) & {found.metric for found in findings}
 
 
@@ -377,10 +377,10 @@ def test_an_altered_row_is_detected(copy: Run, name: str, value: float | None, t
     altered(copy, 1, **{name: value})
     wrong = [found for found in verify_run(copy) if found.problem]
     if told.endswith(UNREADABLE):  # an evaluation that was never made
-        assert "evals/round-00001 is not committed" in wrong[0].told
+        assert "evals/round-00001 is not committed" in wrong[0].message
     else:
-        assert wrong[0].told.startswith(told)
-        assert f"found {'none' if value is None else f'{value:.9g}'}" in wrong[0].told
+        assert wrong[0].message.startswith(told)
+        assert f"found {'none' if value is None else f'{value:.9g}'}" in wrong[0].message
     assert {found.round for found in wrong} == {1}
 
 
@@ -406,7 +406,7 @@ def test_an_altered_file_is_detected(copy: Run, tmp_path: Path, pattern: str) ->
 
 def test_the_command_says_what_differs_and_fails(copy: Run, tmp_path: Path) -> None:
     def invoke(*arguments: str):
-        runner = CliRunner(env={"COLUMNS": "200"})
+        runner = CliRunner(env={"NORMSS": "200"})
         return runner.invoke(
             app, ["metrics", "verify", "debug", "--root", str(tmp_path), *arguments]
         )

@@ -21,13 +21,17 @@ from support.run_factories import (
 )
 
 from marin_rl import dashboard
-from marin_rl.analysis.watch import Look, Watched, look_at, look_at_all, warnings_of
+from marin_rl.analysis.watch import Look, Watched, warnings_of
 from marin_rl.batching.build import build_round
-from marin_rl.commands import inspect as looking
+from marin_rl.commands import inspect
 from marin_rl.errors import CorruptObject, StoreUnavailable
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard
+
+
+def look_at(root: str, run_id: str) -> Look:
+    return Watched(root).one(run_id)
 
 
 def text_of(seen: Any, width: int = 120) -> str:
@@ -38,7 +42,7 @@ def text_of(seen: Any, width: int = 120) -> str:
 
 def test_the_stage_is_the_first_thing_that_is_not_committed(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path), shards=2, rounds=1))
-    stage = lambda: look_at(str(tmp_path), "run").stage.told
+    stage = lambda: look_at(str(tmp_path), "run").stage.text
     assert stage() == "loading the policy"
     add_checkpoint(run, 0)
     assert stage() == "generating round 0 (0 of 2)"
@@ -50,7 +54,7 @@ def test_the_stage_is_the_first_thing_that_is_not_committed(tmp_path: Path) -> N
     assert stage() == "training on round 0"
     add_checkpoint(run, 1)
     look = look_at(str(tmp_path), "run")
-    assert (look.stage.told, look.stage.ended, look.trained) == ("complete", True, 1)
+    assert (look.stage.text, look.stage.ended, look.trained) == ("complete", True, 1)
     assert look.idle_s is not None
     assert look.idle_s < 60
 
@@ -59,13 +63,13 @@ def test_a_warm_start_counts_its_steps(tmp_path: Path) -> None:
     run = Run.create_or_open(
         configuration(str(tmp_path), policy={"init": "sft"}, sft={"steps": 450})
     )
-    assert look_at(str(tmp_path), "run").stage.told == "warm start, steps (0 of 450)"
+    assert look_at(str(tmp_path), "run").stage.text == "warm start, steps (0 of 450)"
     slot = "sft/step-00225"
     commit_manifest(
         run.store,
         new_manifest(slot, attempt=new_attempt(), fingerprint=FINGERPRINT, parts=()),
     )
-    assert look_at(str(tmp_path), "run").stage.told == "warm start, steps (225 of 450)"
+    assert look_at(str(tmp_path), "run").stage.text == "warm start, steps (225 of 450)"
 
 
 def test_a_dead_process_is_reported(tmp_path: Path) -> None:
@@ -128,7 +132,7 @@ def test_one_run_in_the_terminal(tmp_path: Path) -> None:
 def test_all_runs_in_the_terminal(tmp_path: Path) -> None:
     shown_run(tmp_path)
     Run.create_or_open(configuration(str(tmp_path)))
-    looks = look_at_all(str(tmp_path))
+    looks = Watched(str(tmp_path)).all()
     assert [look.run_id for look in looks] == ["run", "shown"]
     text = text_of(looks, width=160)
     assert "loading the policy" in text
@@ -163,14 +167,14 @@ def test_lines_of_json_go_on_when_the_store_answers_again(
 
     seen_by = Watched.one
     monkeypatch.setattr(Watched, "one", one)
-    monkeypatch.setattr(looking.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(inspect.time, "sleep", lambda seconds: None)
     for failures in ([StoreUnavailable("at first")], [None, CorruptObject("is not a run")]):
         coming = [*failures]
         with pytest.raises(type(failures[-1])):
-            looking.watch("shown", as_json=True, root=str(tmp_path))
+            inspect.status("shown", watch=True, as_json=True, root=str(tmp_path))
     capsys.readouterr()
     coming = [None, StoreUnavailable("503: slow down"), None]
-    looking.watch("shown", as_json=True, root=str(tmp_path))
+    inspect.status("shown", watch=True, as_json=True, root=str(tmp_path))
     told = capsys.readouterr()
     assert [json.loads(line)["trained"] for line in told.out.splitlines()] == [1, 3]
     assert told.err == "not updated: 503: slow down\n"

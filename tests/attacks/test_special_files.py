@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.run_factories import whole_run
 
-from marin_rl.analysis.report import write_learning_curve
+from marin_rl.analysis.learning_curve import write_learning_curve
 from marin_rl.analysis.status import metric_rows
 from marin_rl.errors import CorruptObject, StorageError
 from marin_rl.storage.runs import Run

@@ -204,7 +204,7 @@ def test_code_that_a_run_names_is_not_imported(tmp_path: Path, module: Path, key
     for command in (
         ("metrics", "verify", "run", "--root", root),
         ("evaluate", "run", "--root", root),
-        ("eval", "run", "--root", root, "--k", "1,2", "--samples", "2"),
+        ("evaluate", "run", "--root", root, "--k", "1,2", "--samples", "2"),
         ("doctor", folder),
         ("run", folder),
         ("run", folder, "--run-id", "another"),

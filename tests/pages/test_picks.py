@@ -1,6 +1,7 @@
 """Rollouts of a round are picked for a reason, and the same way every time."""
 
-from marin_rl.pages.picks import Member, even_rounds, pick, pick_members
+from marin_rl.display import evenly
+from marin_rl.pages.picks import Member, pick, pick_members
 
 
 def members(name: str, *rewards: float | None) -> list[Member]:
@@ -42,7 +43,7 @@ def test_of_equal_rewards_none_is_best_or_worst() -> None:
 
 
 def test_rounds_are_spread_evenly_with_both_ends() -> None:
-    assert even_rounds(range(5), 9) == [0, 1, 2, 3, 4]
-    assert even_rounds(range(9), 3) == [0, 4, 8]
-    assert even_rounds(range(9), 1) == [8]
-    assert even_rounds([], 3) == []
+    assert evenly(range(5), 9) == [0, 1, 2, 3, 4]
+    assert evenly(range(9), 3) == [0, 4, 8]
+    assert evenly(range(9), 1) == [8]
+    assert evenly([], 3) == []

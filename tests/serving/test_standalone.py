@@ -16,7 +16,7 @@ from support.servers import CHAT, chat_body, talk
 from typer.testing import CliRunner
 
 from marin_rl import cli
-from marin_rl.commands.run import serving_config
+from marin_rl.commands.serve import serving_config
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
 from marin_rl.serving import launch as standalone
@@ -100,19 +100,10 @@ def test_a_folder_made_for_few_positions_is_served_with_them(
     assert found[0].policy.context_length == served
 
 
-def test_the_other_name_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["marin-oai-serve", "--follow"])
-    with pytest.raises(SystemExit) as ended:
-        cli.serve_alias()
-    assert ended.value.code == 2
-    assert "exactly one of --run" in capsys.readouterr().err
-
-
 @contextmanager
 def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`marin-oai-serve --run` in a process of its own, and where it listens."""
-    code = "import sys; sys.argv[0] = 'marin-oai-serve'; from marin_rl.cli import serve_alias; "
-    command = [sys.executable, "-c", code + "serve_alias()", "--run", run.run_id, *arguments]
+    """`marin-rl serve --run` in a process of its own, and where it listens."""
+    command = [sys.executable, "-m", "marin_rl", "serve", "--run", run.run_id, *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "MARIN_RL_ROOT": run.config.root,

@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "rollouts": ("rollouts", "bad"),
     "gc beside": ("gc", "good", "--keep-last", "2"),
     "gc": ("gc", "bad", "--dry-run"),
-    "watch": ("watch", "--once"),
+    "status --watch": ("status", "--watch", "--once"),
     "lineage": ("lineage", "bad", "--round", "1"),
     "diff": ("diff", "bad", "good"),
     "export": ("export", "bad", "--all", "-o", "/dev/null/nowhere.tar"),

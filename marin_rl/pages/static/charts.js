@@ -1,4 +1,4 @@
-// The curves, drawn by Plotly in the page's own colours, each with its values as a table.
+// Charts, drawn by Plotly in the page's own colours, each with its values as a table.
 const LINES = 7;
 const POINTS_MARKED = 60;
 const ROUNDS_TICKED = 10;
@@ -32,7 +32,7 @@ function drawCharts(charts) {
       entry = frame(chart);
       drawn.set(chart.key, entry);
     }
-    tellChart(entry, chart);
+    updateChart(entry, chart);
   }
   const figures = charts.map((chart) => drawn.get(chart.key).figure);
   if (figures.some((figure, place) => home.children[place] !== figure)) home.replaceChildren(...figures);
@@ -46,7 +46,7 @@ function redrawCharts() {
   }
 }
 
-function tellChart(entry, chart) {
+function updateChart(entry, chart) {
   entry.chart = chart;
   entry.plotted.setAttribute("aria-label", summary(chart));
   if (entry.details.open) entry.values.replaceChildren(valueTable(chart));
@@ -55,7 +55,7 @@ function tellChart(entry, chart) {
 function frame(chart) {
   const plotted = make("div", { class: "plot", role: "img" });
   const values = make("div", { class: "values", tabindex: "0" });
-  const details = make("details", {}, make("summary", {}, "What this is, and its values"),
+  const details = make("details", {}, make("summary", {}, "Description and values"),
     make("p", { class: "note" }, chart.about), values);
   const figure = make("figure", { class: chart.key === "reward" ? "chart wide-chart" : "chart", id: `chart-${chart.key}` },
     make("figcaption", {}, chart.title, make("span", {}, chart.unit)), plotted, details);
@@ -132,9 +132,9 @@ function layoutOf(chart, coarse) {
 }
 
 function summary(chart) {
-  const told = chart.lines.map((line) =>
+  const lines = chart.lines.map((line) =>
     `${line.name}: ${show(line.y[0])} in round ${line.x[0]}, ${show(line.y.at(-1))} in round ${line.x.at(-1)}`);
-  return `${chart.title}. ${chart.about} ${told.join("; ")}.`;
+  return `${chart.title}. ${chart.about} ${lines.join("; ")}.`;
 }
 
 function valueTable(chart) {

@@ -1,12 +1,12 @@
 // Groups side by side (best against worst), and the slots of a round.
 let followsLatest = true;
-const toldLast = new Map();
+const lastContent = new Map();
 
-// Whether a part of the page would look otherwise than before: what is the same keeps its focus and what is unfolded.
+// True if a part of the page changes: unchanged parts are not redrawn, and keep focus and open details.
 function isNews(part, ...content) {
-  const told = JSON.stringify(content);
-  if (toldLast.get(part) === told) return false;
-  toldLast.set(part, told);
+  const text = JSON.stringify(content);
+  if (lastContent.get(part) === text) return false;
+  lastContent.set(part, text);
   return true;
 }
 

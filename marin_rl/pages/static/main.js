@@ -1,9 +1,9 @@
-// Puts the page together, follows a running run where a server gives news, and keeps the theme.
+// Fills the page, follows a running run where a server serves it, and applies the theme.
 const state = { page: null, cards: [], groupOf: new Map(), slotsOf: new Map(), filters: {} };
 const LOOK_EVERY_MS = 2000;
 const live = document.body.dataset.live === "yes";
 
-function take(page) {
+function showPage(page) {
   state.page = page;
   state.cards = page.groups.flatMap((group) => group.cards);
   state.groupOf = new Map(page.groups.map((group) => [group.id, group]));
@@ -35,15 +35,15 @@ function openFromAddress() {
 async function look(tag) {
   const asked = fetch("/data.json", { headers: tag ? { "if-none-match": tag } : {}, cache: "no-store" });
   const answer = await asked.catch(() => {
-    throw new Error("marin-rl view does not answer. Below is what it told last; this page goes on when it is started again.");
+    throw new Error("marin-rl view does not answer. Below is its last answer; this page continues when it is started again.");
   });
   if (answer.status === 304) return tag;
   if (!answer.ok) throw new Error(await answer.text());
-  take(await answer.json());
+  showPage(await answer.json());
   return answer.headers.get("etag");
 }
 
-function tell(text, late) {
+function setBadge(text, late) {
   const badge = byId("live");
   badge.hidden = false;
   if (badge.textContent !== text) badge.textContent = text;
@@ -58,11 +58,11 @@ async function follow() {
         const first = tag === null;
         tag = await look(tag);
         if (first) openFromAddress();
-        tell(state.page.ended ? "complete" : "following", state.page.ended);
+        setBadge(state.page.ended ? "complete" : "following", state.page.ended);
         byId("problem").hidden = true;
       }
     } catch (error) {
-      tell("not reachable", true);
+      setBadge("not reachable", true);
       byId("problem").textContent = String(error.message ?? error);
       byId("problem").hidden = false;
     }
@@ -73,7 +73,7 @@ async function follow() {
 const THEMES = ["auto", "light", "dark"];
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
-function wear(theme) {
+function applyTheme(theme) {
   const root = document.documentElement;
   if (theme === "auto") root.removeAttribute("data-theme");
   else root.dataset.theme = theme;
@@ -85,9 +85,9 @@ function wear(theme) {
 
 function watchTheme() {
   byId("theme").addEventListener("click", () =>
-    wear(THEMES[(THEMES.indexOf(byId("theme").dataset.value) + 1) % THEMES.length]));
-  systemDark.addEventListener("change", () => wear(byId("theme").dataset.value));
-  wear("auto");
+    applyTheme(THEMES[(THEMES.indexOf(byId("theme").dataset.value) + 1) % THEMES.length]));
+  systemDark.addEventListener("change", () => applyTheme(byId("theme").dataset.value));
+  applyTheme("auto");
 }
 
 function watchDialog() {
@@ -96,7 +96,7 @@ function watchDialog() {
   byId("r-next").addEventListener("click", () => stepRollout(1));
   byId("rollout").addEventListener("keydown", stepByKey);
   byId("rollout").addEventListener("close", () => {
-    if (document.activeElement === document.body) focusCard(shown.id); // what opened it was drawn anew meanwhile
+    if (document.activeElement === document.body) focusCard(shown.id); // its button was redrawn meanwhile
     if (location.hash.startsWith("#rollout=")) history.replaceState(null, "", location.pathname + location.search);
   });
   byId("rollout").addEventListener("click", (event) => { if (event.target === byId("rollout")) closeRollout(); });
@@ -108,5 +108,5 @@ watchDialog();
 watchFilters();
 watchGroups();
 if (live) follow();
-else { take(JSON.parse(byId("data").textContent)); openFromAddress(); }
+else { showPage(JSON.parse(byId("data").textContent)); openFromAddress(); }
 document.body.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-// One rollout in a dialog: its tokens, turns, reward and fate, and where it came from and went.
+// One rollout in a dialog: its tokens, turns, reward, disposition and lineage.
 let shown = null;
 let neighbours = [];
 let modeOfTokens = "sampler";
@@ -25,7 +25,7 @@ function stepRollout(by) {
   if (next) openRollout(next);
 }
 
-// Left and right go from rollout to rollout, but where these keys have a meaning of their own.
+// Left and right step through rollouts, except in inputs, where these keys have a meaning of their own.
 function stepByKey(event) {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!by || event.altKey || event.ctrlKey || event.metaKey || event.target.matches("select, input")) return;
@@ -129,7 +129,7 @@ function lineageOf(card) {
 }
 
 function batchStep(fate, named) {
-  if (fate.round === null) return ["No batches say yet what becomes of it", "undecided", null];
+  if (fate.round === null) return ["No batches have it yet", "undecided", null];
   const slot = `batches/round-${String(fate.round).padStart(5, "0")}`;
   const place = fate.kind === "consumed" ? `step ${fate.step}, row ${fate.row}, segment ${fate.segment}` : fateText(fate);
   return [fate.kind === "consumed" ? "was trained on at" : "was not trained on", `${slot}: ${place}`, named(slot)?.sha256];

@@ -47,9 +47,9 @@ function columnOf(column) {
 
 function drawTable(cards) {
   if (table) {
-    const held = document.activeElement.closest("#table tbody") ? document.activeElement.dataset.id : null;
+    const focused = document.activeElement.closest("#table tbody") ? document.activeElement.dataset.id : null;
     table.clear().rows.add(cards).draw(false);
-    if (held) focusCard(held);
+    if (focused) focusCard(focused);
     return;
   }
   table = new DataTable("#table", {
@@ -58,7 +58,7 @@ function drawTable(cards) {
     layout: { topStart: null, topEnd: null, bottomStart: "info", bottomEnd: "paging" },
     createdRow: (row, card) => row.addEventListener("click", () => openRollout(card, visibleCards())),
     language: { emptyTable: "No rollouts are committed yet.", zeroRecords: "No rollout passes these filters." },
-    drawCallback: () => tellCount(),
+    drawCallback: () => showCount(),
   });
   table.search.fixed("filters", (_, card) => passes(card));
   table.draw();
@@ -90,7 +90,7 @@ function moveByKey(event) {
 
 const visibleCards = () => table.rows({ search: "applied", order: "applied" }).data().toArray();
 
-function tellCount() {
+function showCount() {
   if (!table) return;
   const passing = table.rows({ search: "applied" }).count();
   byId("count").textContent = `${show(passing)} of ${show(state.cards.length)} rollouts`;

@@ -1,4 +1,4 @@
-// Tokens as text with a colour for a number each: how likely, how far apart, how undecided.
+// Tokens as text, coloured by a number each: probability, difference of logprobs, or entropy.
 const MODES = {
   sampler: { name: "probability when sampled", ramp: "--unlikely" },
   difference: { name: "trainer against sampler", ramp: "--more" },
@@ -12,14 +12,14 @@ function fillModes(select) {
 
 function paintOf(tokens, mode) {
   const { sampler, trainer, entropies } = tokens;
-  if (mode === "sampler") return { of: (i) => 1 - Math.exp(Math.min(0, sampler[i])), told: "certain", end: "improbable" };
+  if (mode === "sampler") return { of: (i) => 1 - Math.exp(Math.min(0, sampler[i])), start: "certain", end: "improbable" };
   if (!trainer) return null;
   const values = sampler.map((value, i) => {
     if (value === null || trainer[i] === null) return null;
     return mode === "difference" ? trainer[i] - value : entropies[i];
   });
   const most = Math.max(1e-9, ...values.map((value) => Math.abs(value ?? 0)));
-  return { of: (i) => (values[i] ?? 0) / most, told: "0", end: `${show(most, 4)} nats` };
+  return { of: (i) => (values[i] ?? 0) / most, start: "0", end: `${show(most, 4)} nats` };
 }
 
 function tokenText(tokens, mode) {
@@ -37,7 +37,7 @@ function tokenText(tokens, mode) {
   return box;
 }
 
-// Signs that show nothing but turn the text around them, or hide in it, by their numbers.
+// Characters that are invisible or change the direction of text; they are shown by their codes.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
 function visible(text) {
@@ -72,8 +72,8 @@ function legend(tokens, mode) {
   if (!paint) return make("p", { class: "legend" }, "The trainer has no scores of this rollout (yet).");
   const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
   ramp.style.background = `linear-gradient(to right, transparent, color-mix(in srgb, var(${MODES[mode].ramp}) 75%, transparent))`;
-  return make("p", { class: "legend" }, paint.told, ramp, paint.end,
-    mode === "difference" ? " (red: the trainer thinks it less likely)" : "", " · grey: not the policy's own");
+  return make("p", { class: "legend" }, paint.start, ramp, paint.end,
+    mode === "difference" ? " (red: less probable for the trainer)" : "", " · grey: not the policy's own");
 }
 
 function tokenTable(tokens) {
@@ -89,8 +89,8 @@ function tokenTable(tokens) {
 }
 
 function completionOf(card) {
-  const said = card.turns.filter((turn) => turn.role === "assistant");
-  return said.length ? said.map((turn) => turn.content).join(" ⏎ ") : card.error;
+  const turns = card.turns.filter((turn) => turn.role === "assistant");
+  return turns.length ? turns.map((turn) => turn.content).join(" ⏎ ") : card.error;
 }
 
 function promptOf(card) {

@@ -1,7 +1,6 @@
-"""Pictures of a run, drawn from its committed metrics.
+"""The learning curve of a run as a PNG, drawn from its committed metrics.
 
-`learning_curve` is a pure function of metric rows to PNG bytes; where the picture is put is the
-caller's business, and a picture is never a slot: it can be drawn again at any time.
+A picture is never a slot: it can be drawn again at any time.
 """
 
 import io
@@ -19,7 +18,7 @@ DPI = 120
 
 
 def learning_curve(rows: Rows, title: str) -> bytes:
-    """Held-out accuracy with its 95 % interval and training reward, by round, as a PNG."""
+    """Held-out accuracy with its 95 % interval, and training reward, by round, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
@@ -38,7 +37,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 
 
 def write_learning_curve(run: Run, rows: Rows) -> Path:
-    """Draw a run's curve into its folder on a local root, else into the working directory."""
+    """Write a run's curve into its folder on a local root, else into the working directory."""
     target = run.store.local_path("learning-curve.png") or Path(f"{run.run_id}-learning-curve.png")
     replace_file(target, learning_curve(rows, run.run_id))
     return target

@@ -1,0 +1,153 @@
+"""Commands that check: `doctor`, `audit`, `fsck`, `metrics verify`, `verify`.
+
+docs/tools.md has a table that says which of them answers what. Each ends with exit code 1 where
+something is wrong.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from marin_rl.commands.options import (
+    ApiKeyVariable,
+    AsJson,
+    AsJsonLines,
+    Overrides,
+    Root,
+    RunName,
+    Trust,
+    complain,
+    key_named,
+    load,
+    out,
+    tell,
+    tell_json,
+)
+
+
+def doctor(
+    config_file: Annotated[Path, typer.Argument(help="YAML file")] = Path("configs/demo.yaml"),
+    *,
+    overrides: Overrides = None,
+    api_key_variable: ApiKeyVariable = None,
+    trust: Trust = False,
+) -> None:
+    """Check storage, model, tokenizer, devices, endpoints and Prefect; say what to fix."""
+    from marin_rl.doctor import examine
+
+    failed = False
+    changes = [*(overrides or ()), *key_named(api_key_variable)]
+    for finding in examine(load(config_file, changes, trust=trust)):
+        mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
+        out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
+        tell(finding.detail)
+        failed = failed or not finding.passed
+    if failed:
+        raise typer.Exit(1)
+
+
+def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs") -> None:
+    """Check from the files alone that every rollout is accounted for. Exit code 1 if not.
+
+    Cells are rollouts / tokens. Length bias is how many tokens longer what was dropped is, on
+    average, than what was trained on.
+    """
+    from marin_rl.display import audit_table, dropped_table
+    from marin_rl.storage.runs import Run
+    from marin_rl.storage.upkeep.audit import audit_run
+
+    reports = list(audit_run(Run.open(root, run_name)))
+    if as_json:
+        for report in reports:
+            tell_json({"balanced": report.balanced, **asdict(report)})
+    else:
+        out.print(audit_table(reports))
+        if any(balance.dropped for report in reports for balance in report.balances):
+            out.print(dropped_table(reports))
+        complain(f"round {report.round}: {line}" for report in reports for line in report.problems)
+    if any(report.problems for report in reports):
+        raise typer.Exit(1)
+
+
+def fsck(
+    run_name: RunName,
+    *,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="threads; default: one per core, 16 on object stores")
+    ] = None,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Check every object of a run: there, unchanged, readable, linked. Exit code 1 if not."""
+    from marin_rl.display import size
+    from marin_rl.storage.upkeep.fsck import check_run
+
+    checked = check_run(root, run_name, workers=workers)
+    if as_json:
+        tell_json({"whole": checked.whole, **asdict(checked)})
+    else:
+        complain(f"{f.kind}: {f.place}: {f.detail}" for f in checked.faults if not f.harmless)
+        for fault in (fault for fault in checked.faults if fault.harmless):
+            tell(f"{fault.kind}: {fault.place}: {fault.detail}")
+        rate = checked.bytes / max(checked.seconds, 1e-9)
+        pruned = f", {checked.pruned} pruned by retention" if checked.pruned else ""
+        tell(
+            f"{checked.objects} objects, {size(checked.bytes)} in {checked.seconds:.2f} s "
+            f"({size(rate)}/s){pruned}: {'whole' if checked.whole else 'NOT WHOLE'}"
+        )
+    if not checked.whole:
+        raise typer.Exit(1)
+
+
+def verify_metrics(
+    run_name: RunName,
+    *,
+    round_number: Annotated[int | None, typer.Option("--round", min=0, help="default: all")] = None,
+    trust: Trust = False,
+    as_json: AsJsonLines = False,
+    root: Root = "runs",
+) -> None:
+    """Recompute metrics from the other files. Exit code 1 if one differs."""
+    from marin_rl.analysis.verify import not_checked, verify_run
+    from marin_rl.display import findings_table
+    from marin_rl.storage.runs import Run
+
+    findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
+    wrong = [finding for finding in findings if finding.problem]
+    if as_json:
+        for finding in findings:
+            tell_json(asdict(finding))
+    else:
+        out.print(findings_table([finding for finding in findings if not finding.unchecked]))
+        for line in not_checked(findings):
+            tell(line)
+        complain(finding.message for finding in wrong)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def verify(
+    archive: Annotated[Path, typer.Argument(help="a file that `export` wrote")],
+    *,
+    root_hash: Annotated[str | None, typer.Option("--root-hash", help="expected root hash")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check an exported run offline: every digest, part and parent. Exit code 1 if one is wrong."""
+    from marin_rl.display import size
+    from marin_rl.storage.upkeep.archive import verify_archive
+
+    archived = verify_archive(archive, root_hash)
+    if as_json:
+        tell_json({"whole": not archived.faults, **asdict(archived)})
+    else:
+        complain(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in archived.faults)
+        verdict = "NOT WHOLE" if archived.faults else "whole"
+        tell(
+            f"run {archived.run_id}: {archived.objects} objects, {size(archived.bytes)}, "
+            f"{archived.left_out} parts left out: {verdict}"
+        )
+        tell(f"root hash {archived.root_hash}")
+    if archived.faults:
+        raise typer.Exit(1)
