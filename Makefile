@@ -1,4 +1,4 @@
-# Everything a newcomer or CI calls. `make help` lists it.
+# All commands for development and CI. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -40,14 +40,14 @@ test: install ## Install and run the default tests (2 cores, no network)
 test-slow: install ## Run the tests marked slow (kills, real server and worker, demo)
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE)
 
-# A process that starts on one core, as a machine has it that has no more. No test of a mesh there.
+# A process that starts on one core, as on a machine with one core. No test of a mesh there.
 ONE_CORE := $(BIN)/python -c 'import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
 TWO_DEVICES := --xla_force_host_platform_device_count=2
 BITS := -m pytest -m 'bits and not slow'
 PROGRAMS := $(CURDIR)/.pytest_cache/d/marin-rl-programs
 
 .PHONY: test-isa
-test-isa: install ## Run the tests about bits with AVX2, with SSE4.2 and on one core
+test-isa: install ## Run the tests that compare bits with AVX2, with SSE4.2 and on one core
 	XLA_FLAGS="$(TWO_DEVICES) --xla_cpu_max_isa=AVX2" MARIN_RL_TEST_PROGRAMS=$(PROGRAMS)-avx2 $(BIN)/python $(BITS) $(SIDE_BY_SIDE)
 	XLA_FLAGS="$(TWO_DEVICES) --xla_cpu_max_isa=SSE4_2" MARIN_RL_TEST_PROGRAMS=$(PROGRAMS)-sse4_2 $(BIN)/python $(BITS) $(SIDE_BY_SIDE)
 	XLA_FLAGS="--xla_force_host_platform_device_count=1" MARIN_RL_TEST_PROGRAMS=$(PROGRAMS)-one-core $(ONE_CORE) $(BITS)
@@ -65,7 +65,7 @@ format: install ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 
 .PHONY: docs
-docs: install ## Write the generated pages of docs/ anew
+docs: install ## Write the generated pages of docs/ again
 	$(BIN)/marin-rl config reference > docs/configuration.md
 	$(BIN)/marin-rl config metrics > docs/metrics.md
 

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 # Threads of torch and CTranslate2 that wait would otherwise spin, and eat the CPU-seconds of all.
 PASSIVE = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
 # What marin_rl.compilation.keep_freed_memory sets in a run: without it each side hands large blocks
-# back to the kernel and pays for their pages anew at each step.
+# back to the kernel and pays for their pages again at each step.
 MALLOC = {
     "GLIBC_TUNABLES": ":".join(
         (

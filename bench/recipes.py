@@ -148,7 +148,7 @@ def evaluated(run: Any, round: int, policy: Any) -> float:
     return float(asyncio.run(evaluate_round(run, round, policy)).summary["eval/accuracy"])
 
 
-# ---------------------------------------------------------------- what was found
+# ---------------------------------------------------------------- results
 
 
 def of_recipe(curves: Sequence[Curve]) -> Mapping[str, list[Curve]]:

@@ -95,13 +95,12 @@ class ApiConnection:
 
     def close(self) -> None:
         """Leave the process as it was before the API was lost."""
+        if self.lost:
+            discard(services())  # before the filters go: a sender may log its failure only now
+            set_api_log_sink(None)
+            EventsWorker.set_client_override(None)
         for name in NOISY + RUNS:
             logging.getLogger(name).removeFilter(_drop_lost_reports)
-        if not self.lost:
-            return
-        discard(services())
-        set_api_log_sink(None)
-        EventsWorker.set_client_override(None)
 
     def confirm(self) -> None:
         """Find out whether the API is still there, before the last reports are sent."""

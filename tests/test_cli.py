@@ -56,7 +56,7 @@ def test_status_without_a_name_lists_all_runs(root: str, name: str) -> None:
     assert name in invoke("status", "--root", root).output
 
 
-def test_a_missing_run_is_told_with_those_that_exist(root: str, name: str) -> None:
+def test_a_missing_run_is_reported_with_the_existing_ones(root: str, name: str) -> None:
     shown = invoke("status", "absent", "--root", root)
     assert isinstance(shown.exception, ObjectMissing)
     assert name in str(shown.exception)
@@ -73,7 +73,7 @@ def test_a_run_may_be_named_with_the_slash_that_shells_complete(root: str, name:
 
 @pytest.mark.parametrize("wrong", ["../run", "a/b", "..", ".", "/"])
 @pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts", "watch"])
-def test_what_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> None:
+def test_a_folder_that_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> None:
     """Not by an assertion of storage: a path to a run is what people type first."""
     refused = invoke(command, wrong, "--root", root)
     assert isinstance(refused.exception, ConfigError), refused.exception
@@ -147,7 +147,7 @@ def test_rollouts_are_shown_best_or_worst_first(root: str, name: str) -> None:
     assert "0.000" in worst
 
 
-def test_a_round_without_rollouts_is_told(root: str, name: str) -> None:
+def test_a_round_without_rollouts_is_an_error(root: str, name: str) -> None:
     shown = invoke("rollouts", name, "--round", "77", "--root", root)
     assert isinstance(shown.exception, ObjectMissing)
 

@@ -30,7 +30,7 @@ def test_every_shipped_file_loads_and_round_trips(path):
     assert parse_config(config.model_dump(mode="json")) == config
 
 
-def test_there_are_the_shipped_files_a_user_is_told_of():
+def test_the_documented_files_are_shipped():
     assert {"demo", "prod", "debug"} <= {path.stem for path in CONFIGS}
 
 
@@ -269,13 +269,13 @@ ALONE = {"group_size": 1, "group_size_min": 1}
         {"objective": {"advantage": "reinforce_batch"}, "rollouts": ALONE},
     ],
 )
-def test_what_does_go_together_is_not_refused(tree):
+def test_valid_combinations_are_accepted(tree):
     found = parse_config(tree).model_dump()
     for section, settings in tree.items():
         assert settings.items() <= found[section].items()
 
 
-def test_every_problem_is_told_at_once():
+def test_every_problem_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         parse_config({"rounds": 0, "seed": -1, "policy": {"init": "magic"}})
     assert len(str(caught.value).splitlines()) == 4
@@ -356,7 +356,7 @@ def test_numbers_in_scientific_notation_load_from_yaml():
     assert parse_config(tree).training.learning_rate == 3e-4
 
 
-def test_what_came_later_leaves_no_trace_while_it_is_null():
+def test_later_settings_leave_the_fingerprint_unchanged_while_null():
     plain = parse_config({})
     assert "critic" not in fingerprint_fields(plain)["training"]
     assert "critic" not in plain.model_dump(mode="json")["training"]

@@ -39,7 +39,7 @@ def test_it_is_loaded_by_its_first_use_alone(tmp_path, use, expected):
     assert ended.stdout.split("\n")[:3] == ["False False", expected, "42 42 42 True"]
 
 
-def test_what_is_loaded_or_absent_is_left_alone():
+def test_loaded_and_absent_packages_are_left_alone():
     before = sys.modules["pytest"]
     defer("pytest", "no_such_package_anywhere")
     assert sys.modules["pytest"] is before

@@ -37,7 +37,7 @@ def test_a_round_in_progress_is_drawn_with_its_numbers():
     assert "0.500" in shown
 
 
-def test_what_a_model_wrote_moves_no_cursor():
+def test_text_of_a_model_moves_no_cursor():
     row = {"prompt": "\x1b[2J", "completion": "a\x07b", "answer": "", "reward": 1.0, "status": "ok"}
     shown = text_of(rollouts_table([row])) + text_of(frame_table(["said"], [["\x1b]0;title"]]))
     assert "\x1b" not in shown

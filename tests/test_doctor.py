@@ -46,26 +46,26 @@ def test_bad_input_is_one_clear_error_and_no_run(tmp_path, override, error, word
     assert not (tmp_path / "debug").exists()
 
 
-def test_a_missing_model_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
     config = debug(tmp_path, "policy.init=hf", "policy.hf_path=/nowhere")
     with pytest.raises(InputError, match="/nowhere"):
         preflight(config)
 
 
-def test_a_root_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="in the way of a folder"):
         preflight(debug(tmp_path / "file" / "runs"))
 
 
-def test_an_endpoint_that_serves_another_model_is_told(tmp_path: Path) -> None:
+def test_an_endpoint_that_serves_another_model_is_an_error(tmp_path: Path) -> None:
     with FakePolicyServer(model="something-else") as server:
         endpoint = f"inference.endpoints=['{server.url}']"
         with pytest.raises(StalePolicy, match="something-else, not 'policy'"):
             preflight(debug(tmp_path, endpoint))
 
 
-def test_a_mesh_larger_than_the_machine_is_told(tmp_path: Path) -> None:
+def test_a_mesh_larger_than_the_machine_is_an_error(tmp_path: Path) -> None:
     (found,) = (
         finding for finding in examine(debug(tmp_path, "mesh.data=64")) if finding.name == "devices"
     )

@@ -21,6 +21,9 @@ from marin_rl.training.model import build_model, save_hf
 from marin_rl.training.sft import WarmStart
 from marin_rl.types import Example, Message
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parents[1] / "configs/debug.yaml"
 
 
@@ -145,7 +148,7 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(len(group.example.answer or "") <= 2 for group in found.groups)
 
 
-def test_what_is_asked_for_is_settled_once(prompts: Path) -> None:
+def test_overrides_are_resolved_once(prompts: Path) -> None:
     config = load_config(DEBUG)
     chosen, _ = settled(config, Asked())
     assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (1, 0.0)
@@ -158,7 +161,7 @@ def test_what_is_asked_for_is_settled_once(prompts: Path) -> None:
     assert fixed.evaluation.examples == 4
 
 
-def test_what_does_not_go_together_is_refused(prompts: Path) -> None:
+def test_invalid_combinations_are_refused(prompts: Path) -> None:
     config = load_config(DEBUG)
     with pytest.raises(ConfigError, match="--examples 9: the environment holds out 4"):
         settled(config, Asked(environment=str(prompts), examples=9))

@@ -1,7 +1,8 @@
-"""Docstrings speak the field's language: how they begin, and words that they do without."""
+"""Docstrings, comments, errors and docs use the field's words and avoid the listed ones."""
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 
 TOP = Path(__file__).parent.parent
 PACKAGES = ("flows", "tasks", "schemas", "marin_rl", "tests", "bench")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/README.md", ".ci/run", "Makefile")
+CONFIGS = ("configs/**/*.yaml", "pyproject.toml", "prefect.toml", "prefect.yaml", "flows/*.yaml")
 
-# A docstring says what a thing is or does; a question's word in front says neither.
+# A docstring begins with an imperative or a noun phrase, not with a question word.
 FIRST_WORDS = re.compile(
     r"(What|Whether|How|Who|Whose|Which|Where|So many|So much|All of them|One of them)\b"
 )
 
-# Words that stand for a noun of the field, and phrases that a reader has to solve.
+# Words used in place of a term of the field, and phrases that a reader has to decode.
 RIDDLES = re.compile(
     r"\b(told|found|held(?![- ]out)|given up|gives up|give up|whoever|nobody|everybody|so many"
     r"|so much|beside|anew|its word|(?:has|have) (?:its|their) say|comes? to the same)\b",
@@ -23,29 +26,100 @@ RIDDLES = re.compile(
 )
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|'[^'\s][^']*'")
 
+# Docs may say "expected …, found …".
+EXPECTED = re.compile(r"\bexpected\b.*?\bfound\b", re.IGNORECASE | re.DOTALL)
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """(place, docstring) of every module, class and function."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+Text = tuple[str, str]  # where it is, and what it says
+
+
+def sources() -> Iterator[Path]:
+    """Python files of the repository, without virtual environments."""
     for package in PACKAGES:
         for path in sorted((TOP / package).rglob("*.py")):
-            if any(part.startswith(".") for part in path.relative_to(TOP).parts):
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                    yield f"{path.relative_to(TOP)}:{getattr(node, 'lineno', 1)}", text
+            if not any(part.startswith(".") for part in path.relative_to(TOP).parts):
+                yield path
 
 
-def breaches(text: str) -> list[str]:
-    """The words of a docstring that break the rules, in order."""
-    first = FIRST_WORDS.match(text)
-    return ([first[0]] if first else []) + RIDDLES.findall(QUOTED.sub("", text))
+def docstrings() -> Iterator[Text]:
+    """Docstrings of every module, class and function."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(TOP)}:{getattr(node, 'lineno', 1)}", text
 
 
-def test_docstrings_begin_with_an_act_or_a_noun_and_hold_no_riddles() -> None:
+def comments() -> Iterator[Text]:
+    """Comments of Python files and of configurations."""
+    for path in sources():
+        with tokenize.open(path) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type == tokenize.COMMENT:
+                    yield f"{path.relative_to(TOP)}:{token.start[0]}", token.string
+    for pattern in CONFIGS:
+        for path in sorted(TOP.glob(pattern)):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if comment := re.search(r"(?:^|\s)#.*", line):
+                    yield f"{path.relative_to(TOP)}:{number}", comment[0]
+
+
+def messages() -> Iterator[Text]:
+    """Text of the errors that the library raises: constant parts of `raise Error("…")`."""
+    for path in sources():
+        if path.relative_to(TOP).parts[0] in ("tests", "bench"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                for part in ast.walk(node.exc):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        place = f"{path.relative_to(TOP)}:{part.lineno}"
+                        yield place, re.sub(r"\bfound\b", "", part.value)  # "expected …, found …"
+
+
+def prose() -> Iterator[Text]:
+    """Lines of the docs outside of blocks of code."""
+    for pattern in PAGES:
+        for path in sorted(TOP.glob(pattern)):
+            code = False
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if line.lstrip().startswith("```"):
+                    code = not code
+                elif not code and not line.startswith("    "):
+                    yield f"{path.relative_to(TOP)}:{number}", line
+
+
+def riddles(text: str) -> list[str]:
+    """Words of the list in a text, quotations left out."""
+    return RIDDLES.findall(EXPECTED.sub("", QUOTED.sub("", text)))
+
+
+def breaches(docstring: str) -> list[str]:
+    """Words of a docstring that break the rules, in order."""
+    first = FIRST_WORDS.match(docstring)
+    return ([first[0]] if first else []) + riddles(docstring)
+
+
+def test_docstrings_begin_with_an_act_or_a_noun_and_avoid_the_listed_words() -> None:
     wrong = [
         f"{place}: {', '.join(words)}" for place, text in docstrings() if (words := breaches(text))
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_of_tests_follow_the_same_rules() -> None:
+    wrong = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                words = node.name.removeprefix("test_").replace("_", " ")
+                if FIRST_WORDS.match(words.capitalize()) or riddles(words):
+                    wrong.append(f"{path.relative_to(TOP)}: {node.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("texts", [comments, messages, prose])
+def test_other_texts_avoid_the_listed_words(texts) -> None:
+    wrong = [f"{place}: {', '.join(words)}" for place, text in texts() if (words := riddles(text))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -59,5 +133,5 @@ def test_docstrings_begin_with_an_act_or_a_noun_and_hold_no_riddles() -> None:
         ('Message "expected a run, found none".', []),
     ],
 )
-def test_the_rules_catch_what_they_name(text: str, words: list[str]) -> None:
+def test_the_rules_catch_the_words_of_the_lists(text: str, words: list[str]) -> None:
     assert breaches(text) == words

@@ -72,7 +72,7 @@ print(used - kept, used - resident_mb())
 
 
 @pytest.mark.skipif(glibc() is None, reason="what is kept is glibc's")
-def test_what_is_freed_is_kept_until_it_is_given_back():
+def test_freed_memory_is_kept_until_it_is_returned():
     command = [sys.executable, "-c", GAPS]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     kept, given_back = map(int, said.split())

@@ -24,6 +24,9 @@ from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, parameters_digest
 from marin_rl.types import SlotRef
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
 
@@ -64,7 +67,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
     server.stop()
 
 
-def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: RunRuntime) -> None:
+def test_the_checkpoint_is_served_and_the_canary_agrees(embedded: RunRuntime) -> None:
     policy = embedded.serve(embedded.init_policy())
     assert policy.parameters_digest == parameters_digest(embedded.trainer.model)
     assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
@@ -73,7 +76,7 @@ def test_what_is_served_is_the_checkpoint_and_the_canary_agrees(embedded: RunRun
     assert prove(policy, embedded.trainer.model, config, temperature=0.7) < 1e-4
 
 
-def test_an_endpoint_that_leaves_temperature_out_is_told_apart_from_a_stale_one(
+def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
     embedded: RunRuntime,
 ) -> None:
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
@@ -105,7 +108,7 @@ def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: R
     assert again["weights/failures"] == 0  # they were of the round before
 
 
-def test_other_weights_under_the_right_id_are_found_out(embedded: RunRuntime) -> None:
+def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
     config = debug(Path("unused"))

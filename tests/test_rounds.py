@@ -18,6 +18,9 @@ from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards, seal_round
 
+# Programs as users have them are not the subject here, and take twice as long to compile.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -103,7 +106,7 @@ def test_huangs_reward_is_the_score_less_the_kl() -> None:
     assert rlhf_metrics({}) == {}
 
 
-def test_a_shard_made_alone_has_the_bits_of_one_made_beside_others(tmp_path: Path) -> None:
+def test_a_shard_made_alone_has_the_bits_of_one_made_with_others(tmp_path: Path) -> None:
     """A shard that a killed run makes again must equal the one it would have made."""
     tables = []
     for name, order in (("together", (0, 1)), ("apart", (1, 0))):

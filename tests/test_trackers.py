@@ -91,7 +91,7 @@ class Stuck(Remembering):
         self.let_go.wait(60)
 
 
-def test_a_tracker_that_hangs_holds_nobody_up(
+def test_a_tracker_that_hangs_delays_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It loses rows, is named once, and is not waited for beyond the limit."""

@@ -15,7 +15,7 @@ class FiltersConfig(Section):
 
     zero_signal: bool = Field(
         default=True,
-        description="drop groups whose rewards all come to the same, unless the objective has a "
+        description="drop groups whose rewards are all equal, unless the objective has a "
         "KL term or an entropy bonus to learn from",
     )
     truncated: bool = Field(default=False, description="drop completions cut off at max_tokens")

@@ -234,7 +234,7 @@ def _check_alone(folder: Path, manifest: Manifest) -> None:
             if f"{manifest.attempt}/{path.relative_to(folder).as_posix()}" not in named:
                 raise CorruptObject(
                     f"{path}: expected the files that the manifest of {manifest.slot} names and no "
-                    "others, for whoever restores the arrays would read it: remove it"
+                    "others, because restoring the arrays would read it: remove it"
                 )
 
 
@@ -265,7 +265,7 @@ def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
         if not pruned_parts(run.store, slot):
             raise
         raise ObjectMissing(
-            f"{run.store.url_of(key)} was given up by the run's retention: expected a checkpoint "
+            f"{run.store.url_of(key)} was pruned by the run's retention: expected a checkpoint "
             f"with its arrays; `marin-rl status {run.run_id}` shows the latest, which is kept"
         ) from None
 

@@ -63,7 +63,7 @@ def test_rows_that_are_followed_are_those_that_are_read_at_once(run: Run) -> Non
     assert filled(watched.one(run.run_id).rows) == filled(metric_rows(run))
 
 
-def test_a_run_that_was_deleted_and_begun_anew_is_not_shown_as_the_old_one(tmp_path: Path) -> None:
+def test_a_run_deleted_and_begun_again_is_shown_as_a_new_one(tmp_path: Path) -> None:
     run = shown_run(tmp_path, rounds=3)
     watched, page = Watched(str(tmp_path)), RunPage(run)
     watched.one(run.run_id)

@@ -174,7 +174,7 @@ def test_wrong_queries_get_duckdbs_own_words(run: Run) -> None:
         sql(root, run_id, "selct 1", options)
 
 
-def test_sql_sees_a_run_that_was_made_anew_under_the_same_name(tmp_path: Path) -> None:
+def test_sql_sees_a_run_made_again_under_the_same_name(tmp_path: Path) -> None:
     """DuckDB remembers footers, but not those of a run that is another one now."""
     for attempt in range(20):
         run = Run.create_or_open(configuration(str(tmp_path)))
@@ -186,7 +186,7 @@ def test_sql_sees_a_run_that_was_made_anew_under_the_same_name(tmp_path: Path) -
         shutil.rmtree(tmp_path / "run")
 
 
-def test_what_a_query_creates_is_gone_when_it_has_answered(tmp_path: Path) -> None:
+def test_tables_that_a_query_creates_are_dropped_at_its_end(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     commit_round(run, 0, [[group("a", [0.0, 1.0])]])
     made = "create table kept as from rollouts; select count(*) from kept"
@@ -251,7 +251,7 @@ def test_a_plain_glob_sees_exactly_the_committed_shards(tmp_path: Path) -> None:
     groups = [[group("a", [0.0, 1.0])], [group("b", [1.0, 0.0])]]
     commit_round(run, 0, groups)
     commit_shard(run, 1, 0, groups[0], FINGERPRINT, policy(1))
-    # What a killed attempt leaves behind: a temporary file beside the shards.
+    # A killed attempt leaves this behind: a temporary file next to the shards.
     (tmp_path / "run/rollouts/round-00001/.shard-0001.parquet.0a1b.tmp").write_bytes(b"half")
     pattern = str(tmp_path / "run" / "rollouts" / "*" / "shard-*.parquet")
     expected = [(0, 0, 2), (0, 1, 2), (1, 0, 2)]

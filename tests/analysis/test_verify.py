@@ -304,7 +304,7 @@ def test_a_true_run_passes(played: Path) -> None:
     assert named <= {found.metric for found in findings if found.round == 1}
 
 
-def test_what_several_passes_average_is_named_as_not_checked(copy: Run, tmp_path: Path) -> None:
+def test_means_over_several_passes_are_named_as_not_checked(copy: Run, tmp_path: Path) -> None:
     config = tmp_path / "debug/run.json"
     told = json.loads(config.read_text())
     del told["digest"]
@@ -373,7 +373,7 @@ def altered(run: Run, round: int, **changes: float | None) -> None:
         ("rewards/other/mean", 1.0, "round 1: rewards/other/mean is in the row, but no file"),
     ],
 )
-def test_an_altered_row_is_found(copy: Run, name: str, value: float | None, told: str) -> None:
+def test_an_altered_row_is_detected(copy: Run, name: str, value: float | None, told: str) -> None:
     altered(copy, 1, **{name: value})
     wrong = [found for found in verify_run(copy) if found.problem]
     if told.endswith(UNREADABLE):  # an evaluation that was never made
@@ -394,7 +394,7 @@ def test_an_altered_row_is_found(copy: Run, name: str, value: float | None, told
         "evals/round-00000/evals-*.parquet",
     ],
 )
-def test_an_altered_file_is_found(copy: Run, tmp_path: Path, pattern: str) -> None:
+def test_an_altered_file_is_detected(copy: Run, tmp_path: Path, pattern: str) -> None:
     (path,) = (tmp_path / "debug").glob(pattern)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -426,7 +426,7 @@ def test_the_command_says_what_differs_and_fails(copy: Run, tmp_path: Path) -> N
     assert (found["metric"], found["round"], found["found"]) == ("entropy", 0, 9.0)
 
 
-def test_a_run_without_closed_rounds_is_told(tmp_path: Path) -> None:
+def test_a_run_without_closed_rounds_is_an_error(tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     with pytest.raises(ObjectMissing, match="no round has been closed"):
         list(verify_run(run))

@@ -68,7 +68,7 @@ def test_a_warm_start_counts_its_steps(tmp_path: Path) -> None:
     assert look_at(str(tmp_path), "run").stage.told == "warm start, steps (225 of 450)"
 
 
-def test_a_process_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_dead_process_is_reported(tmp_path: Path) -> None:
     run = shown_run(tmp_path)
     lock = run.store.local_path(".lock")
     assert lock is not None
@@ -136,7 +136,7 @@ def test_all_runs_in_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_what_is_newest_is_seen_in_a_narrow_terminal_too(tmp_path: Path, width: int) -> None:
+def test_the_newest_round_is_visible_in_a_narrow_terminal(tmp_path: Path, width: int) -> None:
     """A curve gives way from its old end; its last number stays whole, on the same line."""
     shown_run(tmp_path)
     look = replace(look_at(str(tmp_path), "shown"), rows=rows(reward=[*[0.0] * 40, 1.0]))

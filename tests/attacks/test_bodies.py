@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from marin_rl.serving.http.errors import (
 from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
 
+# The speed of the model does not matter here.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parents[1]
 MEGABYTE = 2**20
@@ -43,17 +46,6 @@ MEGABYTE = 2**20
 # bodies that this is about took 9 to 60 s.
 CPU_S_MAX = 1.2
 MB_MAX = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly(compiled_quickly: None) -> None:
-    """Speed of the model does not matter here."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 def costs(seed: int, count: int) -> list[dict[str, Any]]:
@@ -107,7 +99,7 @@ def shape_of(value: object, depth: int = 0) -> tuple[int, int, int, int]:
 
 
 @given(value=st.lists(JSON), ascii=st.integers(0, 1), chunk=st.integers(2, 40))
-def test_what_is_counted_in_the_bytes_is_what_a_parser_sees(
+def test_counts_in_the_bytes_equal_those_of_a_parser(
     value: list[object], ascii: int, chunk: int
 ) -> None:
     data = json.dumps(value, ensure_ascii=bool(ascii)).encode()
@@ -152,7 +144,7 @@ def test_commas_and_brackets_in_texts_count_for_nothing() -> None:
     assert body.prompts == [text]
 
 
-def test_errors_still_show_the_number_that_was_found() -> None:
+def test_errors_show_the_number_of_the_body() -> None:
     """The error is made without its input, which may be as large as the body."""
     ids = json.dumps({"tokens": [1] * 1000 + [-5] + [True] * 1000}).encode()
     with pytest.raises(ApiError, match=r"^tokens\.1000: .* greater than .*, found -5$"):
@@ -263,7 +255,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
         assert becomes(lambda: talk(running, "POST", "/tokenize", large)[0] == 400)
 
 
-def test_a_body_that_was_read_is_no_longer_held_while_its_answer_is_made(
+def test_a_body_is_freed_before_its_answer_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares: list[BodyShare] = []

@@ -1,23 +1,12 @@
 """Requests whose framing is made to be read in two ways."""
 
-from collections.abc import Iterator
-
 import pytest
-from support.servers import asks_well, raw, read_all, serving, status_of
+from support.servers import asks_well, raw, read_all, status_of
 
 from marin_rl.serving.server import PolicyServer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly(compiled_quickly: None) -> None:
-    """Speed of the model does not matter here."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
-
+# The speed of the model does not matter here.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 BODY = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n0\r\n\r\n'
 

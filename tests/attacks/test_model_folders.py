@@ -118,7 +118,7 @@ def ends(work: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_ordinary_file_is_opened_by_none(folder: Path, kind: str) -> None:
+def test_special_files_are_opened_by_no_command(folder: Path, kind: str) -> None:
     make, words = SPECIAL[kind]
     for name in READ:
         kept = (folder / name).read_bytes() if (folder / name).exists() else None
@@ -276,7 +276,7 @@ def test_weights_come_from_below_the_servers_roots_alone(
         ((), "s3://a", False),
     ],
 )
-def test_what_lies_below_a_root(roots: tuple[str, ...], place: str, held: object) -> None:
+def test_objects_below_a_root(roots: tuple[str, ...], place: str, held: object) -> None:
     assert Places(roots).holds(place) is held
 
 

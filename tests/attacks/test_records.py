@@ -118,7 +118,7 @@ def test_a_bad_folder_hides_and_ends_no_neighbour(
     ],
     ids=["deep lists", "deep maps", "infinite", "surrogate", "digits", "no text", "many values"],
 )
-def test_whatever_is_wrong_in_a_record_is_one_error(data: bytes) -> None:
+def test_any_violation_in_a_record_is_one_error(data: bytes) -> None:
     inside = b'{"format":"f","version":1,"more":' + data + b"}"
     for record in (data, inside):
         with pytest.raises(Malformed):
@@ -171,7 +171,7 @@ def test_keys_stay_below_their_store_without_asserts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[2J", "a/b", "..", "x" * 300, ""])
-def test_what_can_be_no_folder_is_no_run(name: str) -> None:
+def test_a_name_that_can_be_no_folder_is_no_run(name: str) -> None:
     with pytest.raises(ConfigError, match="id of a run"):
         check_run_id(name)
 

@@ -118,7 +118,7 @@ def family(file: Path) -> list[int]:
     return ids
 
 
-def test_what_a_reward_started_ends_at_the_time_limit(
+def test_children_of_a_reward_end_at_the_time_limit(
     folder: Path, example: Example, tmp_path: Path
 ) -> None:
     config = configured(folder, reward_timeout_s=4)
@@ -129,7 +129,7 @@ def test_what_a_reward_started_ends_at_the_time_limit(
     scorer.close()
 
 
-def test_what_a_reward_started_ends_with_the_scorer(
+def test_children_of_a_reward_end_with_the_scorer(
     folder: Path, example: Example, tmp_path: Path
 ) -> None:
     config = configured(folder)
@@ -162,7 +162,7 @@ def test_memory_beyond_the_limit_costs_one_rollout(scorer: Scorer, example: Exam
     assert found == [1000.0, "MemoryError: ", 3.0]
 
 
-def test_what_a_reward_prints_is_bounded_and_has_no_control_characters(
+def test_output_of_a_reward_is_bounded_and_has_no_control_characters(
     scorer: Scorer, example: Example, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rewards(scorer, example, "flood", "abc") == [5.0, 3.0]

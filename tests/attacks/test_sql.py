@@ -12,7 +12,7 @@ from marin_rl.analysis.scan import sql
 from marin_rl.errors import InputError
 from marin_rl.storage.runs import Run
 
-# FILE is a new file beside the run, SHARD the one that is committed, TARGET in the run's folder.
+# FILE is a new file outside the run, SHARD the committed one, TARGET in the run's folder.
 WRITING = (
     "copy (select 1) to 'FILE'",
     "copy (select 1) to 'SHARD'",
@@ -95,7 +95,7 @@ def test_a_run_in_an_object_store_opens_no_file_of_this_machine() -> None:
     assert sql(run.config.root, "run", "select sum(reward) from rollouts").item() == 1.0
 
 
-def test_what_stays_in_memory_is_answered(run: Run) -> None:
+def test_queries_on_tables_in_memory_are_answered(run: Run) -> None:
     def ask(query: str) -> list[tuple]:
         return sql(run.config.root, "run", query).rows()
 

@@ -23,7 +23,8 @@ from marin_rl.environments.scoring import close_scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
 from marin_rl.storage.own_runs import remember, remembered
-from marin_rl.storage.runs import RUN_KEY, Run
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import Run
 from marin_rl.trust import Consent, check_named, settings_of
 from schemas.manifests import sealed_json
 
@@ -233,7 +234,7 @@ def test_places_outside_of_a_run_are_named_before_they_are_read(tmp_path: Path) 
     check_named(forged, settings_of(forged, chosen), chosen)
 
 
-def test_what_comes_with_the_package_needs_no_trust(tmp_path: Path) -> None:
+def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
     for environment in (
         {"name": "echo"},
         {"name": "reasoning_gym", "options": {"dataset": "chain_sum"}},
@@ -278,7 +279,7 @@ def test_ones_own_run_has_its_settings_and_a_changed_one_has_not(tmp_path: Path)
         check_named(changed, changed.config, Consent())
 
 
-def test_a_fork_of_somebody_elses_run_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
     whole_run(str(tmp_path), 1)
     forge(
         tmp_path / "run",

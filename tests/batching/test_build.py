@@ -118,7 +118,7 @@ def test_kl_and_entropy_are_signals_where_rewards_are_equal(
     assert set(_fates(run).values()) == {"consumed"}
 
 
-def test_best_of_k_learns_nothing_from_rewards_that_come_to_the_same(tmp_path: Path) -> None:
+def test_best_of_k_learns_nothing_from_equal_rewards(tmp_path: Path) -> None:
     run = _run(tmp_path, objective={"advantage": "pass_at_k", "pass_k": 2})
     mixed = group("a", [0.0, 0.5, 1.0])  # one success: of two members it may be missing
     sure = group("b", [0.0, 1.0, 1.0, None])  # any two have a success
@@ -234,7 +234,7 @@ def test_groups_of_one_are_trained_on_without_a_groups_baseline(
     assert table["advantage"].to_pylist() == [worth, worth - 1.0]
 
 
-def test_rewards_that_an_advantage_is_not_made_for_are_told(tmp_path: Path) -> None:
+def test_rewards_unfit_for_an_advantage_are_an_error(tmp_path: Path) -> None:
     run = _run(tmp_path, objective={"advantage": "maxrl"})
     with pytest.raises(
         ConfigError, match=r"objective\.advantage: maxrl needs rewards of at least 0"
@@ -433,7 +433,7 @@ def test_padding_and_step_size_change_nothing_that_is_trained_on(
 
 @settings(max_examples=15)
 @given(ROUND, st.integers(1, 4))
-def test_how_a_round_is_cut_into_shards_changes_nothing(
+def test_the_number_of_shards_changes_no_sample(
     drawn: list[list[dict[str, Any]]], cut: int
 ) -> None:
     groups = _groups(drawn)

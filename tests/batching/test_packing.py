@@ -143,7 +143,7 @@ def test_different_prompts_are_not_shared_in_silence():
         filled(table, prompts, sampled, groups)
 
 
-def test_counts_that_are_not_those_of_the_lists_are_told():
+def test_counts_that_differ_from_the_lists_are_reported():
     table = shard([3, 3], [2, 2], [0, 0])
     with pytest.raises(CorruptObject, match="rollout r1: expected 6 token_ids"):
         filled(table, [3, 3], [2, 3], [0, 0])

@@ -69,7 +69,7 @@ def test_every_pair_is_taken_once_before_any_is_taken_again(count, per_step):
     assert again.tolist() == taken[per_step : 2 * per_step].tolist()
 
 
-def test_what_is_held_out_depends_on_the_prompt_alone_and_grows_with_the_share():
+def test_held_out_prompts_depend_on_the_prompt_alone_and_grow_with_the_share():
     prompts = [(Message(role="user", content=f"{number}"),) for number in range(2000)]
     tenth = {number for number, prompt in enumerate(prompts) if is_held_out(prompt, 0.1)}
     fifth = {number for number, prompt in enumerate(prompts) if is_held_out(prompt, 0.2)}

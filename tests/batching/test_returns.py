@@ -64,6 +64,6 @@ def test_a_value_is_needed_after_the_last_step() -> None:
         gae(np.zeros(2), np.ones(2), np.zeros(2), 0.95)
 
 
-def test_rewards_are_found_again_in_their_undiscounted_returns() -> None:
+def test_undiscounted_returns_recover_the_rewards() -> None:
     returns, sequences = np.array([3.0, 3.0, 2.0, 0.5, 0.5, -1.0]), np.array([4, 4, 4, 7, 7, 9])
     assert_allclose(rewards_of(returns, sequences), [0.0, 1.0, 2.0, 0.0, 0.5, -1.0])

@@ -85,6 +85,6 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% broken"])
-def test_what_the_template_says_is_passed_on(template: str) -> None:
+def test_errors_of_the_template_are_passed_on(template: str) -> None:
     with pytest.raises(InputError, match="does not render these messages"):
         prompt_tokens(_tokenizer(template), QUESTION)

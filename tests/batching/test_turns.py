@@ -74,7 +74,7 @@ def test_a_reward_is_received_at_the_end_of_its_turn(tmp_path: Path, rows) -> No
     )
 
 
-def test_what_length_costs_is_received_last(tmp_path: Path) -> None:
+def test_the_length_penalty_is_received_last(tmp_path: Path) -> None:
     penalty = {"overlong": "soft_penalty", "overlong_buffer": 1.0, "overlong_penalty": 8.0}
     sampling = {"max_tokens": 8}
     batch = built(tmp_path, [talk("g/0", reward=3.0)], objective=penalty, sampling=sampling)
@@ -136,7 +136,7 @@ def test_turns_that_differ_are_a_signal_where_sums_do_not(tmp_path: Path) -> Non
     }
 
 
-def test_what_length_costs_is_the_last_turns(tmp_path: Path) -> None:
+def test_the_length_penalty_belongs_to_the_last_turn(tmp_path: Path) -> None:
     group = [talk("g0/0", reward=3.0), talk("g0/1", index=1, reward=1.0)]
     objective = {
         "turn_discount": 0.0, "advantage": "reinforce", "overlong": "soft_penalty",
@@ -192,7 +192,9 @@ def test_dispositions_have_the_mean_over_a_rollouts_tokens(tmp_path: Path) -> No
         ({"kl_placement": "reward", "kl_coefficient": 0.1}, "kl_placement loss: found reward"),
     ],
 )
-def test_what_turns_do_not_go_with_is_refused(objective: dict[str, Any], found: str) -> None:
+def test_settings_incompatible_with_turns_are_refused(
+    objective: dict[str, Any], found: str
+) -> None:
     chosen = {"ratio_level": "token", "turn_discount": 1.0, **objective}
     with pytest.raises(ConfigError, match=found):
         parse_config({"objective": chosen})
@@ -241,7 +243,7 @@ def token_by_token(mask: list[int], spans: Spans, reward: float, discount: float
 
 
 @given(masked_rollouts(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_turns_are_those_found_token_by_token(rollouts, discount: float) -> None:
+def test_turns_equal_those_of_a_walk_over_tokens(rollouts, discount: float) -> None:
     masks, spans, rewards = rollouts
     told = [[{"end": end, "reward": r} for end, r in spans_of] for spans_of in spans]
     shape = pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())]))

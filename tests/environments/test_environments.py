@@ -39,7 +39,7 @@ def spell(**more: Any) -> EnvironmentConfig:
 # ---- the registry and the seeds
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_unknown_names_are_reported_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"chat, echo, .*reasoning_gym.*did you mean echo\?"):
         make_environment(configured("ecko"))
 
@@ -140,14 +140,14 @@ def test_every_shipped_configuration_has_its_environment(file: Path) -> None:
 # ---- rewards
 
 
-def test_what_counts_as_a_number() -> None:
+def test_strings_that_count_as_a_number() -> None:
     assert [number(value) for value in (1, 0.5, True)] == [1.0, 0.5, 1.0]
     for value in ("1", b"1", None, [1], 1j):
         with pytest.raises(ValueError, match="expected a number"):
             number(value)
 
 
-def test_what_counts_as_a_reward() -> None:
+def test_values_that_count_as_a_reward() -> None:
     parts = (
         RewardComponent(name="a", value=1.0, weight=0.5),
         RewardComponent(name="b", value=-2.0),

@@ -102,7 +102,7 @@ def rewards(scores: list[Score]) -> list[float | str]:
     return [str(s) if isinstance(s, RewardFault) else reward_of(s) for s in scores]
 
 
-def test_what_a_function_may_return(scorer: Scorer, example: Example) -> None:
+def test_return_values_of_a_reward_function(scorer: Scorer, example: Example) -> None:
     scores = score(scorer, example, "abc", "numpy", "bool", "answer", "print", "named")
     assert rewards(scores) == [3.0, 0.25, 1.0, 1.0, 1.0, 1.0]
     assert not isinstance(scores[-1], RewardFault)
@@ -112,7 +112,7 @@ def test_what_a_function_may_return(scorer: Scorer, example: Example) -> None:
     ]
 
 
-def test_what_it_may_not(scorer: Scorer, example: Example) -> None:
+def test_limits_of_a_worker(scorer: Scorer, example: Example) -> None:
     told = rewards(score(scorer, example, "raise", "exit", "nan", "inf", "text", "none", "ok"))
     assert told == [
         "KeyError: 'who knows'",
@@ -159,7 +159,9 @@ def test_several_workers_score_at_once(config: EnvironmentConfig, example: Examp
     scorer.close()
 
 
-def test_an_unfit_function_is_told_at_once(config: EnvironmentConfig, example: Example) -> None:
+def test_an_unusable_function_is_an_error_at_once(
+    config: EnvironmentConfig, example: Example
+) -> None:
     options = {**config.options, "reward": "my_rewards:no_such"}
     wrong = config.model_copy(update={"options": options})
     scorer = Scorer(make_environment(wrong), wrong)

@@ -125,7 +125,7 @@ def test_a_deadline_ends_blocking_work(api: str) -> None:
     released.set()
 
 
-def test_what_blocking_work_raises_arrives() -> None:
+def test_errors_of_blocking_work_reach_the_caller() -> None:
     def fail(text: str) -> None:
         raise ConfigError(text)
 

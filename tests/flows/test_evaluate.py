@@ -13,7 +13,7 @@ from marin_rl.storage.runs import Run, runs_under
 from marin_rl.storage.upkeep.forks import fork_run
 
 
-def test_a_name_mistyped_is_told_and_begins_no_run(tmp_path: Path) -> None:
+def test_a_mistyped_name_is_an_error_and_begins_no_run(tmp_path: Path) -> None:
     Run.create_or_open(debug(tmp_path, "run_id=spell"))
     config = str(REPOSITORY / "configs/debug.yaml")
     overrides = [f"root={tmp_path}", "policy.init=sft"]

@@ -64,7 +64,7 @@ def test_a_run_ends_with_every_slot_committed(played: Played) -> None:
     assert all(row["timing_s/generate"] > 0 for row in rows)
 
 
-def test_it_is_told_while_it_happens(played: Played) -> None:
+def test_progress_is_shown_while_it_happens(played: Played) -> None:
     stages = [event.stage for event in played.events]
     assert stages[0] == "start"
     rounds = [event.round for event in played.events if event.stage == "round"]

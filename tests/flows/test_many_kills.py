@@ -130,7 +130,7 @@ def test_a_run_survives_many_kills(server: Server, fork_server: ForkServer, tmp_
             ended = fork_server.run(config, life_s=longer_s, beside=beside, limit_s=RUN_S_MAX)
             server.kill()
             server.start()
-            refused += ended == [1]  # nobody answered when it was about to begin
+            refused += ended == [1]  # no answer came when it was about to begin
         assert ended == [-signal.SIGKILL] or (victim, ended) == ("server", [1]), fork_server.said()
         now = committed_digests(config, digests)
         assert known.items() <= now.items(), "something committed was lost or changed"

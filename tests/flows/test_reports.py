@@ -82,7 +82,7 @@ class DeadAndAlive:
         self.ended.append((task, str(state.type.value)))
 
 
-def test_who_goes_on_after_a_crash_ends_what_the_dead_left_and_keeps_its_artifacts(
+def test_a_retry_after_a_crash_ends_the_old_tasks_and_keeps_the_artifacts(
     tmp_path: Path,
 ) -> None:
     run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "My_run"}))

@@ -32,7 +32,7 @@ def test_an_api_that_answers_is_used(api: str) -> None:
         assert get_current_settings().api.url == api
 
 
-def test_nobody_answers_on_a_free_port() -> None:
+def test_no_server_answers_on_a_free_port() -> None:
     assert not healthy(f"http://127.0.0.1:{free_port()}/api")
 
 

@@ -177,7 +177,7 @@ def test_a_run_that_a_process_holds_is_not_taken_for_dead(tmp_path: Path) -> Non
     assert not may_live({"config": "nowhere.yaml"}, shared=False)
 
 
-def test_what_cannot_be_known_here_is_left_to_the_heartbeats(tmp_path: Path) -> None:
+def test_runs_that_may_be_elsewhere_are_left_to_the_heartbeats(tmp_path: Path) -> None:
     unlocked = parameters_of("memory://stack")
     Run.create_or_open(resolve_config(**unlocked))
     assert may_live(unlocked, shared=False)

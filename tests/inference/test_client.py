@@ -70,7 +70,7 @@ def test_a_group_arrives_exactly_as_it_was_sampled(server: FakePolicyServer, sty
         assert completion.logprobs.tobytes() == exact.tobytes()
 
 
-def test_what_is_asked(server: FakePolicyServer) -> None:
+def test_the_requests_of_a_shard(server: FakePolicyServer) -> None:
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, stop=("\n",), seed=11)
     ask([server.url], lambda client: client.chat(MESSAGES, 2, sampling))
     assert server.requests == [
@@ -182,7 +182,7 @@ def test_new_weights_are_asked_for_with_the_admin_key_where_there_is_one(
     ask([server.url], chat, **keys)
 
 
-def test_an_update_is_tried_again_and_the_admin_key_never_told(server: FakePolicyServer) -> None:
+def test_an_update_is_retried_and_the_admin_key_is_never_shown(server: FakePolicyServer) -> None:
     server.faults.extend(["503", "drop"])
     ask([server.url], update, admin_key="manage")
     assert len(server.updates) == 1
@@ -193,7 +193,7 @@ def test_an_update_is_tried_again_and_the_admin_key_never_told(server: FakePolic
 
 
 @pytest.mark.parametrize("code", ["digest_mismatch", "canary_mismatch"])
-def test_an_endpoint_that_found_other_weights_is_not_asked_again(
+def test_an_endpoint_with_other_weights_gets_no_further_request(
     server: FakePolicyServer, code: str
 ) -> None:
     server.faults.extend(["conflict"])
@@ -225,7 +225,7 @@ def test_a_slow_endpoint_is_unavailable(server: FakePolicyServer) -> None:
         ask([server.url], attempts_max=1, timeout_s=0.3)
 
 
-def test_nobody_listens() -> None:
+def test_no_listener_is_no_error() -> None:
     with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1:9"):
         ask(["http://127.0.0.1:9/v1"], attempts_max=1)
 
@@ -290,7 +290,7 @@ def test_requests_in_flight_are_bounded(server: FakePolicyServer) -> None:
     assert server.in_flight_most == 3
 
 
-def test_the_key_is_sent_but_never_told(
+def test_the_key_is_sent_but_never_shown(
     server: FakePolicyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-this-endpoint")

@@ -204,7 +204,7 @@ def test_other_weights_of_the_same_version_wait_for_running_requests(model):
 
 
 @pytest.mark.bits
-def test_whoever_asks_is_told_of_slots_and_may_refuse_what_would_draw(model):
+def test_a_listener_hears_of_slots_and_may_refuse_its_request(model):
     engine, told = engine_of(model), list[int]()
 
     def refuse(policy: Policy) -> None:
@@ -241,7 +241,7 @@ class Between(Future[GenerationResult]):
         return False
 
 
-def test_a_cancellation_beside_the_end_of_another_request_is_not_forgotten(model):
+def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
     engine = engine_of(model, chunk_steps=1)
     try:
         victim = paused_amid(engine, request_of(max_tokens=80))
@@ -256,7 +256,7 @@ def test_a_cancellation_beside_the_end_of_another_request_is_not_forgotten(model
         engine.close()
 
 
-def test_who_leaves_while_the_engine_is_paused_waits_no_longer(model):
+def test_a_client_that_leaves_while_the_engine_is_paused_is_released(model):
     engine = engine_of(model)
     try:
         running = paused_amid(engine, request_of(max_tokens=80))
@@ -271,7 +271,7 @@ def test_who_leaves_while_the_engine_is_paused_waits_no_longer(model):
         engine.close()
 
 
-def test_an_engine_that_dies_leaves_nobody_waiting(model, monkeypatch):
+def test_an_engine_that_dies_fails_every_waiting_request(model, monkeypatch):
     """A request that has left the queue and its slot is known to its caller alone."""
     monkeypatch.setattr(threading, "excepthook", lambda died: None)
     engine = engine_of(model)
@@ -293,7 +293,7 @@ def test_an_engine_that_dies_leaves_nobody_waiting(model, monkeypatch):
     engine.close()
 
 
-def test_scores_of_a_prompt_are_those_of_the_weights_that_are_told(model):
+def test_scores_of_a_prompt_are_those_of_the_reported_weights(model):
     engine, other = engine_of(model, slots=1), tiny_model(seed=9)
     told: list[Delta] = []
 

@@ -35,13 +35,13 @@ class Arrivals:
 
 
 def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
-    """Prompts of 8 to 512 tokens, limits of 8 to 512, ends at random, some groups."""
+    """Prompts of 8 to 256 tokens, limits of 8 to 256, ends at random, some groups."""
     rng = random.Random(seed)
     return [
         GenerationRequest(
-            prompt_ids=prompt_of(rng.randint(8, 512), index),
+            prompt_ids=prompt_of(rng.randint(8, 256), index),
             n=rng.choice((1, 1, 1, 4, 8)),
-            sampling=Sampling(max_tokens=rng.randint(8, 512), seed=rng.getrandbits(48)),
+            sampling=Sampling(max_tokens=rng.randint(8, 256), seed=rng.getrandbits(48)),
             stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 1, 2)))),
         )
         for index in range(count)
@@ -53,7 +53,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 )
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    engine = Engine(tiny_model(max_seq_len=1024), config, context_length=1024)
+    engine = Engine(tiny_model(max_seq_len=512), config, context_length=512)
     try:
         arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
         engine.pause()
@@ -68,7 +68,7 @@ def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
         lengths = stats.busy_slot_steps / samples
         print(f"{share:.1%} busy, {lengths:.0f} steps a sample, {stats.chunks} chunks, {stats}")
         assert share >= 0.8
-        # groups that found few free slots share their prompt all the same
+        # groups that got few free slots share their prompt too
         assert stats.prefilled_prompts <= 60 + 3
     finally:
         engine.close()
@@ -97,7 +97,7 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         engine.resume()
         assert bits(futures[1].result(timeout=120)) == expected
         after = engine.stats.snapshot()
-        # the first three sit together; whoever follows finds a sibling or comes after all of them
+        # the first three start together; each later one has a sibling or comes after all of them
         prefilled = after.prefilled_prompts - before.prefilled_prompts
         copied = after.copied_prompts - before.copied_prompts
         assert copied > 0
@@ -159,7 +159,7 @@ def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model)
         engine.close()
 
 
-def test_a_chunk_ends_when_nobody_is_left(engine):
+def test_a_chunk_ends_when_every_sequence_has_ended(engine):
     before = engine.stats.snapshot()
     result_of(engine, request_of(n=8, max_tokens=1))
     after = engine.stats.snapshot()
@@ -205,7 +205,7 @@ def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(m
         expected = bits(result_of(engine, request))
         engine.pause()
         future = engine.submit(request)
-        engine.sleep()  # whoever waits is served once it is awake, not forgotten
+        engine.sleep()  # waiting requests are served once it is awake
         engine.resume()
         assert bits(future.result(timeout=120)) == expected
         engine.sleep()

@@ -205,7 +205,7 @@ def test_bfloat16_greedy_tokens_are_the_argmax_or_next_to_it(bfloat16):
         ("llama", {"scan_layers": False}, "stacked layers"),
     ],
 )
-def test_what_cannot_be_decoded_faithfully_is_refused_by_name(family, options, named):
+def test_models_that_cannot_be_decoded_faithfully_are_refused_by_name(family, options, named):
     with pytest.raises(InputError, match=named):
         read_model(tiny_model(family, **options))
 

@@ -71,7 +71,7 @@ def test_lanes_that_cannot_be_are_refused(model):
 
 
 @pytest.mark.bits
-def test_bitwise_the_same_in_whichever_lane_and_under_any_load(laned):
+def test_bitwise_the_same_in_every_lane_and_under_any_load(laned):
     rng = random.Random(printed_seed())
     requests = random_requests(rng, 16)
     expected = [bits(result_of(laned, request)) for request in requests]
@@ -81,7 +81,7 @@ def test_bitwise_the_same_in_whichever_lane_and_under_any_load(laned):
 
 
 @pytest.mark.bits
-def test_what_one_lane_asks_for_is_told_and_does_not_touch_the_other(laned):
+def test_sampling_options_of_one_lane_do_not_affect_the_other(laned):
     wishes = {"logit_bias": ((3, 5.0),), "presence_penalty": 1.0, "top_logprobs": 3}
     requests = [
         request_of(prompt_seed=1, n=4, raw_logprobs=True, **wishes),
@@ -141,7 +141,7 @@ def test_all_lanes_change_weights_between_the_same_two_chunks(model):
         assert sample.policy_versions.tolist() == [1] * 4 + [2] * 8
 
 
-def test_nothing_is_compiled_once_warm_whichever_lane(model):
+def test_nothing_is_compiled_once_warm_in_any_lane(model):
     engine = engine_of(model, slots=6, lanes=3)
     programs = *PROGRAMS, compiled_layers
     try:
@@ -176,7 +176,7 @@ def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned, monkeypatch
 
 
 @pytest.mark.parametrize("ends", ["sleep", "pause", "swap"])
-def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends, monkeypatch):
+def test_the_copys_memory_is_freed_on_request(model, ends, monkeypatch):
     copy_kept_s(monkeypatch, 3600)
     engine, other = engine_of(model), tiny_model(seed=1)
     try:
@@ -191,7 +191,7 @@ def test_whoever_wants_the_memory_of_the_copy_gets_it_at_once(model, ends, monke
         engine.close()
 
 
-def test_what_is_not_joined_with_anything_is_the_trainers_own_array(model):
+def test_weights_that_are_not_fused_are_the_trainers_own_arrays(model):
     spec, weights = read_model(model)
     fused = fused_weights(spec, weights, jnp.dtype(jnp.float32))
     for own, given in ((fused.embedding, weights.embedding), (fused.head, weights.head)):

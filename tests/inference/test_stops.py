@@ -133,7 +133,7 @@ def test_a_long_text_is_decoded_about_once_over():
     assert decoded < 8 * 8000
 
 
-def test_a_stop_string_longer_than_the_text_so_far_is_found_when_it_is_there():
+def test_a_stop_string_longer_than_the_text_so_far_matches_once_complete():
     decode = lambda ids: "".join(chr(97 + i) for i in ids)
     stop = "ab" * 128
     tokens = [5] * 300 + [0, 1] * 128 + [5] * 10

@@ -335,7 +335,7 @@ def test_the_live_page_follows_a_run(browser: Any, served: tuple[Run, str]) -> N
         name = page.evaluate(held)
         add_round(run, 2)
         opened.wait_for_count("6 of 21 rollouts")
-        assert page.evaluate(held) == name  # news take the focus from nobody
+        assert page.evaluate(held) == name  # updates do not take the focus
         assert page.input_value("#g-round") == "1"  # nor the round that somebody chose
         assert opened.said == []
         assert {asked.removeprefix(url).split("?")[0] for asked in opened.asked} <= {

@@ -123,7 +123,7 @@ def test_cards_tell_reward_fate_tokens_and_place(page: Page) -> None:
     assert third.index == 2
 
 
-def test_what_failed_and_what_teaches_nothing_is_shown_too(page: Page) -> None:
+def test_failed_rollouts_and_groups_without_signal_are_shown_too(page: Page) -> None:
     cards = {card.id: card for found in page.groups for card in found.cards}
     assert cards["round-00000/group-00002/001"].error == "it broke"
     assert cards["round-00000/group-00002/001"].fate.kind == "failed"

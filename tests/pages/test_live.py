@@ -83,7 +83,7 @@ def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
         assert client.request(method, path).status_code == 405
 
 
-def test_a_run_that_cannot_be_read_is_told_not_hidden(client: TestClient, run: Run) -> None:
+def test_an_unreadable_run_is_listed_with_its_error(client: TestClient, run: Run) -> None:
     path = run.store.local_path("rollouts/round-00001/manifest.json")
     assert path is not None
     path.write_bytes(json.dumps({"format": "other"}).encode())

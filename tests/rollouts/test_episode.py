@@ -314,7 +314,7 @@ def test_a_reward_that_is_no_number_is_a_fault(server: FakePolicyServer) -> None
     assert errors == {"RewardFault: ValueError: expected a finite reward of a step, found nan"}
 
 
-def test_what_cannot_be_played_is_refused(server: FakePolicyServer) -> None:
+def test_a_run_that_cannot_be_continued_is_refused(server: FakePolicyServer) -> None:
     with pytest.raises(InputError, match="expected a bridge from its chat template, found none"):
         play(server, Dialogue(TwoTurns), joined=None)
     with pytest.raises(InputError, match="offers 1 tools"):

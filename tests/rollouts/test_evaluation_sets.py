@@ -56,7 +56,7 @@ def policy_of(server: FakePolicyServer) -> ServedPolicy:
     )
 
 
-def test_named_sets_are_told_apart_and_none_counts_an_example_twice(
+def test_named_sets_are_separate_and_count_no_example_twice(
     tmp_path: Path, words: dict[str, Any], server: FakePolicyServer
 ) -> None:
     sets = {"words": words, "letters": {"name": "echo"}}

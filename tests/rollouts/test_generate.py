@@ -120,7 +120,7 @@ def test_a_committed_shard_is_not_made_again(run: Run, server: FakePolicyServer)
         asyncio.run(generate_shard(run, 4, 0, other))
 
 
-def test_the_same_is_asked_whenever_and_with_whatever_else(
+def test_requests_depend_on_seed_and_position_alone(
     tmp_path: Path, server: FakePolicyServer
 ) -> None:
     seen: list[dict[str, list[list[int]]]] = []
@@ -298,7 +298,7 @@ def test_two_workers_racing_for_a_shard_commit_one(run: Run, server: FakePolicyS
     assert run.store.list("rollouts") == [shard_key(4, 0)]
 
 
-def test_progress_is_told_group_by_group(run: Run, server: FakePolicyServer) -> None:
+def test_progress_is_reported_group_by_group(run: Run, server: FakePolicyServer) -> None:
     told: list[ProgressEvent] = []
     with listening(told.append):
         generate(run, server)

@@ -23,7 +23,7 @@ def pair(group: RolloutGroup, component: str | None = None, margin: float = 0.0)
     return pair_of_group(group, component, margin, DIGESTS, "run")
 
 
-def test_the_best_is_held_against_the_worst_with_their_own_tokens():
+def test_the_best_is_paired_with_the_worst_with_their_own_tokens():
     members = [answered(0, 0.5, 8), answered(1, 1.0, 9), answered(2, -1.0, 10), answered(3, 1.0, 8)]
     found = pair(group_of("g", members))
     assert found is not None
@@ -56,7 +56,7 @@ def test_a_component_ranks_otherwise_than_the_reward():
     ],
     ids=["at the margin", "below it", "equal", "one answer", "one member", "not finite"],
 )
-def test_which_groups_give_a_pair(members, margin, gives):
+def test_groups_that_give_a_pair(members, margin, gives):
     assert (pair(group_of("g", members), None, margin) is not None) == gives
 
 

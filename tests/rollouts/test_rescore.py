@@ -51,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_scores_go_beside_the_shards(run: Run) -> None:
+def test_scores_are_written_next_to_the_shards(run: Run) -> None:
     before = {key: run.store.read(key) for key in run.store.list()}
     found = rescore_round(run, 0, "my_rewards:length", "length")
     assert (found.rollouts, found.changed, found.failed) == (5, 4, 0)
@@ -76,7 +76,7 @@ def test_versions_count_up_where_the_function_is_another(run: Run, tmp_path: Pat
     assert read_rewards(run, 0, "mine-v0001")["a/0"] == 3.0
 
 
-def test_a_table_that_is_there_is_told_and_nothing_is_scored_again(
+def test_an_existing_table_is_printed_without_scoring_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the function would say something else now: what it imports is in no digest."""
@@ -105,13 +105,13 @@ def test_the_last_version_that_the_message_names_can_be_taken(
         rescore_round(run, 0, "my_rewards:strict", "mine")
 
 
-def test_what_the_function_cannot_score_is_told(run: Run) -> None:
+def test_rollouts_that_the_function_cannot_score_are_reported(run: Run) -> None:
     found = rescore_round(run, 0, "my_rewards:strict", "strict")
     assert found.failed == 2
     assert read_rewards(run, 0, "strict")["b/0"] is None
 
 
-def test_what_is_not_there_is_refused(run: Run) -> None:
+def test_a_missing_round_is_refused(run: Run) -> None:
     with pytest.raises(InputError, match="cannot import 'my_rewards:absent'"):
         rescore_round(run, 0, "my_rewards:absent", "x")
     with pytest.raises(ObjectMissing, match="not sealed"):

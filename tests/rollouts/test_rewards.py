@@ -79,7 +79,7 @@ def test_with_no_weight_left_the_environment_is_recorded_but_does_not_count():
     assert {r.reward_components[0].weight for r in found.rollouts} == {0.0}
 
 
-def test_what_is_no_number_and_a_name_that_is_taken_are_refused():
+def test_invalid_numbers_and_taken_names_are_refused():
     class Broken(Lengths):
         def score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
             return np.full(len(sequences), np.nan)

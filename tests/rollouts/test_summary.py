@@ -16,7 +16,7 @@ from marin_rl.rollouts.summary import (
 NAN = math.nan
 
 
-def test_what_was_consumed():
+def test_metrics_of_consumed_rollouts():
     found = consumed_metrics(
         rewards=np.array([1.0, 0.0, 0.5]),
         lengths=np.array([2, 4, 9]),
@@ -71,7 +71,7 @@ def test_none_that_ended_reports_no_length():
     assert found["completions/clipped_ratio"] == 1.0
 
 
-def test_what_comes_into_the_replay_goes_out_of_it():
+def test_every_batch_put_into_the_replay_comes_out_of_it():
     found = replay_metrics({"consumed": 5, "filtered": 2, "stale": 1, "failed": 3})
     assert found == {"replay/enqueue": 11.0, "replay/dequeue": 5.0, "replay/drops": 6.0}
     assert found["replay/enqueue"] == found["replay/dequeue"] + found["replay/drops"]

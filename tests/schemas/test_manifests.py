@@ -89,7 +89,7 @@ def test_numbers_that_are_not_numbers_are_refused() -> None:
         (json.dumps(json.loads(MANIFEST.to_json())).encode(), "not canonical JSON"),
     ],
 )
-def test_what_is_not_a_manifest_is_refused(data: bytes, message: str) -> None:
+def test_bytes_that_are_no_manifest_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(Malformed, match=message):
         Manifest.from_json(data)
 
@@ -102,7 +102,7 @@ def test_a_part_with_other_fields_is_refused() -> None:
         Manifest.from_json(sealed_json(record))
 
 
-def test_a_newer_version_is_refused_whatever_else_it_holds() -> None:
+def test_a_newer_version_is_refused_with_any_fields() -> None:
     data = canonical_json({"format": "marin-rl/manifest", "version": 7, "strange": [1]})
     with pytest.raises(NewerVersion, match="version 7 is newer than 1, the newest this software"):
         Manifest.from_json(data)

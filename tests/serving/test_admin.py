@@ -334,7 +334,7 @@ def test_checkpoints_of_other_models_and_of_no_numbers_are_refused(
         ({"model_path": "x", "flush_cache": True}, "flush_cache"),
     ],
 )
-def test_what_is_wrong_in_a_body_is_named(
+def test_the_wrong_field_of_a_body_is_named(
     server: PolicyServer, body: dict[str, Any], param: str
 ) -> None:
     status, _, answer = update(server, body)

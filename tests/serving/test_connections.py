@@ -199,7 +199,9 @@ def test_a_client_that_reads_no_answers_does_not_keep_its_connection(
     ],
     ids=lambda sent: repr(sent[:40]),
 )
-def test_what_is_not_http_gets_a_4xx_and_nothing_else(server: PolicyServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http_get_a_4xx_and_nothing_else(
+    server: PolicyServer, sent: bytes
+) -> None:
     with raw(server) as connection:
         connection.sendall(sent)
         answer = read_all(connection)
@@ -234,7 +236,7 @@ def test_a_flood_of_headers_is_refused(server: PolicyServer, line: bytes, at_onc
     [b"5;x=", b"5\r\nabcde\r\n6;x=", b"0\r\nX: ", b"5\r\nabcde\r\n0\r\nX: "],
     ids=["extension", "later extension", "trailer", "trailer of a body"],
 )
-def test_what_is_no_body_between_the_chunks_is_bounded(server: PolicyServer, begun: bytes) -> None:
+def test_bytes_between_the_chunks_of_a_body_are_bounded(server: PolicyServer, begun: bytes) -> None:
     """The parser keeps a header, or throws an extension away, but counts neither."""
     with raw(server) as connection:
         try:
@@ -376,7 +378,9 @@ def test_a_large_unread_answer_does_not_keep_its_connection(
         answer = read_all(connection)
     declared = re.search(rb"content-length: (\d+)\r\n", answer)
     assert declared
-    assert 0 < len(answer) < int(declared[1])  # what the kernels held: the rest is lost
+    assert (
+        0 < len(answer) < int(declared[1])
+    )  # the content of the kernels' buffers: the rest is lost
     assert asks_well(server)
 
 

@@ -99,7 +99,7 @@ def random_container(chance: random.Random, depth: int) -> dict[str, Any]:
     )
 
 
-def test_whatever_is_sampled_under_a_schema_validates(constraints, tokenizer):
+def test_every_sample_under_a_schema_validates(constraints, tokenizer):
     chance = random.Random(printed_seed())
     texts = set()
     for _ in range(60):

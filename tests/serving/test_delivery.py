@@ -63,7 +63,7 @@ def test_the_first_are_the_threads_and_short_ones_then_are_not(worker: ThreadPoo
     ],
     ids=["tools", "form", "hidden", "large", "prompts", "lists"],
 )
-def test_what_may_take_long_is_the_threads(worker: ThreadPoolExecutor, body: Any) -> None:
+def test_long_bodies_go_to_the_thread(worker: ThreadPoolExecutor, body: Any) -> None:
     preparer = used(worker)
     assert where(preparer, body) is not threading.current_thread()
     assert where(preparer, CHAT) is threading.current_thread()
@@ -78,7 +78,7 @@ def spin(seconds: float) -> Callable[[], None]:
     return work
 
 
-def test_whatever_turns_out_slow_goes_to_the_thread_until_it_is_not(
+def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(
     worker: ThreadPoolExecutor,
 ) -> None:
     preparer, here = used(worker), threading.current_thread()
@@ -88,7 +88,7 @@ def test_whatever_turns_out_slow_goes_to_the_thread_until_it_is_not(
     assert any(where(preparer, CHAT) is here for _ in range(40))
 
 
-def test_what_is_made_is_given_and_what_is_raised_is_raised(worker: ThreadPoolExecutor) -> None:
+def test_results_and_errors_reach_the_caller(worker: ThreadPoolExecutor) -> None:
     async def made(preparer: TokenizeWorker) -> int:
         with pytest.raises(KeyError):
             await preparer.made(b"{}", lambda: {}["absent"])

@@ -77,7 +77,7 @@ def keys(api: str | None, admin: str | None) -> Keys:
         (None, None, [b"Bearer "], "local"),
     ],
 )
-def test_whose_request_it_is(
+def test_the_caller_of_a_request(
     api: str | None, admin: str | None, headers: list[bytes], caller: str | None
 ) -> None:
     assert keys(api, admin).caller(headers) == caller
@@ -125,7 +125,7 @@ def rules(host: str = "127.0.0.1", *, token: bool = True, **given: tuple[str, ..
         (rules("gpu-7"), "gpu-7:8000", True),
     ],
 )
-def test_which_names_are_ours(origins: Origins, host: str, ours) -> None:
+def test_names_of_objects_that_marin_rl_wrote(origins: Origins, host: str, ours) -> None:
     assert (origins.refusal({b"host": [host.encode()]}) is None) == ours
 
 
@@ -150,7 +150,7 @@ def test_one_host_is_named_exactly_once() -> None:
         (rules(origins_allowed=(PAGE,)), "http://app.example.org", False),
     ],
 )
-def test_which_pages_may_call(origins: Origins, origin: str, allowed) -> None:
+def test_pages_that_may_call_the_server(origins: Origins, origin: str, allowed) -> None:
     headers = {b"host": [b"localhost:8000"], b"origin": [origin.encode()]}
     assert (origins.refusal(headers) is None) == allowed
 
@@ -168,7 +168,7 @@ def test_every_route_but_health_is_closed_without_a_token(closed: PolicyServer) 
     for path in every_path(closed):
         for method in METHODS:
             status, headers, answer = talk(closed, method, path)
-            if method == "BREW":  # no method of HTTP: nobody looks at the rest
+            if method == "BREW":  # no method of HTTP: the rest is not read
                 assert (status, answer["error"]["code"]) == (400, "bad_http"), path
                 continue
             if path in OPEN_PATHS:

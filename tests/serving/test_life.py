@@ -123,7 +123,7 @@ def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> Non
 def test_a_wrong_start_of_the_command_is_one_message_before_any_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = str(tmp_path / "absent")  # a model that is not there is found out last
+    absent = str(tmp_path / "absent")  # a missing model is the last check
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -236,7 +236,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         assert len(answer["choices"]) == 64
 
 
-def test_what_outlives_the_drain_ends_properly() -> None:
+def test_streams_that_outlive_the_drain_end_properly() -> None:
     """A plain request gets an error, a stream an error event; neither is cut off."""
     with serving(ServerConfig(drain_timeout_s=0.2)) as server:
         assert asks_well(server)

@@ -63,7 +63,7 @@ def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(
         assert let_in <= burst + (clock.now - 100.0) * rate + 1e-3
 
 
-def test_admin_is_never_held_up_and_others_have_buckets_of_their_own() -> None:
+def test_the_admin_has_no_rate_limit_and_each_token_has_its_own() -> None:
     rates = Rates(ServerConfig(requests_per_second=0.5, requests_burst=1), clock=Clock())
     assert rates.refusal("api") is None
     assert rates.refusal("local") is None

@@ -126,7 +126,7 @@ def test_content_in_parts_is_joined(asked: Ask) -> None:
     assert joined == asked("POST", "/tokenize", {"messages": MESSAGES})[2]
 
 
-def test_what_verifiers_sends_in_its_first_and_later_turns(asked: Ask) -> None:
+def test_requests_of_verifiers_in_first_and_later_turns(asked: Ask) -> None:
     first = {"model": "policy", "messages": MESSAGES, "n": 1, "logprobs": True}
     first |= {"max_completion_tokens": 6, "return_token_ids": True, "temperature": 1.0}
     status, _, answer = asked("POST", CHAT, first)
@@ -278,7 +278,7 @@ def test_labels_are_taken(asked: Ask) -> None:
         ({"max_tokens": 92}, "messages", "maximum context length is 96 tokens"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_the_wrong_field_is_named(
     asked: Ask, fields: dict[str, Any], param: str | None, told: str
 ) -> None:
     status, _, answer = asked("POST", CHAT, chat_body(**fields))
@@ -315,7 +315,7 @@ def test_what_is_wrong_is_named(
         ("/detokenize", {"tokens": [True]}, "tokens.0"),
     ],
 )
-def test_what_is_wrong_elsewhere_is_named(
+def test_errors_in_other_sections_are_named(
     asked: Ask, path: str, fields: dict[str, Any], param: str
 ) -> None:
     status, _, answer = asked("POST", path, {"model": "policy", **fields})

@@ -126,7 +126,7 @@ def ask(
     @settings(
         max_examples=examples,
         deadline=None,
-        phases=[Phase.explicit, Phase.generate],  # what fails is shown as it was found
+        phases=[Phase.explicit, Phase.generate],  # a failing example is shown as generated
         suppress_health_check=list(HealthCheck),
     )
     @given(case=described[path][method].as_strategy(generation_mode=mode))

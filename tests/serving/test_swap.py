@@ -338,7 +338,7 @@ def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
     return engine.submit(request).result(timeout=120)
 
 
-def test_what_comes_after_a_swap_knows_nothing_of_the_old_weights(
+def test_requests_after_a_swap_use_the_new_weights_alone(
     engine: Engine, models: Any, plain: Pair
 ) -> None:
     request = requests_of(random.Random(3))[0]

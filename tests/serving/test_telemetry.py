@@ -282,7 +282,7 @@ def test_an_internal_error_shows_the_request_id_alone(caplog: pytest.LogCaptureF
     assert ended.reason == "internal_error"
 
 
-def test_what_the_device_says_stands_in_the_log_alone(
+def test_errors_of_the_device_are_in_the_log_alone(
     server: PolicyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: object) -> NoReturn:
@@ -319,7 +319,7 @@ def test_a_log_that_cannot_be_written_drops_lines_and_delays_no_request() -> Non
     assert log.lines_dropped() == 100
 
 
-def test_a_line_is_one_line_of_json_whatever_the_client_sent() -> None:
+def test_an_access_log_entry_is_one_line_of_json_for_any_request() -> None:
     line = access_line(record(method="BREW\n" * 100, body='"}\n{"'))
     assert "\n" not in line
     assert json.loads(line)["body"] == '"}\n{"'

@@ -75,7 +75,7 @@ FEATURES = """{% macro shout(x) %}{{ x | upper }}{% endmacro %}
 """
 
 
-def test_what_templates_may_use_renders_as_transformers_has_it():
+def test_allowed_features_of_templates_render_as_in_transformers():
     tokenizer = tokenizer_with(FEATURES)
     expected = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert ChatPrompts(tokenizer).text(TALK, opening=False) == expected

@@ -262,7 +262,7 @@ MARKS = (
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_template_writes_is_read_back(name):
+def test_calls_that_a_template_writes_are_read_back(name):
     TOKENIZER.chat_template = TEMPLATES[name]
     asked = ChatPrompts(TOKENIZER).text(CALLING[:1], opening=False)
     text = ChatPrompts(TOKENIZER).text(CALLING[:2], opening=False)

@@ -158,7 +158,7 @@ def test_a_damaged_manifest_does_not_hide_what_is_older(memory: Run, server: Pol
     assert server.updater.stats.failures == 1
 
 
-def test_what_is_not_committed_yet_is_no_fault(memory: Run, server: PolicyServer) -> None:
+def test_uncommitted_work_is_no_fault(memory: Run, server: PolicyServer) -> None:
     commit(memory, 1)
     memory.store.put_part(f"{checkpoint_slot(2)}/20990101T000000-00/d/0", b"half")
     memory.store.put_part(f"{checkpoint_slot(3)}.old/manifest.json", b"another thing")

@@ -61,7 +61,7 @@ def test_everything_is_everything_and_the_same_twice(run: Run, tmp_path: Path) -
     assert third.root_hash == first.root_hash
 
 
-def test_what_was_unpacked_is_a_run(run: Run, tmp_path: Path) -> None:
+def test_an_unpacked_archive_is_a_run(run: Run, tmp_path: Path) -> None:
     made = write_archive(run, tmp_path / "run.tar", everything=True)
     with tarfile.open(made.path) as tar:
         tar.extractall(tmp_path / "unpacked", filter="data")
@@ -104,7 +104,7 @@ SHARD = "run/rollouts/round-00000/shard-0000.parquet"
     ],
     ids=["other bytes", "one less", "one more"],
 )
-def test_what_was_changed_is_named(run: Run, tmp_path: Path, change, kinds) -> None:
+def test_changed_settings_are_named(run: Run, tmp_path: Path, change, kinds) -> None:
     made = write_archive(run, tmp_path / "run.tar", everything=True)
     rewritten(made.path, change)
     found = verify_archive(made.path, made.root_hash)

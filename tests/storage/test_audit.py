@@ -112,7 +112,7 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_add_up_is_named(
+def test_totals_that_do_not_add_up_are_named(
     tmp_path: Path, change: Change, offences: dict[str, tuple[str, ...]]
 ) -> None:
     report = _tampered(tmp_path, change)
@@ -208,7 +208,7 @@ def test_a_round_without_batches_cannot_be_audited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["sequences", "shared_prompt"])
-def test_packed_rows_are_found_by_row_and_segment(tmp_path: Path, packing: str) -> None:
+def test_packed_rows_are_located_by_row_and_segment(tmp_path: Path, packing: str) -> None:
     batching = {"packing": packing, "row_tokens": 64}
     config = configuration(str(tmp_path), batching=batching, policy={"context_length": 64})
     run = Run.create_or_open(config)
@@ -249,7 +249,9 @@ def test_rollouts_of_which_the_shards_say_otherwise_are_named(
     assert not all(balance.balanced for balance in report.balances)
 
 
-def test_a_round_is_told_by_environment_and_policy_in_rollouts_and_tokens(tmp_path: Path) -> None:
+def test_a_round_is_counted_by_environment_and_policy_in_rollouts_and_tokens(
+    tmp_path: Path,
+) -> None:
     batching, filters = {"staleness_rounds_max": 1}, {"truncated": True}
     run = Run.create_or_open(configuration(str(tmp_path), batching=batching, filters=filters))
     cut = {"status": "truncated", "completion": range(10, 20), "version": 5}

@@ -78,7 +78,7 @@ def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
     assert stored == {f"{ref.slot}/{part.name}" for part in manifest.parts}
 
 
-def test_damage_is_found_on_every_backend_and_the_file_is_named(run):
+def test_damage_is_detected_on_every_backend_and_names_the_file(run):
     ref = commit(run)
     part = max(manifest_of(run.store, ref).parts, key=lambda part: part.bytes)
     key = f"{ref.slot}/{part.name}"
@@ -149,7 +149,7 @@ def test_a_file_system_that_syncs_no_folders_is_good_enough(local_run, monkeypat
     assert_equal(restore_checkpoint(local_run, commit(local_run), tree()), tree())
 
 
-def test_a_full_disk_is_told_plainly_and_the_next_attempt_succeeds(local_run, caplog):
+def test_a_full_disk_is_reported_and_the_next_attempt_succeeds(local_run, caplog):
     # A limit on the size of files stands for a disk that fills up: the write fails half-way.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = {"weight": np.random.default_rng(0).standard_normal((300, 300))}
@@ -165,7 +165,7 @@ def test_a_full_disk_is_told_plainly_and_the_next_attempt_succeeds(local_run, ca
     assert_equal(restore_checkpoint(local_run, ref, large), large)
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(local_run, monkeypatch):
+def test_a_disk_without_room_is_reported_before_any_write(local_run, monkeypatch):
     real = os.statvfs
 
     def statvfs(path):

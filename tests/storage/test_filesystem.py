@@ -55,7 +55,7 @@ def test_bytes_come_back_as_they_went(store: ObjectStore) -> None:
     assert store.read("parts/x") == data == store.read("parts/y")
 
 
-def test_what_is_missing_is_said_to_be_missing(store: ObjectStore) -> None:
+def test_missing_objects_are_reported_as_missing(store: ObjectStore) -> None:
     for ask in (store.read, store.size):
         with pytest.raises(ObjectMissing, match=r"never/was\.json does not exist"):
             ask("never/was.json")
@@ -329,7 +329,7 @@ def test_a_write_that_is_denied_says_so_and_changes_nothing(kept: Path, write: s
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_what_may_not_be_seen_is_not_taken_for_missing(kept: Path, look: str) -> None:
+def test_unreadable_objects_do_not_count_as_missing(kept: Path, look: str) -> None:
     with denied(kept, "slot", 0o000) as store:
         with pytest.raises(StorageError, match="permission denied") as caught:
             LOOKS[look](store)
@@ -431,7 +431,7 @@ def test_a_write_that_a_bucket_denies_is_no_unknown(
     WRITES[write](store)
 
 
-def test_what_a_bucket_hides_is_not_taken_for_missing(
+def test_objects_hidden_by_a_bucket_do_not_count_as_missing(
     faulty: tuple[Server, ObjectStore, str],
 ) -> None:
     server, store, _ = faulty

@@ -128,7 +128,7 @@ def play(seed: int) -> str:
     with inject_faults(Stops(Plan())):
         run = Run.open(root, "run")
         found = raced(run, lambda: fork(run), choices)
-    if isinstance(found, Killed):  # whoever asks again is told, too
+    if isinstance(found, Killed):  # a second caller gets the answer, too
         try:
             found = fork(made)
         except ObjectMissing as error:

@@ -63,7 +63,7 @@ def test_a_fork_has_its_parents_rounds_and_copies_nothing(parent: Run) -> None:
     assert runs_under(parent.config.root) == ["fork", "run"]
 
 
-def test_what_it_plays_is_its_own(parent: Run) -> None:
+def test_a_forks_later_rounds_are_its_own(parent: Run) -> None:
     fork, before = fork_run(parent, 2, "fork"), parent.folder.list()
     trained = play(fork, 2, latest(fork))
     assert parent.folder.list() == before
@@ -150,7 +150,9 @@ def test_the_same_command_again_finds_the_fork(parent: Run) -> None:
         ),
     ],
 )
-def test_what_decided_the_prefix_cannot_change(parent: Run, setting: str, key: str) -> None:
+def test_settings_that_decided_the_shared_rounds_cannot_change(
+    parent: Run, setting: str, key: str
+) -> None:
     with pytest.raises(ConfigError, match="a fork shares what its parent did") as refused:
         fork_run(parent, 2, "fork", setting.split())
     assert key in str(refused.value)
@@ -161,7 +163,7 @@ def test_only_closed_rounds_with_arrays_are_forked_from(parent: Run) -> None:
     with pytest.raises(ObjectMissing, match="the latest of run 'run' is checkpoints/round-00003"):
         fork_run(parent, 7, "fork")
     collect(parent, rule_of(parent, 2, None))
-    with pytest.raises(ObjectMissing, match="was given up by retention"):
+    with pytest.raises(ObjectMissing, match="was pruned by retention"):
         fork_run(parent, 1, "fork")
     parent.store.delete("metrics/round-00002.parquet")
     with pytest.raises(ObjectMissing, match="expected round 2 to be closed"):
@@ -169,14 +171,14 @@ def test_only_closed_rounds_with_arrays_are_forked_from(parent: Run) -> None:
     assert runs_under(parent.config.root) == ["run"]
 
 
-def test_a_fork_is_refused_where_the_policy_it_is_held_to_was_given_up(parent: Run) -> None:
+def test_a_fork_whose_reference_policy_was_pruned_is_refused(parent: Run) -> None:
     kl = ["objective.kl_coefficient=0.1"]
     refreshed = [*kl, "objective.reference=refreshed", "objective.reference_every_rounds=2"]
     collect(parent, rule_of(parent, 2, None))
     with pytest.raises(ObjectMissing, match=r"round-00000 was given up .* the KL to it"):
         fork_run(parent, 3, "fork", kl)
     assert runs_under(parent.config.root) == ["run"]
-    fork_run(parent, 3, "fork", refreshed)  # is held to checkpoint 2, which is there
+    fork_run(parent, 3, "fork", refreshed)  # has checkpoint 2 as reference, which is there
     gone = collect(parent, RetentionConfig(checkpoints_last=2)).garbage
     assert gone == ()
 
@@ -192,7 +194,7 @@ def test_a_collection_between_the_first_look_and_the_fork_is_seen(
         return create(*arguments)
 
     monkeypatch.setattr(forks, "create_record", collected_first)
-    with pytest.raises(ObjectMissing, match=r"was given up by retention.* Delete .*/fork, then"):
+    with pytest.raises(ObjectMissing, match=r"was pruned by retention.* Delete .*/fork, then"):
         fork_run(parent, 1, "fork")
     (fault,) = check_run(parent.config.root, "fork").faults
     assert fault.kind == "missing"

@@ -95,7 +95,7 @@ def test_a_whole_run_is_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", COMMITTED)
-def test_a_flipped_bit_is_found_wherever_it_is(folder: Path, pattern: str) -> None:
+def test_a_flipped_bit_is_detected_at_any_position(folder: Path, pattern: str) -> None:
     path, seed = one(folder, pattern), printed_seed()
     data = path.read_bytes()
     # What no manifest names, a writer of another version may have written.
@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(folder: Path, pattern: str) -> No
 
 
 @pytest.mark.parametrize("pattern", COMMITTED)
-def test_a_truncated_file_is_found(folder: Path, pattern: str) -> None:
+def test_a_truncated_file_is_detected(folder: Path, pattern: str) -> None:
     path = one(folder, pattern)
     path.write_bytes(path.read_bytes()[:-7])
     kind = "altered" if path.suffix == ".json" else "truncated"
@@ -123,7 +123,7 @@ def test_a_truncated_file_is_found(folder: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [p for p in COMMITTED if "00003" not in p])
-def test_a_missing_file_is_found(folder: Path, pattern: str) -> None:
+def test_a_missing_file_is_detected(folder: Path, pattern: str) -> None:
     path = one(folder, pattern)
     path.unlink()
     assert ("missing", str(path.relative_to(folder))) in faults(folder)
@@ -136,7 +136,7 @@ def resealed(path: Path, change: Callable[[dict], None]) -> None:
     path.write_bytes(sealed_json(record))
 
 
-def test_a_wrong_parent_is_found(folder: Path) -> None:
+def test_a_wrong_parent_is_detected(folder: Path) -> None:
     path = folder / "batches/round-00001/manifest.json"
     resealed(path, lambda record: record["parents"][0].update(sha256="0" * 64))
     assert faults(folder) == [
@@ -145,7 +145,7 @@ def test_a_wrong_parent_is_found(folder: Path) -> None:
     ]
 
 
-def test_a_parent_of_another_round_is_found(folder: Path) -> None:
+def test_a_parent_of_another_round_is_detected(folder: Path) -> None:
     manifest = json.loads((folder / "rollouts/round-00000/manifest.json").read_text())
     assert manifest["parents"][0]["slot"] == "checkpoints/round-00000"
     path = folder / "rollouts/round-00002/manifest.json"
@@ -155,7 +155,7 @@ def test_a_parent_of_another_round_is_found(folder: Path) -> None:
     assert ("wrong parent", "rollouts/round-00002/manifest.json") in found
 
 
-def test_newer_versions_are_told_from_damage(folder: Path) -> None:
+def test_newer_versions_are_distinguished_from_damage(folder: Path) -> None:
     path = folder / "batches/round-00001/manifest.json"
     resealed(path, lambda record: record.update(version=99))
     assert ("newer version", "batches/round-00001/manifest.json") in faults(folder)
@@ -164,7 +164,7 @@ def test_newer_versions_are_told_from_damage(folder: Path) -> None:
     assert ("newer version", "run.json") in faults(folder)
 
 
-def test_a_newer_table_is_found(folder: Path) -> None:
+def test_a_table_of_a_newer_version_is_detected(folder: Path) -> None:
     path = folder / "metrics/round-00001.parquet"
     table = pq.read_table(path)
     metadata = dict(table.schema.metadata) | {b"marin_rl.schema_version": b"99"}
@@ -172,7 +172,7 @@ def test_a_newer_table_is_found(folder: Path) -> None:
     assert faults(folder) == [("newer version", "metrics/round-00001.parquet")]
 
 
-def test_a_newer_file_of_pairs_is_found(folder: Path) -> None:
+def test_pairs_of_a_newer_version_are_detected(folder: Path) -> None:
     run = Run.open(str(folder.parent), "run")
     pair = PreferencePair(
         id="x", messages=(Message(role="user", content="p"),), chosen="a", rejected="b"
@@ -196,7 +196,7 @@ def test_a_damaged_tombstone_is_named(folder: Path) -> None:
     assert faults(folder) == [("altered", "checkpoints/round-00001/pruned.json")]
 
 
-def test_orphans_are_found_and_leftovers_are_harmless(folder: Path) -> None:
+def test_orphans_are_faults_and_leftovers_are_harmless(folder: Path) -> None:
     for name in (
         "batches/round-00001/notes.txt",
         "rollouts/round-00001/shard-0007.parquet",
@@ -213,7 +213,7 @@ def test_orphans_are_found_and_leftovers_are_harmless(folder: Path) -> None:
     }
 
 
-def test_what_attempts_left_is_named_and_does_not_count(folder: Path) -> None:
+def test_leftovers_of_attempts_are_named_and_do_not_count(folder: Path) -> None:
     run = Run.open(str(folder.parent), "run")
     late = f"batches/round-00001/batches-{new_attempt()}-0000.parquet"
     unfinished = f"checkpoints/round-00004/{new_attempt()}/d/array"
@@ -246,7 +246,7 @@ def test_slots_before_the_first_round_are_checked_and_shared(folder: Path) -> No
     ]
 
 
-def test_a_round_that_was_closed_without_its_checkpoint_is_found(folder: Path) -> None:
+def test_a_round_closed_without_its_checkpoint_is_detected(folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints/round-00003")
     assert faults(folder) == [("missing", "checkpoints/round-00003/manifest.json")]
 
@@ -267,7 +267,7 @@ def test_a_round_that_was_closed_without_its_checkpoint_is_found(folder: Path) -
         ),
     ],
 )
-def test_a_whole_file_in_the_place_of_another_is_found(
+def test_a_valid_file_in_the_place_of_another_is_detected(
     folder: Path, source: str, place: str, told: str
 ) -> None:
     shutil.copy(folder / source, folder / place)
@@ -276,7 +276,7 @@ def test_a_whole_file_in_the_place_of_another_is_found(
     assert f"expected rows of {told}" in fault.detail
 
 
-def test_metrics_of_another_run_are_found(folder: Path) -> None:
+def test_metrics_of_another_run_are_detected(folder: Path) -> None:
     other = Run.open(str(folder.parent), "run").config.model_copy(update={"run_id": "other"})
     write_round_metrics(Run.create_or_open(other), 1, {"reward": 0.5})
     shutil.copy(folder.parent / "other/metrics/round-00001.parquet", folder / "metrics")
@@ -289,7 +289,7 @@ def score_again(run: Run, round: int, rollouts_sha256: str) -> str:
     return commit_rewards(run, round, "mine", source, REWARDS.empty_table()).key
 
 
-def test_a_reward_table_about_other_rollouts_is_found(folder: Path) -> None:
+def test_a_reward_table_of_other_rollouts_is_detected(folder: Path) -> None:
     run = Run.open(str(folder.parent), "run")
     manifest = folder / "rollouts/round-00001/manifest.json"
     right = score_again(run, 1, sha256_of(manifest.read_bytes()))
@@ -310,7 +310,7 @@ def test_a_closed_round_proves_what_it_made(folder: Path) -> None:
     assert found == {f"batches/round-00002/{MANIFEST}", f"checkpoints/round-00003/{MANIFEST}"}
 
 
-def test_an_empty_file_is_found(folder: Path) -> None:
+def test_an_empty_file_is_detected(folder: Path) -> None:
     path = folder / "rollouts/round-00001/shard-0001.parquet"
     path.write_bytes(b"")
     assert faults(folder) == [("truncated", "rollouts/round-00001/shard-0001.parquet")]
@@ -327,7 +327,7 @@ def test_a_fork_is_checked_with_what_it_shares(folder: Path) -> None:
     assert (fault.kind, fault.place) == ("truncated", str(path))
 
 
-def test_an_ancestor_that_is_another_run_now_is_found(folder: Path) -> None:
+def test_an_ancestor_that_is_another_run_now_is_detected(folder: Path) -> None:
     fork_run(Run.open(str(folder.parent), "run"), 2, "fork")
     resealed(folder / "run.json", lambda record: record.update(attempt="another"))
     (fault,) = check_run(str(folder.parent), "fork").faults
@@ -335,7 +335,7 @@ def test_an_ancestor_that_is_another_run_now_is_found(folder: Path) -> None:
     assert fault.place == str(folder.parent / "fork/run.json")
 
 
-def test_nothing_to_check_is_told(tmp_path: Path) -> None:
+def test_nothing_to_check_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match="nothing lies in"):
         check_run(str(tmp_path), "absent")
 
@@ -378,7 +378,7 @@ def test_an_export_of_a_run_that_plays_meanwhile_can_be_verified(folder: Path) -
 
 
 @pytest.mark.parametrize("kind", LATE)
-def test_what_is_gone_is_still_missed(folder: Path, kind: str) -> None:
+def test_a_deleted_object_is_still_missing(folder: Path, kind: str) -> None:
     number = 2 if kind == "checkpoints" else 1
     gone = one(folder, f"{kind}/round-0000{number}*")
     gone.unlink() if gone.is_file() else shutil.rmtree(gone)

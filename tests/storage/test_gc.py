@@ -68,7 +68,7 @@ def test_a_whole_run_has_no_garbage(run: Run) -> None:
     assert everything(run) == before
 
 
-def test_what_a_late_attempt_left_in_a_committed_slot_goes(run: Run) -> None:
+def test_leftovers_of_a_late_attempt_in_a_committed_slot_are_deleted(run: Run) -> None:
     before, attempt = everything(run), new_attempt()
     keys = [
         f"batches/round-00001/batches-{attempt}-0000.parquet",
@@ -104,7 +104,7 @@ def test_an_attempt_that_did_not_commit_goes_once_its_process_is_gone(run: Run) 
     assert told(collect(run, now=SOON)) == [("uncommitted", key) for key in keys]
 
 
-def test_where_no_lock_can_tell_an_attempt_goes_when_it_can_commit_no_more() -> None:
+def test_without_locks_an_attempt_is_deleted_once_it_cannot_commit() -> None:
     run = whole_run("memory://gc-uncommitted", 1)
     key = f"batches/round-00001/batches-{new_attempt()}-0000.parquet"
     run.store.put_part(key, b"1")
@@ -181,7 +181,7 @@ def test_retention_keeps_the_last_and_every_nth(run: Run) -> None:
     assert (checked.whole, checked.faults, checked.pruned) == (True, (), len(found.garbage))
 
 
-def test_what_a_killed_gc_left_goes_the_next_time(run: Run) -> None:
+def test_leftovers_of_a_killed_gc_are_deleted_next_time(run: Run) -> None:
     manifest = read_manifest(run.store, checkpoint_slot(1))
     assert manifest is not None
     commit_tombstone(run.store, manifest[0], {})
@@ -190,7 +190,7 @@ def test_what_a_killed_gc_left_goes_the_next_time(run: Run) -> None:
     assert {key.split("/")[1] for _, key in told(found)} == {"round-00001"}
 
 
-def test_the_checkpoints_that_the_policy_is_held_to_stay(tmp_path: Path) -> None:
+def test_reference_checkpoints_are_kept(tmp_path: Path) -> None:
     held = {"kl_coefficient": 0.1, "reference": "refreshed", "reference_every_rounds": 3}
     run = whole_run(str(tmp_path), ROUNDS, shards=1, objective=held)
     gone = {key.split("/")[1] for _, key in told(collect(run, rule_of(run, 2, None)))}
@@ -322,7 +322,7 @@ def test_a_slot_whose_manifest_cannot_be_read_is_let_alone(run: Run) -> None:
     assert everything(run) == before
 
 
-def test_where_the_rule_cannot_be_read_all_is_kept(run: Run) -> None:
+def test_without_a_readable_rule_everything_is_kept(run: Run) -> None:
     path = run.store.local_path(f"checkpoints/round-0000{ROUNDS}/manifest.json")
     assert path is not None
     path.write_bytes(path.read_bytes()[:-1])
@@ -350,7 +350,7 @@ def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run, slot: str) -> None
     assert everything(run) == before
 
 
-def test_what_a_closed_round_made_is_let_alone_though_all_its_manifests_are_lost(run: Run) -> None:
+def test_files_of_a_closed_round_stay_if_all_its_manifests_are_lost(run: Run) -> None:
     lost = (f"batches/round-0000{ROUNDS - 1}", f"checkpoints/round-0000{ROUNDS}")
     for slot in lost:
         run.store.delete(f"{slot}/manifest.json")
@@ -402,7 +402,7 @@ def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path)
     assert [has_arrays(run, number) for number in range(5)] == [True, False, False, True, True]
     play(run, 4, latest_checkpoint(run) or pytest.fail("no checkpoint"))
     before = everything(run)
-    # What lies below one that was given up was judged before.
+    # Objects below a pruned one were checked before.
     manifest = run.store.local_path("checkpoints/round-00001/manifest.json")
     assert manifest is not None
     manifest.write_bytes(b"unread")
@@ -413,7 +413,7 @@ def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path)
     assert [has_arrays(run, number) for number in (3, 4, 5, 6)] == [True, False, True, True]
 
 
-def test_the_rule_is_that_of_whoever_continued_the_run(tmp_path: Path) -> None:
+def test_the_rule_is_that_of_the_latest_continuation(tmp_path: Path) -> None:
     begun = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2, "checkpoints_every": 9})
     retention = RetentionConfig(checkpoints_last=50, checkpoints_every=9)
     continued = Run.create_or_open(begun.config.model_copy(update={"retention": retention}))
@@ -465,5 +465,5 @@ def test_arrays_that_retention_took_are_missed_by_that_name(tmp_path: Path) -> N
     collect(run, rule_of(run, 2, None))
     restored = restore_checkpoint(run, refs[1], tree)
     assert restored["parameters"]["weight"].tolist() == list(range(6))
-    with pytest.raises(ObjectMissing, match="given up by the run's retention"):
+    with pytest.raises(ObjectMissing, match="pruned by the run's retention"):
         restore_checkpoint(run, refs[0], tree)

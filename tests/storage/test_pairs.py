@@ -30,7 +30,7 @@ def fields(pair: PreferencePair) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_what_is_written_is_read_again(tmp_path, suffix):
+def test_written_rows_are_read_back(tmp_path, suffix):
     plain = PreferencePair(id="b", messages=sampled_pair().messages, chosen="x", rejected="y")
     write_pairs(tmp_path / f"pairs.{suffix}", [sampled_pair(), plain])
     found = read_pairs(tmp_path / f"pairs.{suffix}").pairs
@@ -79,7 +79,7 @@ def test_a_wrong_row_is_named_with_its_field(tmp_path, wrong, told):
         read_pairs(path)
 
 
-def test_what_is_no_file_of_pairs_is_refused(tmp_path):
+def test_a_file_without_pairs_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"reward_model\.pairs: cannot read"):
         read_pairs(tmp_path / "absent.jsonl")
     with pytest.raises(InputError, match="has no rows"):

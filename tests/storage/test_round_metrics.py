@@ -71,7 +71,7 @@ def test_undefined_names_are_refused(tmp_path: Path) -> None:
     assert read_metrics(run).num_rows == 0
 
 
-def test_lines_are_appended_once_whatever_a_killed_process_left(tmp_path: Path) -> None:
+def test_lines_are_appended_once_after_any_kill(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     file = tmp_path / "run" / "metrics.jsonl"
     write_round_metrics(run, 0, {"loss": 1.0})

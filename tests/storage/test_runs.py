@@ -261,7 +261,7 @@ def holder(local: Run) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def test_a_second_process_is_told_who_holds_the_run(
+def test_a_second_process_sees_which_process_locks_the_run(
     local: Run, holder: "subprocess.Popen[str]"
 ) -> None:
     with (
@@ -279,7 +279,7 @@ def test_a_killed_holder_holds_nothing(local: Run, holder: "subprocess.Popen[str
         assert found == Holder(os.getpid(), platform.node())
 
 
-def test_who_holds_a_lock_is_judged_on_its_own_machine_alone(tmp_path: Path) -> None:
+def test_the_owner_of_a_lock_is_checked_on_its_own_machine_alone(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
     assert holder_in(lock) is None
 

@@ -72,7 +72,7 @@ def test_steps_come_back_in_order_with_their_tokens(root: tuple[str, dict[str, A
     assert second.floats["reference_logprobs"] is None
 
 
-def test_what_a_critic_says_comes_back_and_is_null_without_one(tmp_path: Path) -> None:
+def test_values_of_a_critic_are_read_back_and_null_without_one(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     plain = step(0)
     values = np.arange(12, dtype=np.float32).reshape(2, 6)
@@ -133,7 +133,7 @@ def test_an_attempt_that_was_not_first_leaves_nothing_that_counts(tmp_path: Path
     assert read(run, second)[0].rollout_ids[0] == "0/0"
 
 
-def test_what_goes_wrong_in_the_thread_ends_the_round(tmp_path: Path) -> None:
+def test_an_error_in_the_thread_ends_the_round(tmp_path: Path) -> None:
     run = Run.create_or_open(configuration(str(tmp_path)))
     with pytest.raises(AssertionError, match="every trained segment has a name"):
         commit(run, [step(0, rollout_ids=((), ()))])

@@ -79,7 +79,7 @@ def test_gae_of_rows_is_that_of_rlax(case: dict) -> None:
     assert_allclose(found[0], case["outputs"]["advantages"], rtol=5e-5, atol=5e-5)
 
 
-def test_gae_of_rows_is_that_of_each_trajectory_whatever_lies_between() -> None:
+def test_gae_of_rows_equals_that_of_each_trajectory() -> None:
     rng = np.random.default_rng(0)
     segments = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12], np.int32)
     mask = (rng.random((2, 12)) < 0.6) & (segments > 0)
@@ -347,7 +347,7 @@ def test_warm_up_leaves_the_policy_alone_and_resuming_ends_in_the_same_bits(
     scored = list(iter_scores(run, manifest_of(run.store, last)))
     for name in ("values", "old_values", "returns"):
         assert scored[0].floats[name] is not None
-    # Anew after every round, from the files alone.
+    # A new one after every round, from the files alone.
     other = Run.create_or_open(debug(*settings, f"root={tmp_path / 'other'}"))
     checkpoint = Trainer(other, tokenizer).init_policy()
     for round in range(3):

@@ -369,7 +369,7 @@ def test_the_rows_reach_every_branch():
         [(rows.old - rows.sampler)[rows.mask > 0] for rows in map(rows_of, (1, 3, 99))]
     )
     assert (np.exp(weights) < 0.8).any()
-    # dppo_kl: tokens that it stops and tokens that it does not, of those that move as they are told
+    # dppo_kl: tokens that it stops and tokens that it does not, of those that move as asked
     rows = less_likely(rows_of(3))
     then, new = np.exp(rows.sampler), np.exp(rows.logprobs)
     kl = then * np.log(then / new) + (1 - then) * np.log((1 - then) / (1 - new))

@@ -53,7 +53,7 @@ def test_rounds_end_in_the_same_bits_however_they_are_interrupted(debug, tokeniz
     digest = identity_of(run, last).parameters_digest
     assert digest == parameters_digest(trainer.model)
     assert identity_of(run, last).step == 12
-    # A trainer that starts anew after every round, from the files alone.
+    # A new trainer after every round, from the files alone.
     other = Run.create_or_open(debug(*SETTINGS, "training.epochs=2", f"root={tmp_path / 'other'}"))
     checkpoint = Trainer(other, tokenizer).init_policy()
     for round in range(2):

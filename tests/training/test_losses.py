@@ -87,7 +87,7 @@ def loss_of(case: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
     if kind in (
         "dapo",
         "cispo",
-    ):  # TRL divides by the number of tokens of the whole batch, which it is told
+    ):  # TRL divides by the number of tokens of the whole batch, which is an argument
         weights = weights * mask.sum() / args["num_items_in_batch"]
     advantages = np.broadcast_to(inputs["advantages"][:, None], mask.shape)
 

@@ -119,7 +119,7 @@ def test_a_correction_weight_of_0_and_a_dual_clip_take_the_gradient_too():
     assert found.tolist() == [False, True, True, False, False, True]
 
 
-def test_what_lies_beyond_the_bounds_of_each_surrogate():
+def test_tokens_beyond_the_bounds_of_each_surrogate():
     """Ratios 1.5 and 0.5, then probabilities 0.4 against 0.3 and 0.1 against 0.3."""
     old = jnp.log(jnp.array([[0.2, 0.2, 0.3, 0.3]], jnp.float32))
     new = jnp.log(jnp.array([[0.3, 0.1, 0.4, 0.1]], jnp.float32))

@@ -126,7 +126,7 @@ def test_matrices_have_the_configured_spread_and_norms_and_biases_their_start(fa
         ({"family": "gemma2"}, "'qwen2', 'qwen3', 'mistral' or 'gemma'"),
     ],
 )
-def test_what_a_family_does_not_have_is_refused(sizes, named):
+def test_options_that_a_family_lacks_are_refused(sizes, named):
     with pytest.raises(ValidationError, match=named):
         tiny_policy(**sizes)
 
@@ -168,7 +168,7 @@ def test_saved_and_loaded_models_are_equal(family, folders):
         ("gemma", {"hidden_act": "gelu"}),  # hidden_activation says which one
     ],
 )
-def test_what_changes_nothing_is_accepted(changed, folders, family, keys):
+def test_options_without_effect_are_accepted(changed, folders, family, keys):
     np.testing.assert_array_equal(
         scores(load_hf(changed(family, **keys))), scores(folders[family][0])
     )
@@ -225,7 +225,7 @@ def test_a_rotary_base_is_read_in_either_form(changed):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer types"),
     ],
 )
-def test_what_would_load_wrong_is_refused_by_name(changed, family, keys, named):
+def test_settings_that_would_load_wrong_are_refused_by_name(changed, family, keys, named):
     with pytest.raises(InputError) as caught:
         check_hf_support(changed(family, **keys))
     assert named in str(caught.value)

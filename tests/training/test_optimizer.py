@@ -62,7 +62,7 @@ def test_only_matrices_decay():
     np.testing.assert_array_equal(updates["norm"], 0)
 
 
-def test_the_first_step_moves_by_the_rate_whatever_the_gradient():
+def test_the_first_step_moves_by_the_rate_for_any_gradient():
     updates, _ = updated([3.0, -0.01])
     np.testing.assert_allclose(updates["matrix"], [[-0.1, 0.1]], rtol=1e-4)
 

@@ -80,7 +80,7 @@ def test_the_gradient_raises_what_was_chosen_by_the_chance_of_being_wrong():
 
 
 @pytest.mark.bits
-def test_a_reward_is_read_at_the_last_token_whatever_is_beside_it():
+def test_a_reward_is_read_at_the_last_token_in_any_batch():
     model, policy = scalar_model(), POLICY
     rng = np.random.default_rng(3)
     sizes = (1, 5, 32, 33, 40, 2)

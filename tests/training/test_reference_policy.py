@@ -37,20 +37,20 @@ def test_the_coefficient_follows_a_bounded_error(kl, expected):
     assert adapt_kl_coefficient(0.1, kl, 6.0, 0.1) == pytest.approx(expected)
 
 
-def test_a_refreshed_reference_is_the_last_of_every_so_many_rounds():
+def test_a_refreshed_reference_is_the_last_of_every_n_rounds():
     objective = ObjectiveConfig(reference="refreshed", reference_every_rounds=3)
     assert [reference_round(objective, round) for round in range(7)] == [0, 0, 0, 3, 3, 3, 6]
     assert reference_round(ObjectiveConfig(), 7) == 0
 
 
 @pytest.mark.parametrize("reference", ["first", "refreshed", "average"])
-def test_storage_keeps_the_checkpoint_that_a_policy_is_held_to(reference):
+def test_storage_keeps_the_reference_checkpoint(reference):
     objective = ObjectiveConfig(kl_coefficient=0.1, reference=reference, reference_every_rounds=3)
     expected = [
         set() if reference == "average" else {reference_round(objective, r)} for r in range(8)
     ]
     assert [reference_checkpoints(objective, round) for round in range(8)] == expected
-    if reference != "average":  # which nobody keeps for nothing
+    if reference != "average":  # which no one keeps for free
         assert reference_checkpoints(ObjectiveConfig(reference=reference), 5) == set()
 
 

@@ -330,7 +330,7 @@ def test_a_refused_update_leaves_the_average_where_it_is():
         np.testing.assert_allclose(state.average[name], halfway, atol=1e-6)
 
 
-def test_rows_of_two_policies_are_each_held_against_their_own(tmp_path):
+def test_rows_of_two_policies_are_each_compared_with_their_own(tmp_path):
     now, before = (named_parameters(build_model(MODEL, VOCAB, seed)) for seed in (0, 1))
     objective = ObjectiveConfig(ratio_level="token", aggregation="token_mean")
     stage, sections = Stage(objective=objective), {"batching": {"staleness_rounds_max": 1}}
@@ -347,7 +347,7 @@ def test_rows_of_two_policies_are_each_held_against_their_own(tmp_path):
     arrays, used = step_arrays(batch, 4, 1)
     score = make_score(stage.model, StepSettings(objective=objective))
     fresh, aged = (np.asarray(score(p, arrays, as_array(used)))[0] for p in (now, before))
-    sampled = np.where(old[:, None], aged, fresh)  # what either policy's server told
+    sampled = np.where(old[:, None], aged, fresh)  # logprobs from the server of each policy
     batch = dataclasses.replace(batch, policy_logprobs=sampled)
     _, metrics, measured = stage.take(batch, 4, 1)
     mask, ratio = arrays.mask[0], np.asarray(measured.ratios)[0]

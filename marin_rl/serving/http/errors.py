@@ -26,7 +26,7 @@ from marin_rl.inference.client.protocol import error_body
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
 
-# A larger body is not parsed a second time, to name the number that was found in it.
+# A larger body is not parsed a second time only to name the number in it.
 FOUND_BYTES_MAX = 2**20
 
 # Token ids of one request: 512 prompts of 1,024 tokens, or one prompt of half a million.
@@ -44,22 +44,33 @@ _OTHERS = bytes(set(range(256)) - set(b'"[]{},:'))
 
 
 class ApiError(Exception):
-    """A refusal or fault, as the client will see it."""
+    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_s: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = headers or {}
+        self.headers = (headers or {}) | ({"Retry-After": str(retry_s)} if retry_s else {})
+        type = _TYPES.get(status, "invalid_request_error")
         self.body = error_body(message, type=type, code=code, param=param)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
 
 
 class Body(BaseModel):

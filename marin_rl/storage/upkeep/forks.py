@@ -13,17 +13,14 @@ from typing import Any
 from marin_rl.config import Config, ObjectiveConfig, differences, override, parse_config
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
-    RUN_KEY,
     Run,
-    ancestors_in,
     checkpoint_slot,
-    create_record,
     is_run_name,
     latest_checkpoint,
     metrics_key,
     place_named,
-    read_record,
     refuse_other_content,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -67,7 +64,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     except ObjectMissing as error:
         raise ObjectMissing(
             f"{error}. That happened while the fork was made: it cannot be played, and keeps other "
-            f"checkpoints from being given up. Delete {own.url}, then fork from another round"
+            f"checkpoints from being pruned. Delete {own.url}, then fork from another round"
         ) from None
     return run
 
@@ -117,7 +114,7 @@ def _check_whole(run: Run, round: int) -> None:
         )
     if pruned_parts(run.store, slot):
         raise ObjectMissing(
-            f"{run.store.url_of(slot)} was given up by retention: expected a checkpoint with its "
+            f"{run.store.url_of(slot)} was pruned by retention: expected a checkpoint with its "
             "arrays, to fork from or for the KL to it; one without pruned.json has them"
         )
 
@@ -203,7 +200,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
         except StorageError as error:
             if error.transient or is_run_name(name):
                 raise
-            continue  # a folder of others, such as lost+found
+            continue  # a folder that is no run, such as `lost+found`
         if reach is not None:
             found[name] = reach
     return Borrowed(found)
