@@ -19,8 +19,8 @@ from marin_rl.types import Example, Message, Sampling, ServedPolicy, SlotRef, Tu
 DIGEST = "0123456789abcdef"
 AGAIN = (Message(role="user", content="again"),)
 TOKENIZER = character_tokenizer()
-# A model of random weights hardly ever samples its end token, so turns end at any vowel.
-SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;: "))
+# A model of random weights hardly ever samples its end token, so turns end at any vowel or stop.
+SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;:"))
 
 
 class Twice:
