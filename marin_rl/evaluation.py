@@ -29,14 +29,8 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, requests_of
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import new_attempt
-from marin_rl.storage.runs import (
-    RUN_KEY,
-    Run,
-    checkpoint_named,
-    committed_checkpoint,
-    latest_checkpoint,
-    seed_from,
-)
+from marin_rl.storage.run_records import RUN_KEY, seed_from
+from marin_rl.storage.runs import Run, checkpoint_named, committed_checkpoint, latest_checkpoint
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef

@@ -117,8 +117,8 @@ def machine_key() -> str:
     different devices apart.
     """
     facts = {name: value for name, value in machine_facts().items() if name != "device"}
-    told = repr((sorted(facts.items()), sorted(_features())))
-    digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+    text = repr((sorted(facts.items()), sorted(_features())))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{facts['instruction_set']}-{facts['threads']}-{digest}".lower()
 
 
@@ -136,19 +136,22 @@ def changed_facts(recorded: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def instruction_set() -> str:
     """The largest of XLA's instruction sets that the processor has and XLA_FLAGS allows."""
-    names = [name for name, flag in _INSTRUCTION_SETS if flag in _features()]
-    if not names:
-        return platform.machine()  # not an x86: XLA has no such levels there
-    limit = _flags().get(_ISA_FLAG, "").upper()
+    largest, limit = processor_instruction_set(), _flags().get(_ISA_FLAG, "").upper()
     known = [name for name, _ in _INSTRUCTION_SETS]
-    if limit not in known:
-        return names[-1]
-    return min(names[-1], limit, key=known.index)
+    if largest not in known or limit not in known:
+        return largest
+    return min(largest, limit, key=known.index)
+
+
+def processor_instruction_set() -> str:
+    """The largest of XLA's instruction sets that the processor has; its family where not an x86."""
+    names = [name for name, flag in _INSTRUCTION_SETS if flag in _features()]
+    return names[-1] if names else platform.machine()
 
 
 @cache
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """Name of the processor, as the operating system reports it."""
     found = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 

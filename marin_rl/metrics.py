@@ -61,8 +61,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _definition(row: dict[str, str]) -> Definition:
-    """Parse a row of the table. Raises ValueError or KeyError for one that defines nothing."""
+def parse_definition(row: dict[str, str]) -> Definition:
+    """Parse a row of the table. Raises KeyError, TypeError or ValueError for a malformed one."""
     filled = dict(KINDS[row.pop("kind")]) | {name: text for name, text in row.items() if text}
     again, steps = filled.get("recomputable"), filled.get("over_steps", "mean")
     if again not in get_args(Recomputable) or steps not in get_args(OverSteps):
@@ -76,7 +76,7 @@ def _definition(row: dict[str, str]) -> Definition:
 
 def _read_table() -> tuple[Definition, ...]:
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-        return tuple(_definition(row) for row in csv.DictReader(file))
+        return tuple(parse_definition(row) for row in csv.DictReader(file))
 
 
 DEFINITIONS = _read_table()

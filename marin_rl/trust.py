@@ -25,7 +25,8 @@ from marin_rl.config import (
 from marin_rl.environments.base import code_of
 from marin_rl.errors import ConfigError
 from marin_rl.storage.own_runs import remembered
-from marin_rl.storage.runs import RUN_KEY, Run, read_record
+from marin_rl.storage.run_records import RUN_KEY, read_record
+from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import CHARACTERS
 
 EVERYTHING = ""  # the beginning of all keys

@@ -29,7 +29,7 @@ RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
 
 Value = TypeVar("Value")
-Stage = Callable[..., Awaitable[Value]]  # what a task over an async function is to its caller
+Stage = Callable[..., Awaitable[Value]]  # a task over an async function, as its caller sees it
 
 
 def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -65,7 +65,7 @@ class StageRunner:
             min(config.retry_delay_s * 2**number, RETRY_DELAY_S_MAX)
             for number in range(max(config.retries, 1))
         ]
-        self._at_once = config.shards_in_flight_max
+        self._in_flight_max = config.shards_in_flight_max
         self._watch = Stopwatch()
 
     @property
@@ -75,11 +75,11 @@ class StageRunner:
 
     async def run(self, stage: Stage[Value], *arguments: Any) -> Value:
         """The result of one task. Raises what its last try raised."""
-        result = await self._tried(stage, arguments)
+        result = await self._call(stage, arguments)
         self._watch.lap(_task(stage).name)
         return result
 
-    async def _tried(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
+    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
         tuned = _task(stage).with_options(
             retries=self._retries,
             retry_delay_seconds=self._delays_s,
@@ -92,14 +92,14 @@ class StageRunner:
     async def each(self, stage: Stage[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:
         """The results of one task per element of `calls`, in order, a bounded number at once.
 
-        When some fail the others still finish, for what they commit is not lost; then the first
-        failure is raised.
+        When some fail the others still finish, since what they commit stays; then the first failure
+        is raised.
         """
-        gate = asyncio.Semaphore(self._at_once)
+        gate = asyncio.Semaphore(self._in_flight_max)
 
         async def pass_gate(arguments: Sequence[Any]) -> Value:
             async with gate:
-                return await self._tried(stage, arguments)
+                return await self._call(stage, arguments)
 
         waiting = [pass_gate(arguments) for arguments in calls]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
@@ -116,7 +116,7 @@ def _task(stage: Stage[Any]) -> Task[..., Any]:
 
 
 def open_run(ref: RunRef) -> Run:
-    """The run that `ref` names, opened once per process: a remote store takes its time to greet."""
+    """The run that `ref` names, opened once per process: a remote store is slow to connect."""
     return _opened(json.dumps(asdict(ref), sort_keys=True))
 
 
@@ -134,8 +134,8 @@ def as_state(ref: SlotRef) -> SlotRef:
 async def in_thread(work: Callable[..., Value], *arguments: Any) -> Value:
     """Run blocking work off the event loop, so that deadlines and cancelling take effect.
 
-    The thread is a daemon: Python cannot interrupt it, and a cancelled process must not wait for
-    it. Uncommitted work is lost then.
+    The thread is a daemon, since Python cannot interrupt it and a cancelled process must not wait
+    for it. Uncommitted work is lost then.
     """
     outcome: Future[Value] = Future()
 

@@ -202,14 +202,13 @@ def test_every_command_of_the_readme_is_tried():
         assert not unknown, f"no mode of {script} takes {sorted(unknown)}"
 
 
-def test_the_head_names_the_smaller_instruction_set(monkeypatch):
-    machine = bench_module("machine", monkeypatch)
-    assert machine._xla_instructions("AVX512", "") == "AVX512"
-    assert machine._xla_instructions("AVX512", "--xla_cpu_max_isa=AVX2 --other=1") == "AVX2"
-    assert machine._xla_instructions("AVX2", "--xla_cpu_max_isa=AVX512") == "AVX2"
-    assert machine._xla_instructions("instruction set unknown", "--xla_cpu_max_isa=AVX2") == (
-        "instruction set unknown"
-    )
+def test_the_head_names_the_processors_set_and_the_one_that_xla_is_limited_to(monkeypatch):
+    from marin_rl import machine
+
+    head = bench_module("machine", monkeypatch)
+    monkeypatch.setattr(machine, "_features", lambda: frozenset({"sse4_2", "avx", "avx2"}))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX --other=1")
+    assert "AVX2, XLA compiles for AVX, " in head.head()
 
 
 def test_sizes_are_those_of_the_work(monkeypatch):

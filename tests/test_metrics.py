@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from marin_rl.metrics import DEFINITIONS, is_defined, over_steps
+from marin_rl.metrics import DEFINITIONS, is_defined, over_steps, parse_definition
 from marin_rl.rollouts.summary import rollout_metrics
 
 
@@ -92,3 +92,20 @@ def test_every_reported_name_is_defined_once():
     names = [definition.name for definition in DEFINITIONS]
     assert len(names) == len(set(names))
     assert not is_defined("reward_mean_of_something")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kind": "guessed"}, "guessed"),
+        ({"recomputable": "perhaps"}, "found 'perhaps' and 'mean'"),
+        ({"over_steps": "median"}, "found 'yes' and 'median'"),
+        ({"relative": "small"}, "could not convert"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_row_of_the_table_that_defines_nothing_is_refused(changes, expected):
+    row = {"name": "reward", "kind": "counted", "unit": "reward", "formula": "mean", "late": ""}
+    assert parse_definition(row.copy()).recomputable == "yes"
+    with pytest.raises((KeyError, TypeError, ValueError), match=expected):
+        parse_definition(row | changes)

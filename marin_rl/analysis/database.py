@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from marin_rl.errors import InputError
+from marin_rl.machine import cores
 
 if TYPE_CHECKING:
     import duckdb
@@ -93,7 +94,8 @@ def _connected(**settings: str | bool) -> "duckdb.DuckDBPyConnection":
     import duckdb
 
     # The system has pages of local files in its memory; a second copy costs more than it spares.
-    chosen = {"threads": _cores(), "enable_external_file_cache": False, **settings}
+    # DuckDB would count all cores of the machine, not those of this process.
+    chosen = {"threads": cores(), "enable_external_file_cache": False, **settings}
     database = duckdb.connect(config=chosen)
     database.execute("set global parquet_metadata_cache = true")
     return database
@@ -101,10 +103,3 @@ def _connected(**settings: str | bool) -> "duckdb.DuckDBPyConnection":
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cores() -> int:
-    """Cores that this process may use: DuckDB counts all of the machine's, and would crowd them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -21,13 +21,12 @@ from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
+from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import (
-    RUN_KEY,
     Run,
     batches_slot,
     checkpoint_slot,
     latest_checkpoint,
-    read_record,
     rollouts_slot,
     round_of,
     shard_key,

@@ -30,7 +30,8 @@ from marin_rl.analysis.parts import (
     united_frame,
 )
 from marin_rl.errors import InputError
-from marin_rl.storage.runs import Run, read_record, runs_under
+from marin_rl.storage.run_records import read_record
+from marin_rl.storage.runs import Run, runs_under
 from marin_rl.storage.stores.forked_store import ForkedStore
 from marin_rl.storage.tables.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.tables.scores import SCORES_PREFIX

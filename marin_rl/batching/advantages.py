@@ -2,8 +2,8 @@
 
 An estimator names the baseline, a scale what the difference is divided by; the methods of the field
 are pairs of the two (docs/objectives.md). Each estimator is one function over one group, written
-for the last axis, so that a round applies it to all groups of one size at once. Facts of estimators
-are in config/objective.py. Rewards are numbers of any type, in arrays or lists; NaN or None marks a
+for the last axis, so that a round applies it to all groups of one size at once. Their facts are in
+config/estimators.py. Rewards are numbers of any type, in arrays or lists; NaN or None marks a
 rollout that has none or is masked out: it is left out of every mean and gets 0. What is computed is
 float64. A group with fewer than two valid rewards carries no signal against its own mean: all 0.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64, Real
 
-from marin_rl.config.objective import ESTIMATORS, SCALES, Estimator
+from marin_rl.config.estimators import ESTIMATORS, SCALES, Estimator
 
 
 def discounted_returns(

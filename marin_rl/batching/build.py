@@ -1,6 +1,6 @@
 """process(round): committed rollouts to padded training batches, with a word on every rollout.
 
-Two passes over the shards. The first reads the light columns of the whole round (no tokens) and
+Two passes over the shards. The first reads the scalar columns of the whole round (no tokens) and
 decides what becomes of every rollout (plan.py). The second streams tokens row group by row group
 and scatters them into the rows of one step at a time (here, or packing.py). The result depends
 on the committed shards and the configuration alone.
@@ -66,14 +66,14 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     if found is not None:
         return found
     manifest = rollouts_manifest(run, round, rollouts)
-    light = _light(run, manifest, run.config.objective)
-    plan = plan_round(light, run.config, round)
+    scalars = _scalar_columns(run, manifest, run.config.objective)
+    plan = plan_round(scalars, run.config, round)
     attempt, slot = new_attempt(), batches_slot(round)
     writer = BatchWriter(run.store, slot, attempt, plan.length)
-    for rows in _filled(plan, light, run, manifest):
+    for rows in _step_rows(plan, scalars, run, manifest):
         writer.write(rows)
     parts = writer.close()
-    table = dispositions_table(plan, light)
+    table = dispositions_table(plan, scalars)
     return commit_batches(
         run,
         round,
@@ -81,7 +81,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         fingerprint=decided,
         parents=parents,
         parts=(*parts, write_dispositions(run.store, slot, attempt, table)),
-        totals=_totals(plan, light, round, writer.steps),
+        totals=_totals(plan, scalars, round, writer.steps),
         extra={"reasons": plan.reasons_counted()},
     )
 
@@ -103,14 +103,14 @@ def preview_round(
     Nothing is written. Raises as `build_round` does, and InputError where `rewards` lacks rollouts.
     """
     manifest = rollouts_manifest(run, round)
-    light = _light(run, manifest, config.objective)
-    names = tuple(light["rollout_id"].to_pylist())
+    scalars = _scalar_columns(run, manifest, config.objective)
+    names = tuple(scalars["rollout_id"].to_pylist())
     if rewards is not None:
-        light = _with_rewards(light, names, rewards)
-    plan = plan_round(light, config, round)
+        scalars = _with_rewards(scalars, names, rewards)
+    plan = plan_round(scalars, config, round)
 
     def batches() -> Iterator[TrainingBatch]:
-        for rows in _filled(plan, light, run, manifest):
+        for rows in _step_rows(plan, scalars, run, manifest):
             rollout_ids = tuple(tuple(row) for row in rows.rollout_ids.to_pylist())
             yield TrainingBatch(**rows.arrays, rollout_ids=rollout_ids)
 
@@ -118,19 +118,21 @@ def preview_round(
 
 
 def _with_rewards(
-    light: pa.Table, names: Sequence[str], rewards: Mapping[str, float | None]
+    scalars: pa.Table, names: Sequence[str], rewards: Mapping[str, float | None]
 ) -> pa.Table:
     missing = [name for name in names if name not in rewards]
     if missing:
         raise InputError(
             f"the reward table has no row for {missing[0]} and {len(missing) - 1} more"
         )
-    column = light.schema.get_field_index("reward")
+    column = scalars.schema.get_field_index("reward")
     values = pa.array([rewards[name] for name in names], pa.float64())
-    return light.set_column(column, light.schema.field(column), values)
+    return scalars.set_column(column, scalars.schema.field(column), values)
 
 
-def _filled(plan: RoundPlan, light: pa.Table, run: Run, manifest: Manifest) -> Iterator[StepRows]:
+def _step_rows(
+    plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest
+) -> Iterator[StepRows]:
     """The rows of each step in turn, tokens read as they are needed."""
     row_groups = iter_row_groups(run, manifest, TOKENS)
     if plan.by_token:
@@ -138,16 +140,16 @@ def _filled(plan: RoundPlan, light: pa.Table, run: Run, manifest: Manifest) -> I
     elif plan.turns is not None:
         row_groups = _with_advantages(plan.turns, row_groups)
     if plan.packing is None:
-        return fill_steps(plan, light, row_groups)
+        return fill_steps(plan, scalars, row_groups)
     index_K = np.flatnonzero(plan.kept_N)
     kept = Kept(
         index_K=index_K,
-        prompt_K=numbers(light, "n_prompt_tokens")[index_K],
-        sampled_K=numbers(light, "n_completion_tokens")[index_K],
+        prompt_K=numbers(scalars, "n_prompt_tokens")[index_K],
+        sampled_K=numbers(scalars, "n_completion_tokens")[index_K],
         advantage_K=plan.advantage_N[index_K],
         reward_K=plan.reward_N[index_K],
     )
-    return fill_packed(plan.packing, kept, plan.length, light, row_groups)
+    return fill_packed(plan.packing, kept, plan.length, scalars, row_groups)
 
 
 def _with_returns(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -186,7 +188,7 @@ def _decisive(config: Config) -> dict[str, object]:
     }
 
 
-def _light(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table:
+def _scalar_columns(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table:
     columns = (*SCALAR_COLUMNS, *columns_needed(objective))
     if looks_at_turns(objective):
         row_groups = map(with_turns, iter_row_groups(run, manifest, (*columns, *READ)))
@@ -203,7 +205,7 @@ def _light(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table
     return table
 
 
-def _totals(plan: RoundPlan, light: pa.Table, round: int, steps: int) -> dict[str, float]:
+def _totals(plan: RoundPlan, scalars: pa.Table, round: int, steps: int) -> dict[str, float]:
     """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
     kept = plan.kept_N
     totals: dict[str, float] = {
@@ -211,20 +213,20 @@ def _totals(plan: RoundPlan, light: pa.Table, round: int, steps: int) -> dict[st
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
-        **scalar_metrics(light, plan.disposition_N, round),
+        **scalar_metrics(scalars, plan.disposition_N, round),
     }
     if kept.any():
         totals |= {
             "reward_min": float(plan.reward_N[kept].min()),
             "reward_max": float(plan.reward_N[kept].max()),
-            "policy_version_min": float(numbers(light, "policy_version_min")[kept].min()),
-            "policy_version_max": float(numbers(light, "policy_version_max")[kept].max()),
+            "policy_version_min": float(numbers(scalars, "policy_version_min")[kept].min()),
+            "policy_version_max": float(numbers(scalars, "policy_version_max")[kept].max()),
         }
     return totals
 
 
 def fill_steps(
-    plan: RoundPlan, light: pa.Table, row_groups: Iterator[pa.Table]
+    plan: RoundPlan, scalars: pa.Table, row_groups: Iterator[pa.Table]
 ) -> Iterator[StepRows]:
     """The rows of each step in turn, out of row groups with tokens, masks and log-probabilities.
 
@@ -233,7 +235,7 @@ def fill_steps(
 
     Raises CorruptObject when the row groups are not those the plan was made from.
     """
-    names = light["rollout_id"].combine_chunks(), light["environment"].combine_chunks()
+    names = scalars["rollout_id"].combine_chunks(), scalars["environment"].combine_chunks()
     kept = np.flatnonzero(plan.kept_N)
     step = _Step(plan, min(plan.rows_per_step, len(kept)))
     start = 0
@@ -286,7 +288,7 @@ class _Step:
     """The rows of one optimizer step while they are being filled."""
 
     def __init__(self, plan: RoundPlan, rows: int, start: int = 0) -> None:
-        self.start, self.end, self._filled = start, start + rows, 0
+        self.start, self.end, self._step_rows = start, start + rows, 0
         shape = rows, plan.length
         self._arrays = {
             name: np.empty(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
@@ -295,15 +297,15 @@ class _Step:
 
     @property
     def full(self) -> bool:
-        return self._filled == self.end - self.start
+        return self._step_rows == self.end - self.start
 
     def take(self, chunk: _Chunk, taken: int) -> int:
         """Copy what fits of `chunk` after its first `taken` rows; how many rows that was."""
-        count = min(chunk.rows - taken, self.end - self.start - self._filled)
+        count = min(chunk.rows - taken, self.end - self.start - self._step_rows)
         for name, array in self._arrays.items():
             source = chunk.arrays[name][taken : taken + count]
-            array[self._filled : self._filled + count] = source
-        self._filled += count
+            array[self._step_rows : self._step_rows + count] = source
+        self._step_rows += count
         return count
 
     def rows(self, kept: np.ndarray, names: tuple[pa.Array, pa.Array]) -> StepRows:

@@ -173,7 +173,7 @@ class Kept:
 
 
 def fill_packed(
-    packing: Packing, kept: Kept, row_tokens: int, light: pa.Table, row_groups: Iterator[pa.Table]
+    packing: Packing, kept: Kept, row_tokens: int, scalars: pa.Table, row_groups: Iterator[pa.Table]
 ) -> Iterator[StepRows]:
     """The rows of each step in turn, out of row groups with the token columns.
 
@@ -190,12 +190,12 @@ def fill_packed(
             rows.put(slice(done, upto), table, start)
             done = upto
             if done == of_step:
-                yield rows.finished(light)
+                yield rows.finished(scalars)
                 step += 1
                 rows = _Rows(packing, kept, row_tokens, step)
         start += table.num_rows
-    if start != light.num_rows:
-        raise CorruptObject(f"expected {light.num_rows} rollouts, found {start} in the shards")
+    if start != scalars.num_rows:
+        raise CorruptObject(f"expected {scalars.num_rows} rollouts, found {start} in the shards")
 
 
 class _Rows:
@@ -292,7 +292,7 @@ class _Rows:
                 "different prompts, which cannot be shared; set batching.packing to 'sequences'"
             )
 
-    def finished(self, light: pa.Table) -> StepRows:
+    def finished(self, scalars: pa.Table) -> StepRows:
         """Rows to be written."""
         of_step = np.flatnonzero(self._packing.step_K == self._step)
         rows = self._packing.row_K[of_step]
@@ -300,7 +300,7 @@ class _Rows:
         offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
         taken = pa.array(self._kept.index_K[of_step])
         rollout_ids, environments = (
-            pa.ListArray.from_arrays(offsets, light[name].combine_chunks().take(taken))
+            pa.ListArray.from_arrays(offsets, scalars[name].combine_chunks().take(taken))
             for name in ("rollout_id", "environment")
         )
         return StepRows(arrays=self._arrays, rollout_ids=rollout_ids, environments=environments)

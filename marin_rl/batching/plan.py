@@ -1,6 +1,6 @@
 """Plan a round: each rollout's disposition, advantage, and its row in the batch.
 
-Decided from the light columns alone, before any token is read. A rollout is a candidate in the
+Decided from the scalar columns alone, before any token is read. A rollout is a candidate in the
 round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
 it can be trained on at most once. What staleness bounds is the age of the policy that sampled it,
 which is above 0 when generation runs ahead of training.
@@ -88,55 +88,57 @@ class RoundPlan:
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
 
-def plan_round(light: pa.Table, config: Config, round: int) -> RoundPlan:
-    """Decide, from the light columns of all rollouts of a round.
+def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
+    """Decide, from the scalar columns of all rollouts of a round.
 
     Raises ConfigError as `bucket` does, and for rewards that the advantage is not made for.
     """
     objective = config.objective
-    reward_N = _shaped_rewards(light, config)
-    tokens_N = numbers(light, "n_prompt_tokens") + numbers(light, "n_completion_tokens")
-    group_N, groups = _groups(light)
-    disposition_N, reason_N = _before_groups(light, reward_N, config, round)
+    reward_N = _shaped_rewards(scalars, config)
+    tokens_N = numbers(scalars, "n_prompt_tokens") + numbers(scalars, "n_completion_tokens")
+    group_N, groups = _groups(scalars)
+    disposition_N, reason_N = _before_groups(scalars, reward_N, config, round)
     eligible_N = np.where(disposition_N == "", reward_N, np.nan)
     choice = advantage_choice(objective)
     statistics = group_statistics(eligible_N, group_N, groups)
     fewest = max(config.rollouts.group_size_min, choice.members_min)
     short_P = filters.short(statistics.count, fewest)
-    greedy_N = _greedy(light, choice)
+    greedy_N = _greedy(scalars, choice)
     if greedy_N is not None:
         short_P |= np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups) == 0
     _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
-    worth = _worth(light, compared_N, group_N, groups, objective)
+    advantages = _advantages(scalars, compared_N, group_N, groups, objective)
     if config.filters.zero_signal and choice.within_groups and not objective.regularised:
-        apart_P = worth.spread_P
+        spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
-            own_N = np.where(np.isnan(compared_N), np.nan, numbers(light, "reward", np.float64))
-            apart_P = _worth(light, own_N, group_N, groups, objective).spread_P
-        flat_P = filters.zero_signal(apart_P)
+            unshaped_N = np.where(
+                np.isnan(compared_N), np.nan, numbers(scalars, "reward", np.float64)
+            )
+            spread_P = _advantages(scalars, unshaped_N, group_N, groups, objective).spread_P
+        flat_P = filters.zero_signal(spread_P)
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
     if greedy_N is not None:
         _drop(disposition_N, reason_N, greedy_N, "filtered", "greedy")
     if objective.overlong == "mask":
-        _drop(disposition_N, reason_N, filters.truncated(statuses(light)), "filtered", "overlong")
+        _drop(disposition_N, reason_N, filters.truncated(statuses(scalars)), "filtered", "overlong")
     kept_N = disposition_N == ""
     disposition_N[kept_N] = "consumed"
     kept = int(kept_N.sum())
     per_step = config.batching.sequences_per_step or max(kept, 1)
-    packing = _packing(light, kept_N, group_N, config.batching, per_step)
+    packing = _packing(scalars, kept_N, group_N, config.batching, per_step)
     return RoundPlan(
         disposition_N=disposition_N,
         reason_N=reason_N,
         reward_N=reward_N,
-        advantage_N=np.where(kept_N, worth.advantage_N, 0.0),
+        advantage_N=np.where(kept_N, advantages.advantage_N, 0.0),
         tokens_N=tokens_N,
         place_N=np.where(kept_N, np.cumsum(kept_N) - 1, -1),
         length=_length(int(tokens_N[kept_N].max(initial=1)), config.batching),
         rows_per_step=per_step,
         packing=packing,
         by_token=choice.facts.by_token,
-        turns=worth.turns,
+        turns=advantages.turns,
     )
 
 
@@ -175,13 +177,17 @@ def _length(longest: int, config: BatchingConfig) -> int:
 
 
 def _packing(
-    light: pa.Table, kept_N: np.ndarray, group_N: np.ndarray, config: BatchingConfig, per_step: int
+    scalars: pa.Table,
+    kept_N: np.ndarray,
+    group_N: np.ndarray,
+    config: BatchingConfig,
+    per_step: int,
 ) -> Packing | None:
     if config.packing == "none" or config.row_tokens is None:
         return None
     return pack(
-        numbers(light, "n_prompt_tokens")[kept_N],
-        numbers(light, "n_completion_tokens")[kept_N],
+        numbers(scalars, "n_prompt_tokens")[kept_N],
+        numbers(scalars, "n_completion_tokens")[kept_N],
         group_N[kept_N],
         row_tokens=config.row_tokens,
         sequences_per_step=per_step,
@@ -190,7 +196,7 @@ def _packing(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Worth:
+class _RoundAdvantages:
     """Advantages of rollouts, of their turns where these have their own, and groups' spreads.
 
     A spread is 0 where nothing tells the members of a group apart.
@@ -201,27 +207,27 @@ class _Worth:
     turns: TurnAdvantages | None = None
 
 
-def _worth(
-    light: pa.Table,
+def _advantages(
+    scalars: pa.Table,
     reward_N: Float64[np.ndarray, " N"],
     group_N: Int64[np.ndarray, " N"],
     groups: int,
     objective: ObjectiveConfig,
-) -> _Worth:
+) -> _RoundAdvantages:
     choice, discount = advantage_choice(objective), objective.turn_discount
-    parted = Turns.of(light) if looks_at_turns(objective) else None
-    greedy_N = _greedy(light, choice)
+    parted = Turns.of(scalars) if looks_at_turns(objective) else None
+    greedy_N = _greedy(scalars, choice)
     try:
         if parted is None or discount is None:
             tokens_N = None if parted is None else parted.trained_n
-            return _Worth(
+            return _RoundAdvantages(
                 advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N, greedy_N),
                 spread_P=_spreads(reward_N, group_N, groups, choice),
             )
-        found = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
+        by_turn = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
     except ValueError as error:
         raise ConfigError(f"objective.advantage: {error}") from error
-    return _Worth(advantage_N=found.mean_n, spread_P=found.spread_P, turns=found)
+    return _RoundAdvantages(advantage_N=by_turn.mean_n, spread_P=by_turn.spread_P, turns=by_turn)
 
 
 def _spreads(
@@ -245,19 +251,19 @@ def looks_at_turns(objective: ObjectiveConfig) -> bool:
 
 
 def columns_needed(objective: ObjectiveConfig) -> tuple[str, ...]:
-    """Columns without tokens that a plan reads in addition to the light ones."""
+    """Columns without tokens that a plan reads in addition to the scalar ones."""
     greedy = "greedy_G" in objective.estimator.inputs
     return ("index_in_group", "group_size") if greedy else ()
 
 
-def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
+def _shaped_rewards(scalars: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
     """The environment's rewards, less what the objective takes off for length."""
-    reward_N = numbers(light, "reward", np.float64)
+    reward_N = numbers(scalars, "reward", np.float64)
     objective = config.objective
     if objective.overlong != "soft_penalty":
         return reward_N
     return reward_N - filters.overlong_penalty(
-        numbers(light, "n_completion_tokens"),
+        numbers(scalars, "n_completion_tokens"),
         config.sampling.max_tokens,
         objective.overlong_buffer,
         objective.overlong_penalty,
@@ -265,11 +271,11 @@ def _shaped_rewards(light: pa.Table, config: Config) -> Float64[np.ndarray, " N"
 
 
 def _before_groups(
-    light: pa.Table, reward_N: np.ndarray, config: Config, round: int
+    scalars: pa.Table, reward_N: np.ndarray, config: Config, round: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(disposition, reason) of what is dropped for its own sake; "" where nothing speaks so far."""
-    status_N = statuses(light)
-    sampled_N = numbers(light, "n_completion_tokens")
+    status_N = statuses(scalars)
+    sampled_N = numbers(scalars, "n_completion_tokens")
     disposition_N = np.full(len(reward_N), "", dtype=object)
     reason_N = disposition_N.copy()
     failed_N = filters.failed(status_N, reward_N, sampled_N)
@@ -277,7 +283,7 @@ def _before_groups(
     reason_N[failed_N] = np.where(sampled_N == 0, "no_tokens", "no_reward")[failed_N]
     reason_N[broken_N] = status_N[broken_N]
     disposition_N[failed_N] = "failed"
-    versions_N = numbers(light, "policy_version_min")
+    versions_N = numbers(scalars, "policy_version_min")
     old_N = filters.stale(versions_N, round, config.batching.staleness_rounds_max)
     _drop(disposition_N, reason_N, old_N, "stale", "policy_age")
     if config.filters.truncated:
@@ -294,25 +300,25 @@ def _drop(
     reason_N[newly_N] = reason
 
 
-def _greedy(light: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:
+def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:
     """The last member of each group, which `rollouts.greedy_baseline` has sampled greedily.
 
     None for an estimator that does not compare with it.
     """
     if "greedy_G" not in choice.facts.inputs:
         return None
-    return numbers(light, "index_in_group") == numbers(light, "group_size") - 1
+    return numbers(scalars, "index_in_group") == numbers(scalars, "group_size") - 1
 
 
-def _groups(light: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
+def _groups(scalars: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
     """Group numbers in order of appearance, and how many groups there are."""
-    encoded = light["group_id"].combine_chunks().dictionary_encode()
+    encoded = scalars["group_id"].combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
 
 
-def statuses(light: pa.Table) -> np.ndarray:
+def statuses(scalars: pa.Table) -> np.ndarray:
     """Status of each rollout, as `types.Rollout.status` has it."""
-    return light["status"].to_numpy(zero_copy_only=False)
+    return scalars["status"].to_numpy(zero_copy_only=False)
 
 
 def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
@@ -320,17 +326,17 @@ def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
     return table[name].to_numpy(zero_copy_only=False).astype(dtype)
 
 
-def dispositions_table(plan: RoundPlan, light: pa.Table) -> pa.Table:
+def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
     """One row per rollout of the round, in shard order."""
     dropped = ~plan.kept_N
     step_N, row_N, segment_N = plan.places_N()
     columns = {
-        "rollout_id": light["rollout_id"],
-        "group_id": light["group_id"],
-        "round_generated": light["round"],
-        "environment": light["environment"],
-        "policy_version_min": light["policy_version_min"],
-        "policy_version_max": light["policy_version_max"],
+        "rollout_id": scalars["rollout_id"],
+        "group_id": scalars["group_id"],
+        "round_generated": scalars["round"],
+        "environment": scalars["environment"],
+        "policy_version_min": scalars["policy_version_min"],
+        "policy_version_max": scalars["policy_version_max"],
         "n_tokens": pa.array(plan.tokens_N.astype(np.int32)),
         "disposition": pa.array(plan.disposition_N, pa.string()),
         "reason": pa.array(plan.reason_N, pa.string(), mask=~dropped),
@@ -338,7 +344,7 @@ def dispositions_table(plan: RoundPlan, light: pa.Table) -> pa.Table:
         "row": _places(row_N, dropped),
         "segment": _places(segment_N, dropped),
         "advantage": pa.array(plan.advantage_N, mask=dropped | plan.by_token),
-        "reward": light["reward"],
+        "reward": scalars["reward"],
     }
     return pa.table([columns[name] for name in DISPOSITIONS.names], schema=DISPOSITIONS)
 

@@ -1,4 +1,4 @@
-"""The light columns of a round's rollouts, those without tokens, and the metrics they decide.
+"""The scalar columns of a round's rollouts, those without tokens, and the metrics they decide.
 
 Processing reads them to decide, and checks of a round read them again: the same function sums
 them up in both places. Axes: N rollouts of a round, M reward components of all of them.
@@ -29,17 +29,17 @@ SCALAR_COLUMNS = (
 )  # fmt: skip
 
 
-def scalar_metrics(light: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
-    """Every metric that a round's rollouts and their dispositions decide, from the light columns.
+def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
+    """Every metric that a round's rollouts and their dispositions decide, from the scalar columns.
 
     `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
     """
-    reward_N = _column(light, "reward").astype(np.float64)
+    reward_N = _column(scalars, "reward").astype(np.float64)
     reward_N = np.where(np.isfinite(reward_N), reward_N, np.nan)
-    statuses, components = light["status"].to_pylist(), _components(light)
-    _, group_N = np.unique(_column(light, "group_id").astype(str), return_inverse=True)
-    length_N = _column(light, "n_completion_tokens").astype(np.int64)
-    age_N = round - _column(light, "policy_version_min").astype(np.int64)
+    statuses, components = scalars["status"].to_pylist(), _components(scalars)
+    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
+    length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
+    age_N = round - _column(scalars, "policy_version_min").astype(np.int64)
     format_N, correct_N = (components.by_rollout(name) for name in ("format", "correct"))
     kept_N = disposition_N == "consumed"
     counts = {kind: float((disposition_N == kind).sum()) for kind in DISPOSITION_KINDS}
@@ -52,7 +52,7 @@ def scalar_metrics(light: pa.Table, disposition_N: np.ndarray, round: int) -> di
             components=components.by_name(),
         ),
         **environment_metrics(
-            environments=light["environment"].to_pylist(),
+            environments=scalars["environment"].to_pylist(),
             rewards=reward_N,
             statuses=statuses,
             formats=format_N,
@@ -90,8 +90,8 @@ class _Components:
         return value_N
 
 
-def _components(light: pa.Table) -> _Components:
-    column = light["reward_components"].combine_chunks()
+def _components(scalars: pa.Table) -> _Components:
+    column = scalars["reward_components"].combine_chunks()
     lists = column.flatten()
     names, values = (lists.field(name).to_numpy(zero_copy_only=False) for name in ("name", "value"))
     counts = pc.list_value_length(column).to_numpy(zero_copy_only=False)

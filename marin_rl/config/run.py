@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
-from marin_rl.config.objective import GROUPS_OF_ONE, ObjectiveConfig
+from marin_rl.config.estimators import GROUPS_OF_ONE
+from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
     FlowConfig,

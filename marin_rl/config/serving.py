@@ -4,7 +4,7 @@ With the limits that a server sets for its callers. Leaves out what is sampled (
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -28,6 +28,11 @@ def _key_variable(name: str) -> str:
 KeyVariable = Annotated[str, AfterValidator(_key_variable)]
 
 
+def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
+    """A field that changes no result, so that a run's fingerprint leaves it out."""
+    return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
+
+
 class EngineConfig(Section):
     """The embedded engine: fixed slots, decoded in chunks."""
 
@@ -36,140 +41,103 @@ class EngineConfig(Section):
         default=16, le=4096, description="decode steps on the device between two looks at the queue"
     )
     prefill_rows: Count = Field(default=16, le=65536, description="prompts prefilled in one call")
-    lanes: int = Field(
+    lanes: int = runtime_field(
         default=0,
         ge=0,
         le=1024,
         description="parts of the slots that are computed side by side; "
         "0: one per thread of XLA's pool on a CPU, for small models; else one",
-        json_schema_extra=RUNTIME_ONLY,
     )
 
 
 class ServerConfig(Section):
     """Access to a server that we run: callers, limits, timeouts."""
 
-    admin_key_variable: KeyVariable = Field(
+    admin_key_variable: KeyVariable = runtime_field(
         default="MARIN_RL_ADMIN_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token of the admin "
         "routes",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    hosts_allowed: tuple[str, ...] = Field(
+    hosts_allowed: tuple[str, ...] = runtime_field(
         default=(),
         max_length=256,
         description="Further host names that are answered; '*.example.org' for all below it",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    origins_allowed: tuple[str, ...] = Field(
+    origins_allowed: tuple[str, ...] = runtime_field(
         default=(),
         max_length=256,
         description="web origins that browsers may call from (CORS), like https://app.example.org",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    update_roots: tuple[str, ...] = Field(
+    update_roots: tuple[str, ...] = runtime_field(
         default=(),
         max_length=256,
         description="folders and URLs below which admins may load weights, in addition to the root "
         "of the run, or the folder above the model, that is served",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    body_bytes_max: Count = Field(
-        default=16 * 2**20,
-        le=2**30,
-        description="bytes of a request's body; beyond: 413",
-        json_schema_extra=RUNTIME_ONLY,
+    body_bytes_max: Count = runtime_field(
+        default=16 * 2**20, le=2**30, description="bytes of a request's body; beyond: 413"
     )
-    bodies_bytes_max: Count = Field(
+    bodies_bytes_max: Count = runtime_field(
         default=256 * 2**20,
         le=2**36,
         description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
         "counted; at least body_bytes_max; beyond: 503",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    header_bytes_max: int = Field(
+    header_bytes_max: int = runtime_field(
         default=65536,
         ge=1024,
         le=2**20,
         description="bytes of a request's line and headers; beyond: 431",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    prompt_tokens_max: int | None = Field(
-        default=None,
-        ge=1,
-        description="tokens of a prompt; null: what the context holds",
-        json_schema_extra=RUNTIME_ONLY,
+    prompt_tokens_max: int | None = runtime_field(
+        default=None, ge=1, description="tokens of a prompt; null: what the context holds"
     )
-    new_tokens_max: int | None = Field(
-        default=None,
-        ge=1,
-        description="new tokens per completion; null: what the context leaves",
-        json_schema_extra=RUNTIME_ONLY,
+    new_tokens_max: int | None = runtime_field(
+        default=None, ge=1, description="new tokens per completion; null: what the context leaves"
     )
-    samples_max: Count = Field(
-        default=4096, le=2**20, description="n of a request", json_schema_extra=RUNTIME_ONLY
+    samples_max: Count = runtime_field(default=4096, le=2**20, description="n of a request")
+    prompts_max: Count = runtime_field(default=1024, le=2**20, description="prompts of a request")
+    samples_queued_max: Count = runtime_field(
+        default=65536, le=2**24, description="samples that wait for a slot; beyond: 503"
     )
-    prompts_max: Count = Field(
-        default=1024, le=2**20, description="prompts of a request", json_schema_extra=RUNTIME_ONLY
-    )
-    samples_queued_max: Count = Field(
-        default=65536,
-        le=2**24,
-        description="samples that wait for a slot; beyond: 503",
-        json_schema_extra=RUNTIME_ONLY,
-    )
-    connections_max: Count = Field(
+    connections_max: Count = runtime_field(
         default=2048,
         le=65536,
         description="open connections; beyond: the one idle for longest is closed, else 503",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    requests_per_second: float | None = Field(
+    requests_per_second: float | None = runtime_field(
         default=None,
         gt=0,
         le=1e6,
         description="requests a bearer token may make in the long run; beyond: 429; null: any",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    requests_burst: int | None = Field(
+    requests_burst: int | None = runtime_field(
         default=None,
         ge=1,
         le=1_000_000,
         description="requests at once after a pause; null: those of one second, at least 1",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    header_timeout_s: Seconds = Field(
+    header_timeout_s: Seconds = runtime_field(
         default=10.0,
         description="seconds until a connection's next request head is there; beyond: closed",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    body_timeout_s: Seconds = Field(
-        default=60.0, description="seconds for a body; beyond: 408", json_schema_extra=RUNTIME_ONLY
+    body_timeout_s: Seconds = runtime_field(
+        default=60.0, description="seconds for a body; beyond: 408"
     )
-    queue_timeout_s: Seconds = Field(
-        default=600.0,
-        description="seconds until a request's first slot; beyond: 503",
-        json_schema_extra=RUNTIME_ONLY,
+    queue_timeout_s: Seconds = runtime_field(
+        default=600.0, description="seconds until a request's first slot; beyond: 503"
     )
-    request_timeout_s: Seconds = Field(
-        default=3600.0,
-        description="seconds for a whole answer; beyond: 504",
-        json_schema_extra=RUNTIME_ONLY,
+    request_timeout_s: Seconds = runtime_field(
+        default=3600.0, description="seconds for a whole answer; beyond: 504"
     )
-    drain_timeout_s: Seconds = Field(
-        default=30.0,
-        description="seconds that running requests get to end after SIGTERM",
-        json_schema_extra=RUNTIME_ONLY,
+    drain_timeout_s: Seconds = runtime_field(
+        default=30.0, description="seconds that running requests get to end after SIGTERM"
     )
-    access_log: bool = Field(
-        default=True,
-        description="one JSON line a request on stderr, if `marin-rl serve` runs it",
-        json_schema_extra=RUNTIME_ONLY,
+    access_log: bool = runtime_field(
+        default=True, description="one JSON line a request on stderr, if `marin-rl serve` runs it"
     )
-    log_prompts: bool = Field(
-        default=False,
-        description="write request bodies to the access log, for debugging",
-        json_schema_extra=RUNTIME_ONLY,
+    log_prompts: bool = runtime_field(
+        default=False, description="write request bodies to the access log, for debugging"
     )
 
     @model_validator(mode="after")
@@ -194,51 +162,37 @@ class ServerConfig(Section):
 class InferenceConfig(Section):
     """Source of completions: the embedded server, or remote OpenAI-compatible endpoints."""
 
-    endpoints: tuple[str, ...] = Field(
-        default=(),
-        description="base URLs ending in /v1; empty: serve from this process",
-        json_schema_extra=RUNTIME_ONLY,
+    endpoints: tuple[str, ...] = runtime_field(
+        default=(), description="base URLs ending in /v1; empty: serve from this process"
     )
     model: str = Field(default="policy", description="name the policy is served under")
-    api_key_variable: KeyVariable = Field(
+    api_key_variable: KeyVariable = runtime_field(
         default="MARIN_RL_API_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    publish: Literal["none", "update_weights_from_disk"] = Field(
+    publish: Literal["none", "update_weights_from_disk"] = runtime_field(
         default="none",
         description="how remote endpoints take new weights: by SGLang's route, or not at all",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    publish_root: str | None = Field(
+    publish_root: str | None = runtime_field(
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    requests_in_flight_max: Count = Field(
-        default=64,
-        le=65536,
-        description="concurrent requests of one shard",
-        json_schema_extra=RUNTIME_ONLY,
+    requests_in_flight_max: Count = runtime_field(
+        default=64, le=65536, description="concurrent requests of one shard"
     )
-    request_timeout_s: Seconds = Field(
-        default=600.0,
-        description="seconds for one completion request",
-        json_schema_extra=RUNTIME_ONLY,
+    request_timeout_s: Seconds = runtime_field(
+        default=600.0, description="seconds for one completion request"
     )
-    request_attempts_max: Count = Field(
-        default=5,
-        le=100,
-        description="tries per request, with back-off",
-        json_schema_extra=RUNTIME_ONLY,
+    request_attempts_max: Count = runtime_field(
+        default=5, le=100, description="tries per request, with back-off"
     )
-    canary_tolerance: float | None = Field(
+    canary_tolerance: float | None = runtime_field(
         default=None,
         gt=0,
         le=10,
         description="largest |engine - trainer| of a canary logprob, in nats; null: 0.001 where "
         "policy.compute_dtype is float32, 0.25 where it is bfloat16",
-        json_schema_extra=RUNTIME_ONLY,
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -47,33 +47,42 @@ class Environment(Protocol):
     @property
     def name(self) -> str:
         """The registered name."""
+        ...
 
     @property
     def version(self) -> str:
         """Changes whenever examples or scores may."""
+        ...
 
     @property
     def size(self) -> int | None:
         """Number of different examples for training, if there is an end of them."""
+        ...
 
     @property
     def workers(self) -> int:
         """Processes that score."""
+        ...
 
     def load_examples(self) -> None:
         """Load what examples need, in the process that samples, once. Raises InputError."""
+        ...
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """The example at `index` of a split: a pure function of its arguments."""
+        ...
 
     def demonstration(self, example: Example) -> str | None:
         """Answer for a supervised warm start; None where the example has none."""
+        ...
 
     def load_scorer(self) -> None:
         """Load what scoring needs, in the process that scores, once. Raises InputError."""
+        ...
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Named components of the reward of one completion. May raise any exception."""
+        ...
 
 
 @runtime_checkable
@@ -82,6 +91,7 @@ class Extracts(Protocol):
 
     def extract(self, completion: str) -> str | None:
         """The answer in a completion, as votes are counted; None where there is none."""
+        ...
 
 
 @runtime_checkable
@@ -91,6 +101,7 @@ class ExtractsHere(Protocol):
     @property
     def extracts_here(self) -> bool:
         """True where answers may be extracted outside of the process that scores."""
+        ...
 
 
 @runtime_checkable
@@ -100,6 +111,7 @@ class FixedSet(Protocol):
     @property
     def eval_size(self) -> int:
         """Number of different examples of the split `eval`."""
+        ...
 
 
 @runtime_checkable
@@ -109,6 +121,7 @@ class FoldsSeeds(Protocol):
     @property
     def seed_period(self) -> int | None:
         """Seeds that differ by a multiple of it may make one example; None: no two do."""
+        ...
 
 
 def extracts_here(environment: Environment) -> bool:
@@ -136,14 +149,15 @@ def answer_in(environment: Environment, completion: str) -> str | None:
 OptionsT = TypeVar("OptionsT", bound=Section)
 
 Factory = Callable[[EnvironmentConfig], Environment]
+FactoryT = TypeVar("FactoryT", bound=Factory)
 
 _registered: dict[str, Factory] = {}
 
 
-def register(name: str) -> Callable[[Factory], Factory]:
+def register(name: str) -> Callable[[FactoryT], FactoryT]:
     """Decorate a class (or function) that makes an environment out of its configuration."""
 
-    def decorate(factory: Factory) -> Factory:
+    def decorate(factory: FactoryT) -> FactoryT:
         _registered[name] = factory
         return factory
 

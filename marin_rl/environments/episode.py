@@ -41,12 +41,15 @@ class Episode(Protocol):
 
     def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """The messages of the first prompt, and the tools that may be called."""
+        ...
 
     async def step(self, turn: Turn) -> StepResult:
         """Take in a turn of the model. May raise any exception, which costs this episode alone."""
+        ...
 
     async def close(self) -> None:
         """Release what the episode holds. Called once, however the episode ended."""
+        ...
 
 
 @runtime_checkable
@@ -55,6 +58,7 @@ class HasEpisodes(Protocol):
 
     def episode(self, example: Example) -> Episode:
         """A new episode that starts from `example`."""
+        ...
 
 
 class OneShot:

@@ -192,7 +192,7 @@ class RunningBatch:
 
     def jobs(self) -> list[Job]:
         """Every request that has a running sequence, once."""
-        return list({id(r.job): r.job for r in self._running if r is not None}.values())
+        return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
     def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:
         """Put the job's sample `index` into the slot whose cache will begin with `prefix`.
@@ -214,12 +214,14 @@ class RunningBatch:
         inputs.token_S[seq_slot] = prompt[-1]
         inputs.position_S[seq_slot] = len(prompt) - 1
         inputs.remaining_S[seq_slot] = sampling.max_tokens
+        # NO_TOKEN equals no id, so unused places stop nothing
         inputs.stops_SN[seq_slot] = NO_TOKEN
         inputs.stops_SN[seq_slot, : len(job.stop_tokens)] = job.stop_tokens
         inputs.sampling.temperature_S[seq_slot] = sampling.temperature
         inputs.sampling.top_p_S[seq_slot] = sampling.top_p
         inputs.sampling.top_k_S[seq_slot] = sampling.top_k
         inputs.sampling.min_p_S[seq_slot] = job.request.min_p
+        # by sample, not by slot: the same tokens wherever it is scheduled
         inputs.sampling.seed_S2[seq_slot] = seed_words(job.seed + index)
         self.extras.assign(seq_slot, job.request)
 
@@ -243,6 +245,7 @@ class RunningBatch:
             first = self._prefixes[seq_slot - seq_slot % share]
             if running.prefix is None or first is None or running.prefix.key != first.key:
                 return 0
+            # the prompt's last position too: each slot writes the same there in its first step
             length = len(running.job.request.prompt_ids)
             shortest = min(shortest or length, length)
         return shortest
@@ -281,6 +284,7 @@ class RunningBatch:
         A job whose last sample ended in it has all of them in `finished`.
         """
         added: list[tuple[Job, Delta]] = []
+        # copied from the device only for requests that read them
         report = chunk.report() if self.extras.reported else None
         for seq_slot, running in enumerate(self._running):
             count = int(chunk.counts_S[seq_slot])
@@ -304,6 +308,7 @@ class RunningBatch:
         inputs.token_S[seq_slot] = tokens[-1]
         inputs.position_S[seq_slot] += len(tokens)
         inputs.remaining_S[seq_slot] -= len(tokens)
+        # only the last can be a stop token: the device ends a row at the first one
         if tokens[-1] in running.job.stop_tokens:
             running.finish_reason = "stop"
         elif inputs.remaining_S[seq_slot] == 0:
@@ -311,6 +316,7 @@ class RunningBatch:
         if running.stop_watch is not None:
             end = running.stop_watch.first_end(running.tokens, before)
             if end is not None:
+                # a stop string may end within a chunk: what was sampled after it is no completion
                 del running.tokens[end:]
                 running.finish_reason = "stop"
         return len(running.tokens) - before

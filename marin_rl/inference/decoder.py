@@ -100,25 +100,30 @@ def decode_step(
         written.append(blocks)
         attended = attend(query, blocks, positions_S, longest, shared)
         x_SD = constrain(_after_attention(spec, layer, x_SD, attended), SLOTS)
-    return constrain(_logits(spec, decoder, x_SD), SLOTS), tuple(written)
+    return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
 
 
 def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> Array:
     x = decoder.embedding[tokens]
     if decoder.embedding_norm is not None:
         x = _rms_norm(spec, decoder.embedding_norm, x)
+    # in x's own dtype, as Gemma does: a float32 scale would widen everything after it
     return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
 
 
-def _logits(spec: DecoderSpec, decoder: Decoder, x_SD: Array) -> Float32[Array, "S V"]:
+def logits(spec: DecoderSpec, decoder: Decoder, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+    """Logits of the token after each position, of whose last layer the hidden state is given."""
     x_SD = _rms_norm(spec, decoder.final_norm, x_SD)
+    # float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary
     return jnp.einsum("...d,vd->...v", x_SD, decoder.head, preferred_element_type=jnp.float32)
 
 
 def _rms_norm(spec: DecoderSpec, norm: Norm, x: Array) -> Array:
+    # in float32, as the models were trained: a sum of bfloat16 squares keeps 8 bits
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.norm_epsilon)
     out = wide * inverse
+    # Gemma stores weight - 1 and multiplies before it rounds to x's dtype; Llama rounds first
     if spec.norm_offset:
         assert norm.weight is not None
         assert norm.bias is None
@@ -148,6 +153,7 @@ def _project(
         key = _rms_norm(spec, layer.key_norm, key)
     query = _rotate(query, cos[..., None, None, :], sin[..., None, None, :])
     key = _rotate(key, cos[..., None, :], sin[..., None, :])
+    # the query is scaled and not the scores: H numbers of each head instead of one per position
     return query * np.float32(H**-0.5).astype(query.dtype), key, value
 
 
@@ -233,6 +239,7 @@ def prefill(
             pairs,
         )
 
+    # `rows` is traced: any number of prompts is one program, and empty tiles are not run
     buffer = jax.lax.fori_loop(0, -(-rows // tile), body, buffer)
     return _copy_in(cache, buffer, source_S, R)
 
@@ -256,6 +263,7 @@ def _prefill_tile(
         query, key, value = _project(spec, layer, normed, cos, sin)
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
+        # a prefill needs the last layer's keys and values, but not its output
         if whole or index < spec.layers - 1:
             x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
     return x, tuple(pairs)
@@ -286,13 +294,6 @@ def hidden_states(
     return _prefill_tile(spec, decoder, rotary, tokens_RP, whole=True)[0]
 
 
-def logits(
-    spec: DecoderSpec, decoder: Decoder, hidden_ND: Float[Array, "N D"]
-) -> Float32[Array, "N V"]:
-    """Logits of the token after each of the positions whose hidden states are given."""
-    return _logits(spec, decoder, hidden_ND)
-
-
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
     """Each query attends to positions up to its own: [R, P, K*G*H], by tiles of queries."""
     R, P, K, G, H = query_RPKGH.shape
@@ -305,6 +306,7 @@ def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -
         shares = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
         return jnp.einsum("rkgpt,rkth->rpkgh", shares.astype(query.dtype), values_RKPH)
 
+    # tiles bound the scores, which would otherwise be P x P for each head
     if size == P:
         return attend(0).reshape(R, P, K * G * H)
     tiles = jax.lax.map(attend, jnp.arange(0, P, size))
@@ -320,6 +322,7 @@ def _copy_in(
     """
     size, length = cache[0][0].keys.shape[-1], buffer[0][0].shape[-1]
     taken_S = source_S < rows
+    # slots that take a prompt come first, so that the loop is over them alone
     first_S = jnp.argsort(~taken_S)
 
     def body(index, cache):

@@ -138,8 +138,8 @@ class Engine:
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
         self._batch = RunningBatch(config.slots, self.spec.vocabulary, decode, extras)
         self._queue = JobQueue()
-        # every request whose future is not resolved, wherever it is on its way
-        self._in_flight: dict[int, Job] = {}
+        # requests whose futures are not resolved yet, queued or running
+        self._in_flight: dict[Job, None] = {}
         self._chunk_tokens = config.slots * config.chunk_steps
         self._some_cancelled = False
         self._changed = threading.Condition()
@@ -222,7 +222,7 @@ class Engine:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             self._queue.append(job)
-            self._in_flight[id(job)] = job
+            self._in_flight[job] = None
             self._sleep_requested = False
             self.stats.requests += 1
             self.stats.prompt_tokens += len(request.prompt_ids)
@@ -256,7 +256,8 @@ class Engine:
         ours, theirs = policy.parameters_digest, old.parameters_digest
         if policy.weight_version != old.weight_version or ours == theirs:
             return
-        if any(job.started_at for job in self._in_flight.values()):
+        # a copy: the engine's thread removes those that end
+        if any(job.started_at for job in list(self._in_flight)):
             raise VersionInUse(
                 f"requests are running on other weights of version {old.weight_version} (expected "
                 f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
@@ -321,7 +322,7 @@ class Engine:
                 self._closing = True
                 self._in_step = False
                 self._changed.notify_all()
-                self._fail(list(self._in_flight.values()), "the engine was closed")
+                self._fail(list(self._in_flight), "the engine was closed")
 
     def _wait_for_work(self) -> bool:
         """Wait for requests, and for the end of a pause; False once the engine closes."""
@@ -389,13 +390,13 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
-                begun = [job for job in self._in_flight.values() if job.started_at]
+                begun = [job for job in self._in_flight if job.started_at]
             self._fail(begun, "the device failed", error)
             self._runner.start_over()
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
         """Call `on_scheduled` of every request that the step begins work for."""
-        for job in {id(job): job for job in (*plan.to_score, *plan.jobs)}.values():
+        for job in dict.fromkeys((*plan.to_score, *plan.jobs)):
             if job.on_scheduled is None or job.future.cancelled():
                 continue
             try:
@@ -414,7 +415,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - a callback of the caller
                 _log.exception("a request's on_delta failed: the request fails")
                 self._fail([job], "its listener failed", error)
-        for job in {id(job): job for job, delta in added if delta.finish_reason}.values():
+        for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
             if len(job.finished) == job.request.n and not job.ended:
                 self._finish(job, policy)
 
@@ -422,7 +423,7 @@ class Engine:
         if not self._some_cancelled:
             return
         self._some_cancelled = False
-        jobs = {id(job): job for job in [*self._batch.jobs(), *self._queue]}.values()
+        jobs = dict.fromkeys((*self._batch.jobs(), *self._queue))
         cancelled = [job for job in jobs if job.future.cancelled()]
         self._queue.discard(cancelled)
         for job in cancelled:
@@ -486,8 +487,8 @@ class Engine:
         # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in
         # the slot would fail too
         _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
-        jobs = {id(job): job for job in map(self._batch.job_in, bad.tolist()) if job is not None}
-        self._fail(list(jobs.values()), "the model's logits are not finite")
+        jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
+        self._fail([job for job in jobs if job is not None], "the model's logits are not finite")
         self._runner.forget_nonfinite()
 
     def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
@@ -524,7 +525,7 @@ class Engine:
         if job.ended:
             return False
         job.ended = True
-        self._in_flight.pop(id(job), None)
+        self._in_flight.pop(job, None)
         if job.future.set_running_or_notify_cancel():
             return True
         self.stats.cancelled += 1

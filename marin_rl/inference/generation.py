@@ -31,9 +31,11 @@ class TokenConstraint(Protocol):
 
     def mask(self) -> UInt32[np.ndarray, " W"]:
         """The tokens that may come next: bit i of word w stands for token 32 w + i."""
+        ...
 
     def accept(self, token: int) -> None:
         """Take note of a token that was sampled under the last mask."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,7 @@ def decode_chunk(
     idle_max = max(1, int(RETURN_COST_STEPS * slots))
     began = jnp.sum(inputs.remaining_S > 0)
     # random numbers of the whole chunk at once: one call costs little more than one step's
+    # (a token's number belongs to the position that it will stand at)
     uniform_CS = jax.vmap(uniforms, (None, 0))(
         inputs.sampling.seed_S2, jnp.asarray(inputs.position_S) + 1 + jnp.arange(steps)[:, None]
     )
@@ -127,6 +128,7 @@ def decode_chunk(
             rotary,
             state.cache,
             state.token_S,
+            # a negative position writes nothing: the cache of an ended row may still be shared
             jnp.where(active_S, state.position_S, -1),
             jnp.asarray(limits.shared) if sharing else None,
         )
@@ -141,6 +143,7 @@ def decode_chunk(
             token_S=jnp.where(active_S, drawn.tokens_S, state.token_S),
             position_S=state.position_S + active_S,
             remaining_S=remaining_S,
+            # a free row without a sample that waits for it loses nothing
             idle=state.idle + jnp.minimum(freed, limits.waiting),
             sampled=Sampled(
                 sampled.tokens_CS.at[index].set(drawn.tokens_S),

@@ -221,7 +221,7 @@ class Runner:
     def _prefill(self, fused: Decoder, lane: int, bucket: int, prompts: list[Prompt]) -> None:
         rows = self._config.prefill_rows
         tokens_RP = np.zeros((rows, bucket), np.int32)
-        source_S = np.full(self._config.slots, rows, np.int32)
+        source_S = np.full(self._config.slots, rows, np.int32)  # `rows`: the slot takes no prompt
         for row, (tokens, slots) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
             source_S[slots] = row

@@ -65,6 +65,7 @@ def sample(
     was really drawn from every token's would be 0.
     """
     greedy_S = sampling.temperature_S == 0
+    # greedy rows are scaled by 1, since their logprobs are reported at temperature 1
     scaled_SV = logits_SV / jnp.where(greedy_S, 1, sampling.temperature_S)[:, None]
     asked_S = (sampling.min_p_S > 0) | (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
     scores_SV = jax.lax.cond(
@@ -73,6 +74,7 @@ def sample(
         lambda scores: scores,
         scaled_SV,
     )
+    # shifted by the maximum, so that no exponential overflows
     highest_S = jnp.max(scores_SV, axis=-1)
     shifted_SV = scores_SV - highest_S[:, None]
     weights_SV = jnp.exp(shifted_SV)
@@ -116,6 +118,7 @@ def draw(weights_SV: Float32[Array, "S V"], uniform_S: Float32[Array, " S"]) -> 
     sums stay short: cheap, and exact to float32 even for large vocabularies.
     """
     S, V = weights_SV.shape
+    # rows of about sqrt(V) tokens make the two running sums equally short
     width = 2 ** math.ceil(math.log2(math.sqrt(V)))
     padded = jnp.pad(weights_SV, ((0, 0), (0, -V % width)))
     rows_SRW = padded.reshape(S, -1, width)
@@ -130,6 +133,7 @@ def draw(weights_SV: Float32[Array, "S V"], uniform_S: Float32[Array, " S"]) -> 
 
 def _cumulative(terms: Float32[Array, "S N"]) -> Float32[Array, "S N"]:
     """Inclusive running sums, by a product with a triangle of ones."""
+    # the default precision of a GPU or TPU would round the terms before it sums them
     triangle = np.triu(np.ones((terms.shape[1],) * 2, np.float32))
     return jax.lax.dot(terms, triangle, precision=jax.lax.Precision.HIGHEST)
 
@@ -180,6 +184,7 @@ def filter_logits(
     rank = jnp.arange(V)
     within = jnp.where(rank < top_k[:, None], descending, -jnp.inf)
     shares = jax.nn.softmax(within, axis=-1)
+    # a token is in the nucleus if those before it have less than top_p: the first always is
     before = jnp.cumsum(shares, axis=-1) - shares
     nucleus: Bool[Array, "S V"] = (before < sampling.top_p_S[:, None]) & (within > -jnp.inf)
     kept = jnp.maximum(jnp.where(sampling.top_p_S < 1, nucleus.sum(-1), top_k), 1)
@@ -279,6 +284,7 @@ def apply_penalties_rows(
     out_SV = jnp.where(logits_SV > 0, logits_SV / factor_SV, logits_SV * factor_SV)
     out_SV = out_SV - penalties.frequency_S[:, None] * sampled_SV.astype(jnp.float32)
     out_SV = out_SV - jnp.where(sampled_SV > 0, penalties.presence_S[:, None], 0)
+    # rows without a penalty keep their logits bit for bit
     return jnp.where(apply_penalties(penalties)[:, None], out_SV, logits_SV)
 
 
@@ -294,6 +300,7 @@ def count_tokens(
     output_ST = ~prompt_ST & (at_T <= past.last_S[:, None])
     prompted_SV = jnp.zeros(shape, jnp.bool_).at[rows, history_ST].max(prompt_ST)
     sampled_SV = jnp.zeros(shape, jnp.int32).at[rows, history_ST].add(output_ST.astype(jnp.int32))
+    # later steps of the chunk's buffer are not sampled yet
     chunk_C1 = (jnp.arange(past.tokens_CS.shape[0]) < past.steps).astype(jnp.int32)[:, None]
     return prompted_SV, sampled_SV.at[rows.T, past.tokens_CS].add(chunk_C1)
 

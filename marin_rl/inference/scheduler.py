@@ -153,8 +153,8 @@ class JobQueue:
 
     def discard(self, jobs: list[Job]) -> None:
         """Remove cancelled or failed requests from the queue, as far as they are in it."""
-        gone = {id(job) for job in jobs}
-        kept = [job for job in self._jobs if id(job) not in gone]
+        gone = set(jobs)
+        kept = [job for job in self._jobs if job not in gone]
         if len(kept) < len(self._jobs):
             self._jobs = deque(kept)
             self._waiting = sum(job.waiting for job in kept)
@@ -195,6 +195,7 @@ def schedule(
     """
     plan = Schedule()
     free = _by_lane(lanes, batch.free())
+    # a prompt may exceed what is left of `tokens`, so that the longest is let in too
     while queue and tokens > 0:
         job = queue.head
         scores_only = job.request.sampling.max_tokens == 0

@@ -311,6 +311,7 @@ def own_ends(weights: Weights) -> Ends:
 
 def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
     replicated = jax.tree.map(constrain, layer)
+    # one product each for query, key and value and for gate and up: fewer and longer operations
     qkv = _by_head(spec, [layer.query.weight, layer.key.weight, layer.value.weight])
     qkv_bias = _by_head(spec, [layer.query.bias, layer.key.bias, layer.value.bias])
     gate_up = _by_piece([layer.gate.weight, layer.up.weight])

@@ -12,10 +12,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Blank space between two parts of a JSON text: enough for an indent, never without end.
-JSON_OPTIONS: Any = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
-}
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # Room for an object of a thousand optional properties; a step then still takes some milliseconds.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,

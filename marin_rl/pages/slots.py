@@ -12,14 +12,8 @@ import yaml
 
 from marin_rl.pages.records import Facts, Slot
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.runs import (
-    RUN_KEY,
-    Run,
-    batches_slot,
-    checkpoint_slot,
-    evals_slot,
-    rollouts_slot,
-)
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, evals_slot, rollouts_slot
 from marin_rl.storage.stores.filesystem import open_store
 from schemas.manifests import Manifest
 

@@ -192,6 +192,7 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
         versions = turn.completion.policy_versions
         if versions is None:
             versions = np.full(n_sampled, version, np.int32)
+        # what was not sampled has no version of its own: it gets that of the next sampled token
         context.append(np.full(n_context, versions[0] if n_sampled else version, np.int32))
         sampled.append(versions)
         end += n_context + n_sampled

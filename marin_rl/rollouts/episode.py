@@ -197,7 +197,7 @@ class EpisodeDriver:
                 SampledTurn(answer=answer, completion=completion, sampling=sampling, result=result)
             )
             reason = completion.finish_reason
-            # a turn that was cut has no end that new messages could follow
+            # a turn that was cut has no stop token, which new messages must follow
             if result.done or reason != "stop":
                 break
             if len(turns) == TURNS_MAX:

@@ -29,7 +29,7 @@ from marin_rl.environments.scoring import Judge
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.episode import GroupRequest, last_completion
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
-from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups, sampling_fields
 from marin_rl.storage.commits import (
     commit_manifest,
     find_commit,
@@ -114,8 +114,8 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     The reference's summary holds the `eval/*` metrics. Raises as `generate_shard` does.
     """
     sets = held_out_sets(run.config)
-    decided = evaluation_fingerprint(run, round, policy, sets)
-    existing = await asyncio.to_thread(find_commit, run.store, evals_slot(round), decided)
+    digest = evaluation_fingerprint(run, round, policy, sets)
+    existing = await asyncio.to_thread(find_commit, run.store, evals_slot(round), digest)
     if existing is not None:
         return existing
     groups: list[RolloutGroup] = []
@@ -140,28 +140,18 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
         run.config.evaluation,
         judges.get(None) or {name: judge for name, judge in judges.items() if name is not None},
     )
-    return await asyncio.to_thread(_commit, run, round, groups, metrics, decided, policy)
+    return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
 
 
 def evaluation_fingerprint(
     run: Run, round: int, policy: ServedPolicy, sets: Sequence[HeldOut]
 ) -> str:
-    """Digest of all that decides what an evaluation asks for, and of whom."""
-    config = run.config
+    """Digest of the settings and the policy that decide an evaluation's content."""
     versions = {held_out.name: held_out.environment.version for held_out in sets}
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
-    decides = {
-        "round": round,
-        "seed": config.seed,
-        "environment": fingerprint_fields(config.environment),
-        **own,
-        "sampling": fingerprint_fields(config.sampling),
-        "evaluation": fingerprint_fields(config.evaluation),
-        "parameters": policy.parameters_digest,
-        "tokenizer": policy.tokenizer_digest,
-        "chat_template": policy.chat_template_digest,
-    }
-    return fingerprint("evaluation", decides, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
+    fields = sampling_fields(run.config, round, policy) | own
+    fields["evaluation"] = fingerprint_fields(run.config.evaluation)
+    return fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
 
 
 def evaluation_requests(run: Run, round: int, held_out: HeldOut) -> list[GroupRequest]:
@@ -262,7 +252,7 @@ def _commit(
     round: int,
     groups: Sequence[RolloutGroup],
     metrics: Mapping[str, float],
-    decided: str,
+    digest: str,
     policy: ServedPolicy,
 ) -> SlotRef:
     slot, attempt = evals_slot(round), new_attempt()
@@ -273,7 +263,7 @@ def _commit(
         shard=0,
         attempt=attempt,
         replica="",
-        fingerprint=decided,
+        fingerprint=digest,
         policy=policy,
     )
     name = f"evals-{attempt}.parquet"
@@ -281,7 +271,7 @@ def _commit(
     manifest = new_manifest(
         slot,
         attempt=attempt,
-        fingerprint=decided,
+        fingerprint=digest,
         parents=(parent_of(policy.checkpoint),),
         parts=(part_of(name, data, rows=sum(len(group.rollouts) for group in groups)),),
         totals=metrics,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, environment_of
@@ -41,7 +42,7 @@ Connect = Callable[..., PolicyClient]
 async def generate_shard(
     run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
 ) -> SlotRef:
-    """Commit one shard of a round, or return it where it is committed already.
+    """Commit one shard of a round, or return the one that is committed already.
 
     `scorer` is the reward model that `environment.reward_model` names, and None without that.
     A completion that fails becomes a rollout with status "error". Raises StalePolicy, the fault
@@ -50,8 +51,8 @@ async def generate_shard(
     committed then, nor when the call is cancelled.
     """
     environment = environment_of(run.config)
-    decided = shard_fingerprint(run, round, shard, policy, environment, scorer)
-    existing = await asyncio.to_thread(shard_ref, run, round, shard, decided)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    existing = await asyncio.to_thread(shard_ref, run, round, shard, digest)
     if existing is not None:
         return existing
     requests = shard_requests(run, round, shard, environment)
@@ -69,7 +70,7 @@ async def generate_shard(
     if scorer is not None and (settings := run.config.environment.reward_model) is not None:
         groups = await asyncio.to_thread(add_model_reward, groups, settings, scorer)
         stamp = {STAMP: scorer.identity.parameters_digest}
-    return await asyncio.to_thread(commit_shard, run, round, shard, groups, decided, policy, stamp)
+    return await asyncio.to_thread(commit_shard, run, round, shard, groups, digest, policy, stamp)
 
 
 def shard_fingerprint(
@@ -80,24 +81,30 @@ def shard_fingerprint(
     environment: Environment,
     scorer: RewardScorer | None = None,
 ) -> str:
-    """Digest of all that decides what a shard asks for, of whom, and who judges it."""
+    """Digest of the settings, the policy and the scorers that decide a shard's content."""
     config = run.config
     assert (scorer is None) == (config.environment.reward_model is None), "see `generate_shard`"
-    judged = {} if scorer is None else {"reward_model": asdict(scorer.identity)}
-    decides = {
-        "round": round,
+    fields = sampling_fields(config, round, policy) | {
         "shard": shard,
+        "environment_version": environment.version,
+        "rollouts": fingerprint_fields(config.rollouts),
+    }
+    if scorer is not None:
+        fields["reward_model"] = asdict(scorer.identity)
+    return fingerprint("shard", fields, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
+
+
+def sampling_fields(config: Config, round: int, policy: ServedPolicy) -> dict[str, Any]:
+    """Fields of a fingerprint that every sampled slot has: settings, seed and policy."""
+    return {
+        "round": round,
         "seed": config.seed,
         "environment": fingerprint_fields(config.environment),
-        "environment_version": environment.version,
         "sampling": fingerprint_fields(config.sampling),
-        "rollouts": fingerprint_fields(config.rollouts),
         "parameters": policy.parameters_digest,
         "tokenizer": policy.tokenizer_digest,
         "chat_template": policy.chat_template_digest,
-        **judged,
     }
-    return fingerprint("shard", decides, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
 
 
 def examples_of(

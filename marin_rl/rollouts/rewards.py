@@ -40,9 +40,11 @@ class RewardScorer(Protocol):
     @property
     def identity(self) -> RewardIdentity:
         """Identity of the model."""
+        ...
 
     def score(self, sequences: Sequence[Int32[np.ndarray, " _"]]) -> Float64[np.ndarray, " N"]:
         """The raw reward of each sequence of token ids, read at its last token."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

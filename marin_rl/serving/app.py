@@ -20,15 +20,7 @@ from marin_rl.inference.client.protocol import MODELS_ROUTE
 from marin_rl.serving.api.admin import admin_routes
 from marin_rl.serving.api.chat import chat_routes
 from marin_rl.serving.api.completions import completions_routes
-from marin_rl.serving.api.openapi import (
-    API_ROUTE,
-    ERROR,
-    ApiRoute,
-    Model,
-    Models,
-    Status,
-    describe,
-)
+from marin_rl.serving.api.openapi import API_ROUTE, ERROR, ApiRoute, Model, Models, Status, describe
 from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.api.token_routes import tokens_routes
 from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord, record_of

@@ -36,7 +36,7 @@ from marin_rl.serving.http.connections import Connections, raise_files_limit
 from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import check_template
-from marin_rl.serving.weights.weight_updates import WeightUpdater
+from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import LmHeadModel
 
@@ -71,7 +71,7 @@ class PolicyServer:
         self._config = config.server
         self._keys = Keys.from_environment(config)
         self._tokenizer = tokenizer
-        texts = Detokenizer(tokenizer)
+        detokenizer = Detokenizer(tokenizer)
         self.engine = Engine(
             model,
             config.engine,
@@ -79,12 +79,13 @@ class PolicyServer:
             weight_version=weight_version,
             parameters_digest=parameters_digest,
             stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
-            decode=texts.of,
+            decode=detokenizer.of,
             dtype=dtype,
         )
         self.telemetry = Telemetry(self._snapshot)
-        self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, self.telemetry)
-        self._service = Service(self.engine, tokenizer, texts, config.model, self.updater)
+        on_update = self._count_update
+        self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, on_update)
+        self._service = Service(self.engine, tokenizer, detokenizer, config.model, self.updater)
         origins = self._origins("127.0.0.1")
         self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
         self._uvicorn: uvicorn.Server | None = None
@@ -194,6 +195,15 @@ class PolicyServer:
             sharing=engine.sharing,
             invariance=engine.invariance,
         )
+
+    def _count_update(self, update: Update) -> None:
+        source = update.source
+        if update.refused:
+            self.telemetry.weights_failed(source=source)
+        else:
+            self.telemetry.weights_updated(
+                source=source, bytes=update.bytes, seconds=update.seconds
+            )
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
         """Serve another model's arrays from the next chunk on, without a copy; the new model id.

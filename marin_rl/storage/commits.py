@@ -31,6 +31,8 @@ from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
 
 DEADLINE_S = 60.0
+# Pauses double from one to the other: short enough not to be noticed after a lost packet, long
+# enough not to crowd a store that asks for fewer requests.
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 4.0
 
@@ -51,14 +53,14 @@ def new_attempt() -> str:
 
 def attempt_in(key: str) -> str | None:
     """The attempt that an object is named for; None for names that no attempt gives."""
-    found = _ATTEMPT.search(key)
-    if found is None:
+    match = _ATTEMPT.search(key)
+    if match is None:
         return None
     try:
-        attempt_age_s(found[0], datetime.now(UTC))
+        attempt_age_s(match[0], datetime.now(UTC))
     except ValueError:  # a day that no calendar has
         return None
-    return found[0]
+    return match[0]
 
 
 def attempt_age_s(attempt: str, now: datetime) -> float:
@@ -176,18 +178,18 @@ def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
 
 def committed_manifest(store: ObjectStore, slot: str, hint: str = "") -> Manifest:
     """The manifest that commits `slot`. Raises ObjectMissing, with `hint`; CorruptObject."""
-    found = read_manifest(store, slot)
-    if found is None:
+    committed = read_manifest(store, slot)
+    if committed is None:
         raise ObjectMissing(f"{store.url_of(slot)} is not committed" + (hint and f": {hint}"))
-    return found[0]
+    return committed[0]
 
 
 def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
     """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
-    found = read_manifest(store, ref.slot)
-    if found is None:
+    committed = read_manifest(store, ref.slot)
+    if committed is None:
         raise ObjectMissing(f"{store.url_of(ref.slot)} is not committed")
-    manifest, sha256 = found
+    manifest, sha256 = committed
     if sha256 != ref.sha256:
         raise CorruptObject(
             f"{store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
@@ -212,10 +214,10 @@ def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31
 
 def find_commit(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | None:
     """The slot if it is committed. Raises CommitConflict if it holds another fingerprint."""
-    found = read_manifest(store, slot)
-    if found is None:
+    committed = read_manifest(store, slot)
+    if committed is None:
         return None
-    manifest, _ = found
+    manifest, _ = committed
     check_fingerprint(store.url_of(slot), manifest.attempt, manifest.fingerprint, fingerprint)
     return ref_of(manifest, reused=True)
 
@@ -247,12 +249,14 @@ def commit_manifest(
     `commit_object` raises.
     """
     key = manifest_key(manifest.slot)
+    # Before the create: gc deletes parts of attempts that are older, and a manifest that names
+    # parts which are gone would be a corrupt slot for ever.
     if (adopted := _expired(store, manifest)) is not None:
         return adopted
 
     def identify(data: bytes) -> tuple[str, str]:
-        found = parse_manifest(data, store.url_of(key))
-        return found.attempt, found.fingerprint
+        other = parse_manifest(data, store.url_of(key))
+        return other.attempt, other.fingerprint
 
     data = commit_object(
         store,
@@ -274,8 +278,8 @@ def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
     age_s = attempt_age_s(manifest.attempt, datetime.now(UTC))
     if age_s < ATTEMPT_LIFETIME_S:
         return None
-    found = read_manifest(store, manifest.slot)
-    if found is None:
+    committed = read_manifest(store, manifest.slot)
+    if committed is None:
         raise CommitExpired(
             f"{store.url_of(manifest.slot)}: attempt {manifest.attempt} began {age_s:.0f} s ago, "
             f"expected less than {ATTEMPT_LIFETIME_S:.0f} s: `marin-rl gc` may have taken its "
@@ -283,9 +287,13 @@ def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
         )
     source = store.url_of(manifest.slot)
     check_fingerprint(
-        source, found[0].attempt, found[0].fingerprint, manifest.fingerprint, ours=manifest.attempt
+        source,
+        committed[0].attempt,
+        committed[0].fingerprint,
+        manifest.fingerprint,
+        ours=manifest.attempt,
     )
-    return found[0]
+    return committed[0]
 
 
 def commit_object(
@@ -307,20 +315,23 @@ def commit_object(
     was tried because even the first look failed, StorageError when the store refuses for good.
     """
     slot = _Slot(store, key, data, attempt, fingerprint, identify)
-    tried = False
+    tried = False  # a create that was sent may take effect later, whatever its reply was
     trouble = "the store did not say"
     for _ in _until(deadline_s, sleep):
         try:
-            found = slot.look()
-            if found is None:
+            committed = slot.look()
+            if committed is None:
                 tried = True
                 if store.put_if_absent(key, data) is PutOutcome.CREATED:
                     return data
-                found = slot.look()
-            if found is not None:
-                return found
+                # "Exists" and "unknown" are treated alike: the first may be our own create, sent
+                # twice by the network, so only the bytes in the slot say whose it is.
+                committed = slot.look()
+            if committed is not None:
+                return committed
         except StoreUnavailable as error:
             trouble = str(error)
+    # Two errors, because they differ in what to do: nothing was sent, or its fate is open.
     if not tried:
         raise StoreUnavailable(
             f"{store.url_of(key)} could not be read for {deadline_s:g} s, so nothing was written: "
@@ -349,15 +360,15 @@ class _Slot:
         Ours and another attempt's of the same fingerprint are equally good: both are returned.
         """
         try:
-            found = self.store.read(self.key)
+            committed = self.store.read(self.key)
         except ObjectMissing:
             return None
-        if found == self.data:
-            return found
-        attempt, fingerprint = self.identify(found)
+        if committed == self.data:  # spares parsing our own bytes after a lost reply
+            return committed
+        attempt, fingerprint = self.identify(committed)
         source = self.store.url_of(self.key)
         check_fingerprint(source, attempt, fingerprint, self.fingerprint, ours=self.attempt)
-        return found
+        return committed
 
 
 def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[None]:
@@ -366,6 +377,7 @@ def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[
     pause_s = PAUSE_FIRST_S
     yield
     while (left_s := end - time.monotonic()) > 0:
+        # jittered, so that processes that failed together do not try again together
         sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
         yield

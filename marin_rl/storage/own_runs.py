@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from marin_rl.storage.runs import RUN_KEY, Run
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import Run
 
 _log = logging.getLogger(__name__)
 

@@ -5,31 +5,23 @@ from known keys, or from fresh listings when all rounds are asked for. A forked 
 before the fork from its parents' folders; its `store` resolves that for all readers.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from typing import Any
 
 from marin_rl.config import (
     RUN_ID_PATTERN,
     Config,
-    differences,
     fingerprint_fields,
     free_keys,
-    outward_keys,
     override,
     parse_config,
-    without,
 )
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
+from marin_rl.errors import ConfigError, CorruptObject, ObjectMissing, StorageError
 from marin_rl.storage.commits import (
-    commit_object,
-    fingerprint,
-    new_attempt,
     read_manifest,
     ref_of,
 )
@@ -47,34 +39,35 @@ from marin_rl.storage.layout import (
     sft_slot,
     shard_key,
 )
-from marin_rl.storage.provenance import code_version, library_versions
+from marin_rl.storage.run_records import (
+    RUN_KEY,
+    ancestors_in,
+    check_content,
+    create_record,
+    read_record,
+    seed_from,
+    stored_config,
+)
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store, probe
 from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
 from marin_rl.storage.stores.locks import run_lock
 from marin_rl.types import SlotRef
-from schemas import Malformed, NewerVersion
 from schemas.fields import is_name
-from schemas.manifests import canonical_json, open_record, sealed_json
-from schemas.records import RunRecord
 
 __all__ = [
-    "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RUN_KEY", "RoundProgress", "Run", "RunRef",
-    "ancestors_in", "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
-    "checkpoint_slot", "committed", "committed_checkpoint", "create_record", "evals_slot",
+    "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RoundProgress", "Run", "RunRef",
+    "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
+    "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "parse_record", "place_named", "progress", "read_record", "refuse_other_content",
+    "pairs_slot", "place_named", "progress", "refuse_other_content",
     "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
-    "runs_under", "seed_from", "sft_slot", "shard_key", "stored_config",
+    "runs_under", "sft_slot", "shard_key",
 ]  # fmt: skip
 
-FORMAT = "marin-rl/run"
-VERSION = 2  # 2 has `ancestors`; runs without any are written as 1, which older software reads
-RUN_KEY = "run.json"
 LOCK_KEY = ".lock"
 ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
 RETENTION = "retention"  # likewise the rule of retention
-SEED_BITS = 48
-CHILDREN_TOLD_MAX = 10  # of a root that does not hold the run that was asked for
+CHILDREN_NAMED_MAX = 10  # of a root that does not hold the run that was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +101,15 @@ class Run:
         the run exists with another content; RootUnfit when the root cannot carry a run.
         """
         store = _store_of(config)
-        found = read_record(store)
-        if found is not None:
-            _check_content(found, config, store.url_of(RUN_KEY))
+        record = read_record(store)
+        if record is not None:
+            check_content(record, config, store.url_of(RUN_KEY))
         probe(store)  # of an old run too: before work is wasted on a root that became read-only
-        if found is None:
-            found = create_record(store, config)
-            _check_content(found, config, store.url_of(RUN_KEY))
-        ancestors = ancestors_in(found)
-        viewed = _viewed(open_store(config.root, config.storage_options), store, ancestors)
+        if record is None:
+            record = create_record(store, config)
+            check_content(record, config, store.url_of(RUN_KEY))
+        ancestors = ancestors_in(record)
+        viewed = _with_ancestors(open_store(config.root, config.storage_options), store, ancestors)
         return cls(config=config, run_id=config.run_id, store=viewed, ancestors=ancestors)
 
     @classmethod
@@ -149,12 +142,12 @@ class Run:
         store = top.at(run_id)
         record = read_record(store)
         if record is None:
-            found = top.children()
-            told = ", ".join(found[:CHILDREN_TOLD_MAX]) or "nothing"
-            more = len(found) - CHILDREN_TOLD_MAX
+            names = top.children()
+            shown = ", ".join(names[:CHILDREN_NAMED_MAX]) or "nothing"
+            more = len(names) - CHILDREN_NAMED_MAX
             raise ObjectMissing(
                 f"no run {run_id!r} under {root}: expected {store.url_of(RUN_KEY)}; "
-                f"found there: {told}{f' and {more} more' if more > 0 else ''}"
+                f"found there: {shown}{f' and {more} more' if more > 0 else ''}"
             )
         stored = stored_config(record, store.url_of(RUN_KEY))
         tree = (
@@ -167,7 +160,7 @@ class Run:
         return cls(
             config=parse_config(tree, "run reference"),
             run_id=run_id,
-            store=_viewed(top, store, ancestors),
+            store=_with_ancestors(top, store, ancestors),
             ancestors=ancestors,
         )
 
@@ -263,7 +256,7 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
             _, name, *rest = key.split("/")
             round = round_of(name)
             if round is not None:
-                _note(found.setdefault(round, {}), kind, "/".join(rest))
+                _mark(found.setdefault(round, {}), kind, "/".join(rest))
     for name in run.store.children("checkpoints"):
         round = round_of(name)
         if round is None:
@@ -311,7 +304,7 @@ def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
 def latest_checkpoint(run: Run) -> SlotRef | None:
     """The committed checkpoint of the highest round: one listing, then one read or two."""
     rounds = (round_of(name) for name in run.store.children("checkpoints"))
-    return _latest(run, (checkpoint_slot(round) for round in _falling(rounds)))
+    return _latest(run, (checkpoint_slot(round) for round in _descending(rounds)))
 
 
 def latest_sft(run: Run) -> SlotRef | None:
@@ -357,9 +350,9 @@ def place_named(text: str) -> tuple[str, str, str, str]:
 def refuse_other_content(config: Config) -> None:
     """Raise ConfigError if the run exists with another content. Writes nothing."""
     store = _store_of(config)
-    found = read_record(store)
-    if found is not None:
-        _check_content(found, config, store.url_of(RUN_KEY))
+    record = read_record(store)
+    if record is not None:
+        check_content(record, config, store.url_of(RUN_KEY))
 
 
 def check_run_id(run_id: str) -> None:
@@ -395,13 +388,7 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
-def seed_from(config: Config, *parts: str | int) -> int:
-    """See `Run.seed_of`; for what is no run, and has no folder."""
-    digest = hashlib.sha256(canonical_json([config.seed, config.run_id, *parts])).digest()
-    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
-
-
-def _note(round: dict[str, Any], kind: str, rest: str) -> None:
+def _mark(round: dict[str, Any], kind: str, rest: str) -> None:
     if kind == "metrics":
         round["metrics"] = True
     elif rest == "manifest.json":
@@ -410,13 +397,13 @@ def _note(round: dict[str, Any], kind: str, rest: str) -> None:
         round["shards"] = round.get("shards", 0) + 1
 
 
-def _falling(numbers: Iterator[int | None]) -> list[int]:
+def _descending(numbers: Iterator[int | None]) -> list[int]:
     return sorted((number for number in numbers if number is not None), reverse=True)
 
 
 def _steps(run: Run, kind: str) -> list[int]:
     matches = (STEP.fullmatch(name) for name in run.store.children(kind))
-    return _falling(match and int(match[1]) for match in matches)
+    return _descending(match and int(match[1]) for match in matches)
 
 
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:
@@ -427,97 +414,12 @@ def _store_of(config: Config) -> ObjectStore:
     return open_store(config.root, config.storage_options).at(config.run_id)
 
 
-def read_record(store: ObjectStore) -> dict[str, Any] | None:
-    """Parsed run.json of a run's folder; None where there is none.
-
-    Raises CorruptObject, NewerSchema.
-    """
-    try:
-        data = store.read(RUN_KEY)
-    except ObjectMissing:
-        return None
-    return parse_record(data, store.url_of(RUN_KEY))
-
-
-def parse_record(data: bytes, source: str) -> dict[str, Any]:
-    """The record in the bytes of a run.json. Raises CorruptObject, NewerSchema naming `source`."""
-    try:
-        return open_record(data, RunRecord, format=FORMAT, version=VERSION)
-    except NewerVersion as error:
-        raise NewerSchema(f"{source}: {error}") from None
-    except Malformed as error:
-        raise CorruptObject(f"{source}: {error}") from None
-
-
-def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
-    """The runs that a fork's run.json names, ascending; none for other runs."""
-    return tuple(Ancestor(**item) for item in record.get("ancestors", ()))
-
-
-def create_record(
-    store: ObjectStore, config: Config, ancestors: Sequence[Ancestor] = ()
-) -> dict[str, Any]:
-    """Commit run.json; returns the record of the process that was first.
-
-    Raises CommitUnknown, StorageError.
-    """
-    attempt = new_attempt()
-    forked = {"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}
-    record = {
-        **forked,
-        "format": FORMAT,
-        "version": VERSION if ancestors else 1,
-        "run_id": config.run_id,
-        "config": config.model_dump(mode="json"),
-        "content_digest": fingerprint("run", fingerprint_fields(config)),
-        "seeds": {"run": config.seed},
-        "code": code_version(),
-        "libraries": library_versions(),
-        "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "attempt": attempt,
-    }
-    source = store.url_of(RUN_KEY)
-
-    def identify(data: bytes) -> tuple[str, str]:
-        # The first record is adopted; differences are then reported key by key.
-        return str(parse_record(data, source)["attempt"]), config.run_id
-
-    data = commit_object(
-        store,
-        RUN_KEY,
-        sealed_json(record),
-        attempt=attempt,
-        fingerprint=config.run_id,
-        identify=identify,
-    )
-    return parse_record(data, source)
-
-
-def _viewed(top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]) -> ObjectStore:
+def _with_ancestors(
+    top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]
+) -> ObjectStore:
     if not ancestors:
         return own
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])
-
-
-def stored_config(record: Mapping[str, Any], source: str) -> Config:
-    """The configuration in a record, without what is its user's alone. Raises ConfigError."""
-    tree = record["config"]
-    return parse_config(
-        without(tree, outward_keys()) if isinstance(tree, Mapping) else tree, source
-    )
-
-
-def _check_content(record: Mapping[str, Any], config: Config, source: str) -> None:
-    lines = differences(
-        fingerprint_fields(stored_config(record, source)), fingerprint_fields(config)
-    )
-    if lines:
-        raise ConfigError(
-            f"run {config.run_id!r} exists with another content ({source}); these keys differ:\n  "
-            + "\n  ".join(lines)
-            + "\nUse another run_id, or the values the run was started with. These may differ "
-            f"freely: {', '.join(free_keys())}"
-        )
 
 
 def _dig(tree: Mapping[str, Any], key: str) -> Any:

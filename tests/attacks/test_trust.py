@@ -23,7 +23,8 @@ from marin_rl.environments.scoring import close_scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
 from marin_rl.storage.own_runs import remember, remembered
-from marin_rl.storage.runs import RUN_KEY, Run
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import Run
 from marin_rl.trust import Consent, check_named, settings_of
 from schemas.manifests import sealed_json
 

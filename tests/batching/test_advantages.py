@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from support.cases import printed_seed
 
 from marin_rl.batching.advantages import (
     EPSILON,
@@ -28,7 +29,8 @@ from marin_rl.batching.advantages import (
     rloo,
     round_advantages,
 )
-from marin_rl.config.objective import ESTIMATORS, GROUPS_OF_ONE, ObjectiveConfig
+from marin_rl.config.estimators import ESTIMATORS, GROUPS_OF_ONE
+from marin_rl.config.objective import ObjectiveConfig
 
 # Each with rewards alone as its input, and a sum of 0 in every group.
 WITHIN_GROUPS = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "maxrl": maxrl}
@@ -204,6 +206,22 @@ def test_a_round_equals_its_groups(groups: list[list[float | None]], name: str, 
     random.shuffle(order)
     shuffled = round_advantages(rewards[order], numbers[order], len(groups), choice)
     assert_allclose(shuffled, expected[order], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {"reinforce_batch"}))
+def test_a_group_has_the_same_bits_alone_as_among_others(name: str) -> None:
+    rng = np.random.default_rng(printed_seed())
+    group = rng.permutation(np.repeat(np.arange(12), [9, 33, 17, 9, 9, 2, 1, 33, 9, 5, 3, 17]))
+    reward = np.where(rng.random(len(group)) < 0.1, np.nan, rng.random(len(group)))
+    tokens, greedy = rng.integers(1, 50, len(group)), np.zeros(len(group), bool)
+    greedy[np.unique(group, return_index=True)[1]] = True
+    choice = AdvantageChoice(estimator=name, scale="group_std", success_threshold=0.5)
+    among = round_advantages(reward, group, 12, choice, tokens, greedy)
+    for number in range(12):
+        members = group == number
+        one = np.zeros(members.sum(), np.int64)
+        alone = round_advantages(reward[members], one, 1, choice, tokens[members], greedy[members])
+        assert_array_equal(among[members], alone)
 
 
 def test_statistics_by_hand() -> None:

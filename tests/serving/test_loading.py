@@ -109,25 +109,12 @@ def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Pa
         rehearse(model, ids, exact, jnp.bfloat16)
 
 
-class Counted:
-    """Recorder that keeps its arguments."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str, int]] = []
-
-    def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
-        assert seconds >= 0
-        self.told.append(("updated", source, bytes))
-
-    def weights_failed(self, *, source: str) -> None:
-        self.told.append(("failed", source, 0))
-
-
 def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
-    model, other, recorder = tiny_model(), tiny_model(seed=1), Counted()
+    model, other = tiny_model(), tiny_model(seed=1)
+    updates: list[Update] = []
     tokenizer = character_tokenizer()
     engine = Engine(model, CONFIG.engine, context_length=64, weight_version=4)
-    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, recorder)
+    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, updates.append)
     loaded = Loaded(model=other, parameters_digest="b" * 64, bytes=77)
     try:
         assert updater.stats == UpdateStats()
@@ -141,12 +128,13 @@ def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
             updater.load(Source(kind="watcher", place="x", read=lambda _: wrong))
     finally:
         engine.close()
-    assert recorder.told == [
-        ("updated", "memory", 0),
-        ("failed", "memory", 0),
-        ("updated", "disk", 77),
-        ("failed", "watcher", 0),
+    assert [(bool(update.refused), update.source, update.bytes) for update in updates] == [
+        (False, "memory", 0),
+        (True, "memory", 0),
+        (False, "disk", 77),
+        (True, "watcher", 0),
     ]
+    assert all(update.seconds >= 0 for update in updates)
     stats = updater.stats
     assert (stats.transfers, stats.failures, stats.bytes) == (2, 2, 77)
     assert isinstance(stats.last, Update)

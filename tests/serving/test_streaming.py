@@ -28,7 +28,7 @@ def as_the_engine(reading: TextDecoding, ids: list[int]) -> tuple[list[int], str
     for length in range(1, len(ids) + 1):
         if ids[length - 1] in reading.stop_token_ids:
             return ids[:length], "stop"
-        text = reading.texts.of(ids[:length])
+        text = reading.detokenizer.of(ids[:length])
         if any(string in text for string in reading.stop):
             return ids[:length], "stop"
     return ids, "length"
@@ -68,7 +68,7 @@ def test_the_pieces_put_together_are_the_whole(
     name, ids, cuts, stop = sample
     tokenizer = TOKENIZERS[name]
     ends = frozenset([tokenizer.eos_token_id])
-    reading = TextDecoding(texts=Detokenizer(tokenizer), stop_token_ids=ends, stop=stop)
+    reading = TextDecoding(detokenizer=Detokenizer(tokenizer), stop_token_ids=ends, stop=stop)
     ids, reason = as_the_engine(reading, ids)
     whole = reading.text(ids, reason)
     assert not any(string in whole for string in stop)
@@ -85,7 +85,7 @@ def test_the_pieces_put_together_are_the_whole(
 def test_text_before_a_stop_string_is_the_tokenizers(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     reading = TextDecoding(
-        texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]), stop=("文",)
+        detokenizer=Detokenizer(tokenizer), stop_token_ids=frozenset([1]), stop=("文",)
     )
     ids = tokenizer.encode("a中文", add_special_tokens=False)
     assert reading.text(ids, "stop") == "a中"
@@ -95,7 +95,7 @@ def test_text_before_a_stop_string_is_the_tokenizers(name: str) -> None:
 
 def test_a_character_comes_when_its_last_byte_is_there() -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    reading = TextDecoding(texts=Detokenizer(tokenizer), stop_token_ids=frozenset([1]))
+    reading = TextDecoding(detokenizer=Detokenizer(tokenizer), stop_token_ids=frozenset([1]))
     growing = reading.incremental()
     ids = tokenizer.encode("a😀b", add_special_tokens=False)
     shown = [reading.new_text(growing, [token], "") for token in ids]
@@ -105,7 +105,7 @@ def test_a_character_comes_when_its_last_byte_is_there() -> None:
 def test_a_possible_beginning_of_a_stop_string_is_delayed() -> None:
     tokenizer = TOKENIZERS["characters"]
     texts = Detokenizer(tokenizer)
-    reading = TextDecoding(texts=texts, stop_token_ids=frozenset([1]), stop=("END",))
+    reading = TextDecoding(detokenizer=texts, stop_token_ids=frozenset([1]), stop=("END",))
     growing = reading.incremental()
     shown = [
         reading.new_text(growing, tokenizer.encode(text), "") for text in ("xE", "N", "x", "EN")

@@ -234,3 +234,21 @@ def test_groups_have_every_kind_at_every_name_once(apart: int) -> None:
     for group in found:
         places = [names.index(name) for _, name in group]
         assert all(b - a == apart for a, b in itertools.pairwise(places))
+
+
+def test_faults_are_not_imported_by_a_process_that_asks_for_none(tmp_path):
+    script = (
+        "import sys\nfrom marin_rl.storage.stores.filesystem import open_store\n"
+        f"print(type(open_store({str(tmp_path)!r})).__name__, "
+        "'marin_rl.storage.stores.fault_injection' in sys.modules)"
+    )
+    for variables, expected in (
+        ({}, "LocalStore False"),
+        ({VARIABLE: "fail:1"}, "FaultyStore True"),
+    ):
+        environment = {n: v for n, v in os.environ.items() if n != VARIABLE} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.strip() == expected

@@ -173,16 +173,13 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
 def _refusal(error: MarinRLError, message: str) -> ApiError:
     """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
     if isinstance(error, UpdateRunning | VersionInUse):
-        return ApiError(409, message, code="busy", headers={"Retry-After": "1"})
+        return ApiError(409, message, code="busy", retry_s=1)
     if isinstance(error, StalePolicy):
         return ApiError(409, message, code="digest_mismatch")
     if isinstance(error, InferenceError):
         return ApiError(409, message, code="canary_mismatch")
     if error.transient:
-        headers = {"Retry-After": "5"}
-        return ApiError(
-            503, message, type="server_error", code="storage_unavailable", headers=headers
-        )
+        return ApiError(503, message, code="storage_unavailable", retry_s=5)
     return ApiError(400, message, code="weights_refused")
 
 

@@ -81,7 +81,7 @@ class Chat:
     body: ChatBody
     prompt: Prompt
     decoding: TextDecoding
-    heading: ResponseHeader
+    header: ResponseHeader
     tools: list[dict[str, Any]]
     form: ToolFormat | None
 
@@ -114,7 +114,7 @@ def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineReque
         body=body,
         prompt=prompt,
         decoding=service.decoding(body, special=form is not None and form.special),
-        heading=ResponseHeader.new("chatcmpl"),
+        header=ResponseHeader.new("chatcmpl"),
         tools=tools,
         form=form,
     )
@@ -169,7 +169,7 @@ def _constraint(chat: Chat) -> MakeWalker | None:
 def _complete(chat: Chat, results: Sequence[GenerationResult]) -> bytes:
     """The JSON of an answer whose samples are all there."""
     (result,) = results
-    top = chat.service.top(chat.heading, "chat.completion", result)
+    top = chat.service.top(chat.header, "chat.completion", result)
     choices = [_choice(chat, index, sample) for index, sample in enumerate(result.samples)]
     more: dict[str, Any] = {"timings": timings(result)}
     if chat.body.return_token_ids:
@@ -194,7 +194,7 @@ def _choice(chat: Chat, index: int, sample: Sample) -> dict[str, Any]:
         choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
     elif body.logprobs:
         scores = Scores.of(sample, raw=body.raw)
-        choice["logprobs"] = chat_logprobs(chat.decoding.texts, scores)
+        choice["logprobs"] = chat_logprobs(chat.decoding.detokenizer, scores)
     return choice
 
 
@@ -251,7 +251,7 @@ class ChatStream:
 
     def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:
         chat = self._chat
-        return chat.service.chunk(chat.heading, "chat.completion.chunk", source, chat.body)
+        return chat.service.chunk(chat.header, "chat.completion.chunk", source, chat.body)
 
     def _message_delta(self, state: _SampleState, delta: Delta) -> dict[str, Any]:
         """The message fields of one delta."""
@@ -294,7 +294,7 @@ class ChatStream:
         }
         if body.logprobs:
             scores = Scores.of(delta, raw=body.raw)
-            choice["logprobs"] = chat_logprobs(self._chat.decoding.texts, scores)
+            choice["logprobs"] = chat_logprobs(self._chat.decoding.detokenizer, scores)
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

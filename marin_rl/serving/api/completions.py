@@ -59,7 +59,7 @@ class Plain:
     body: CompletionBody
     prompts: list[Prompt]
     decoding: TextDecoding
-    heading: ResponseHeader
+    header: ResponseHeader
 
     def echoed(self, prompt: int) -> str:
         """The text that stands before each completion of a prompt."""
@@ -68,7 +68,7 @@ class Plain:
         text_or_ids = self.body.prompts[prompt]
         if isinstance(text_or_ids, str):
             return text_or_ids
-        return self.decoding.texts.of(text_or_ids)
+        return self.decoding.detokenizer.of(text_or_ids)
 
     @property
     def scored(self) -> bool:
@@ -87,7 +87,7 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
         body=body,
         prompts=prompts,
         decoding=service.decoding(body),
-        heading=ResponseHeader.new("cmpl"),
+        header=ResponseHeader.new("cmpl"),
     )
     requests = []
     for number, prompt in enumerate(prompts):
@@ -130,7 +130,7 @@ def _complete(plain: Plain, results: Sequence[GenerationResult]) -> bytes:
             if choice["policy_versions"] is None and result.weight_version != final:
                 choice["policy_versions"] = [result.weight_version] * len(sample.token_ids)
             choices.append({"index": len(choices), **choice})
-    top = plain.service.top(plain.heading, "text_completion", results[-1])
+    top = plain.service.top(plain.header, "text_completion", results[-1])
     return complete_response(top, choices, plain.prompts, results)
 
 
@@ -146,7 +146,7 @@ def _finished(
         "policy_versions": sample.policy_versions,
     }
     if body.logprobs is not None:
-        offsets = Offsets(plain.decoding.texts, len(plain.echoed(prompt)))
+        offsets = Offsets(plain.decoding.detokenizer, len(plain.echoed(prompt)))
         choice["logprobs"] = _logprobs(plain, prompt, result.prompt_scores, sample, offsets)
     if body.return_token_ids:
         ids = {"prompt_token_ids": plain.prompts[prompt], "token_ids": sample.token_ids}
@@ -165,13 +165,13 @@ def _logprobs(
 
     `offsets` are those of the sampled tokens.
     """
-    texts, parts = plain.decoding.texts, []
+    detokenizer, parts = plain.decoding.detokenizer, []
     if prompt_scores is not None and plain.scored:
         scores = Scores.of_prompt(plain.prompts[prompt], prompt_scores)
-        parts.append(plain_logprobs(texts, scores, Offsets(texts)))
+        parts.append(plain_logprobs(detokenizer, scores, Offsets(detokenizer)))
     if len(sampled.token_ids):
         scores = Scores.of(sampled, raw=plain.body.raw)
-        parts.append(plain_logprobs(texts, scores, offsets))
+        parts.append(plain_logprobs(detokenizer, scores, offsets))
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [item for part in parts for item in part[name]] for name in names}
 
@@ -205,7 +205,7 @@ class PlainStream:
         echoed = ""
         if state is None:
             first, echoed = True, plain.echoed(prompt)
-            offsets = Offsets(plain.decoding.texts, len(echoed))
+            offsets = Offsets(plain.decoding.detokenizer, len(echoed))
             state = self._samples[index] = _SampleState(plain.decoding.incremental(), offsets)
         ids = delta.token_ids.tolist()
         text = echoed + plain.decoding.new_text(state.text, ids, delta.finish_reason)
@@ -228,7 +228,10 @@ class PlainStream:
                 prompt = index // plain.body.samples
                 choice = _choice(index, plain.echoed(prompt), "length")
                 if plain.scored:
-                    scores, offsets = results[prompt].prompt_scores, Offsets(plain.decoding.texts)
+                    scores, offsets = (
+                        results[prompt].prompt_scores,
+                        Offsets(plain.decoding.detokenizer),
+                    )
                     choice["logprobs"] = _logprobs(plain, prompt, scores, _NOTHING, offsets)
                 if plain.body.return_token_ids:
                     choice |= {"prompt_token_ids": plain.prompts[prompt], "token_ids": []}
@@ -240,13 +243,8 @@ class PlainStream:
 
     def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:
         plain = self._plain
-        return plain.service.chunk(plain.heading, "text_completion", source, plain.body)
+        return plain.service.chunk(plain.header, "text_completion", source, plain.body)
 
 
 def _choice(index: int, text: str, finish_reason: str) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": finish_reason or None,
-    }
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason or None}

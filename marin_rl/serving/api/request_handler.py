@@ -240,7 +240,7 @@ class RequestHandler:
         request_id = self.record.request_id
         _log.error("request %s failed: %s (%r)", request_id, error, error.__cause__)
         message = f"{error}; the server's log has it as {request_id}"
-        return ApiError(500, message, type="server_error", code="engine_failed")
+        return ApiError(500, message, code="engine_failed")
 
     def _on_timer(self) -> None:
         """One timer for both deadlines: hardly any request ever meets the first."""

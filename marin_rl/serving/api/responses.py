@@ -36,14 +36,14 @@ DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 class TextDecoding:
     """Conversion of samples to text: stop strings, and special tokens kept or left out."""
 
-    texts: Detokenizer
+    detokenizer: Detokenizer
     stop_token_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     special: bool = False
 
     def incremental(self) -> IncrementalDetokenizer:
         """A sample's text that has only begun."""
-        return IncrementalDetokenizer(self.texts, self.stop, special=self.special)
+        return IncrementalDetokenizer(self.detokenizer, self.stop, special=self.special)
 
     def new_text(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
         """Text that a sample gains by more tokens; all the remaining text if they are the last."""
@@ -59,11 +59,11 @@ class TextDecoding:
         the last character on that this token cannot have changed.
         """
         if finish_reason != "stop" or not ids:
-            return self.texts.of(ids, special=self.special)
+            return self.detokenizer.of(ids, special=self.special)
         if ids[-1] in self.stop_token_ids:
-            return self.texts.of(ids[:-1], special=self.special)
-        text = self.texts.of(ids, special=self.special)
-        before = len(self.texts.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
+            return self.detokenizer.of(ids[:-1], special=self.special)
+        text = self.detokenizer.of(ids, special=self.special)
+        before = len(self.detokenizer.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
         from_here = max(0, before - max(map(len, self.stop), default=0))
         places = [text.find(string, from_here) for string in self.stop]
         return text[: min((at for at in places if at >= 0), default=len(text))]
@@ -109,29 +109,29 @@ def _scores(
     )
 
 
-def chat_logprobs(texts: Detokenizer, scores: Scores) -> dict[str, Any]:
+def chat_logprobs(detokenizer: Detokenizer, scores: Scores) -> dict[str, Any]:
     """Log-probabilities as chat has them."""
     content = []
     for token, logprob, ids, logprobs in zip(
         scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
     ):
-        top = [_scored(texts, *likely) for likely in zip(ids, logprobs, strict=True)]
-        content.append(_scored(texts, token, logprob) | {"top_logprobs": top})
+        top = [_scored(detokenizer, *likely) for likely in zip(ids, logprobs, strict=True)]
+        content.append(_scored(detokenizer, token, logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _scored(texts: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
-    piece = texts.piece(token)
+def _scored(detokenizer: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
+    piece = detokenizer.piece(token)
     return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
 
 
-def plain_logprobs(texts: Detokenizer, scores: Scores, offsets: Offsets) -> dict[str, Any]:
+def plain_logprobs(detokenizer: Detokenizer, scores: Scores, offsets: Offsets) -> dict[str, Any]:
     """Log-probabilities as plain completions have them; `offsets` go on where they were."""
     return {
-        "tokens": [texts.piece(token).text for token in scores.ids],
+        "tokens": [detokenizer.piece(token).text for token in scores.ids],
         "token_logprobs": [_finite(logprob) for logprob in scores.logprobs],
         "top_logprobs": [
-            _likely(texts, *row)
+            _likely(detokenizer, *row)
             for row in zip(
                 scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
             )
@@ -145,14 +145,14 @@ def _finite(logprob: float) -> float | None:
 
 
 def _likely(
-    texts: Detokenizer, token: int, logprob: float, ids: list[int], logprobs: list[float]
+    detokenizer: Detokenizer, token: int, logprob: float, ids: list[int], logprobs: list[float]
 ) -> dict[str, float] | None:
     """The likeliest tokens by text, and the one that is there."""
     if math.isnan(logprob):
         return None
     by_text: dict[str, float] = {}
     for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
-        by_text.setdefault(texts.piece(other).text, value)
+        by_text.setdefault(detokenizer.piece(other).text, value)
     return by_text
 
 
@@ -196,10 +196,7 @@ def tokens_of(results: Sequence[GenerationResult]) -> int:
 
 def identity(result: GenerationResult | Delta) -> dict[str, Any]:
     """Our own addition: which weights answered."""
-    return {
-        "weight_version": result.weight_version,
-        "parameters_digest": result.parameters_digest,
-    }
+    return {"weight_version": result.weight_version, "parameters_digest": result.parameters_digest}
 
 
 def timings(result: GenerationResult) -> ServerTimings:
@@ -216,7 +213,7 @@ def complete_response(
     results: Sequence[GenerationResult],
     **more: Any,
 ) -> bytes:
-    """The JSON of an answer that is sent at once; `top` is what its heading says."""
+    """The JSON of an answer that is sent at once; `top` is what its header says."""
     body = {"choices": choices, "usage": usage(prompts, tokens_of(results))}
     return dumps(top | body | more | identity(results[-1]))
 

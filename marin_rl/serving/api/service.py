@@ -56,7 +56,7 @@ class Service:
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    texts: Detokenizer
+    detokenizer: Detokenizer
     name: str
     updater: WeightUpdater
     limits: ServerConfig = field(default_factory=ServerConfig)
@@ -104,9 +104,7 @@ class Service:
     def constraints(self) -> Constraints:
         """Compiler of constraints on the form of answers."""
         return Constraints(
-            self.tokenizer,
-            vocabulary=self.engine.spec.vocabulary,
-            stop_tokens=self.stop_token_ids,
+            self.tokenizer, vocabulary=self.engine.spec.vocabulary, stop_tokens=self.stop_token_ids
         )
 
     @property
@@ -128,21 +126,21 @@ class Service:
         return repr(self.engine.spec)
 
     def top(
-        self, heading: ResponseHeader, kind: str, source: GenerationResult | Delta
+        self, header: ResponseHeader, kind: str, source: GenerationResult | Delta
     ) -> dict[str, Any]:
         """Fields at the beginning of an answer or chunk; `source` has the weight version."""
         fingerprint = _fingerprint(self._architecture, source.parameters_digest)
-        return heading.body(kind, self.id_of(source), fingerprint)
+        return header.body(kind, self.id_of(source), fingerprint)
 
     def chunk(
         self,
-        heading: ResponseHeader,
+        header: ResponseHeader,
         kind: str,
         source: GenerationResult | Delta,
         body: SamplingBody,
     ) -> dict[str, Any]:
         """Fields of a stream's chunk other than its choices."""
-        chunk = self.top(heading, kind, source)
+        chunk = self.top(header, kind, source)
         if body.include_usage:
             chunk["usage"] = None
         chunk["weight_version"] = source.weight_version
@@ -258,7 +256,7 @@ class Service:
     def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
         """Conversion of a request's samples to text."""
         return TextDecoding(
-            texts=self.texts,
+            detokenizer=self.detokenizer,
             stop_token_ids=frozenset(self.stop_token_ids).union(body.stop_token_ids or ()),
             stop=body.stop_strings,
             special=special,

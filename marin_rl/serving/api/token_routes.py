@@ -81,7 +81,7 @@ def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
         "tokens": tokens,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [service.texts.name(token) for token in tokens.tolist()]
+        answer["token_strs"] = [service.detokenizer.name(token) for token in tokens.tolist()]
     return answer
 
 
@@ -91,7 +91,7 @@ def _detokenize(service: Service, data: bytes) -> dict[str, Any]:
         service.check_model(body.model)
     service.check_length(len(body.tokens), "tokens")
     service.check_ids(body.tokens)
-    return {"prompt": service.texts.of(body.tokens, special=True)}
+    return {"prompt": service.detokenizer.of(body.tokens, special=True)}
 
 
 def _prepare(service: Service, data: bytes) -> EngineRequest:

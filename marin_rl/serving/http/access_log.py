@@ -130,7 +130,7 @@ class RequestLog:
 def internal_error(request_id: str) -> ApiError:
     """A fault of ours; what it was stands in the log alone."""
     message = f"internal error; the server's log has it as {request_id}"
-    return ApiError(500, message, type="server_error", code="internal_error")
+    return ApiError(500, message, code="internal_error")
 
 
 class CutShort(Exception):
@@ -202,7 +202,8 @@ class AccessLog(QueueListener):
     """
 
     def __init__(self, stream: Stream) -> None:
-        super().__init__(queue.SimpleQueue())
+        self._waiting: queue.SimpleQueue[RequestRecord | None] = queue.SimpleQueue()
+        super().__init__(self._waiting)
         self._stream = stream
         self._dropped = 0
         self.start()
@@ -211,8 +212,8 @@ class AccessLog(QueueListener):
 
     def add(self, record: RequestRecord) -> None:
         """Have a record written; returns at once."""
-        if self.queue.qsize() < LINES_WAITING_MAX:
-            self.queue.put(record)
+        if self._waiting.qsize() < LINES_WAITING_MAX:
+            self._waiting.put(record)
         else:
             self._dropped += 1
 
@@ -220,8 +221,8 @@ class AccessLog(QueueListener):
         """Write a record, and those that come shortly after it."""
         time.sleep(LINES_GATHERED_S)
         records = [record]
-        while not self.queue.empty():
-            if (following := self.queue.get()) is None:  # the end, which the listener must see
+        while not self._waiting.empty():
+            if (following := self._waiting.get()) is None:  # the end, which the listener must see
                 self.enqueue_sentinel()
                 break
             records.append(following)

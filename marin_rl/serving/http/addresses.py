@@ -146,4 +146,4 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _forbidden(message: str, code: str) -> ApiError:
-    return ApiError(403, message, type="permission_error", code=code)
+    return ApiError(403, message, code=code)

@@ -22,13 +22,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.serving.http.addresses import Cors, Origins, is_loopback, listen
 from marin_rl.serving.http.connections import Client, client_of
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import (
-    BodyBudget,
-    BodyShare,
-    Deadline,
-    Rates,
-    request_timeout,
-)
+from marin_rl.serving.http.limits import BodyBudget, BodyShare, Deadline, Rates, request_timeout
 
 # Compared with where no token is set, so that every comparison takes the same time.
 _NO_TOKEN = bytes(32)
@@ -123,7 +117,7 @@ class Guard:
     `origins` gives the rules for the address that the server is bound to at the time. Leaves in
     `scope["state"]`: `caller` ("api", "admin", "local"; "open" on the health routes),
     `deadline`, `body_share` (the memory that its body takes; see `body_parsed`), and
-    `admin_variable`, which `require_admin` names. The `receive` that routes get raises ApiError 413
+    `admin_variable`, which `for_admin` names. The `receive` that routes get raises ApiError 413
     or 408 for a body too large or too slow, and 503 where all bodies together are too large.
     """
 
@@ -171,15 +165,22 @@ class Guard:
             return None
         caller = self._keys.caller(headers.get(b"authorization", []))
         if caller is None:
-            return unauthenticated()
+            return ApiError(
+                401,
+                "expected the header 'Authorization: Bearer <token>' with the server's token",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         state["caller"] = caller
         state["admin_variable"] = None if self._keys.admin else self._keys.admin_variable
         return self._rates.refusal(caller) or self._too_long(headers, head_bytes)
 
     def _too_long(self, headers: dict[bytes, list[bytes]], head_bytes: int) -> ApiError | None:
         # `connections` bounds a head that is incomplete, not one that comes in one piece
-        if head_bytes > self._config.header_bytes_max:
-            return headers_too_large(self._config.header_bytes_max)
+        header_max = self._config.header_bytes_max
+        if head_bytes > header_max:
+            message = f"expected a request line and headers of at most {header_max} bytes"
+            return ApiError(431, message, code="headers_too_large")
         declared = headers.get(b"content-length", [b"0"])
         bytes_max = self._config.body_bytes_max
         if len(declared) == 1 and declared[0].isdigit() and int(declared[0]) <= bytes_max:
@@ -262,24 +263,18 @@ def for_admin(endpoint: Endpoint) -> Endpoint:
 
     @wraps(endpoint)
     async def guarded(request: Request) -> Response:
-        require_admin(request)
-        return await endpoint(request)
+        state = request.scope["state"]
+        if state.get("caller") == "admin":
+            return await endpoint(request)
+        variable = state.get("admin_variable")
+        message = (
+            "expected the admin token, found another caller's"
+            if variable is None
+            else f"no admin token is set: start the server with one in the variable {variable}"
+        )
+        raise ApiError(403, message, code="admin_only")
 
     return guarded
-
-
-def require_admin(request: Request) -> None:
-    """ApiError 403 for every caller but the admin."""
-    state = request.scope["state"]
-    if state.get("caller") == "admin":
-        return
-    variable = state.get("admin_variable")
-    message = (
-        "expected the admin token, found another caller's"
-        if variable is None
-        else f"no admin token is set: start the server with one in the variable {variable}"
-    )
-    raise ApiError(403, message, type="permission_error", code="admin_only")
 
 
 class Refusal(JSONResponse):
@@ -325,26 +320,9 @@ def client_left() -> ApiError:
     return ApiError(CLIENT_LEFT, "the client went away", code="client_left")
 
 
-def unauthenticated() -> ApiError:
-    """A request without the right token."""
-    return ApiError(
-        401,
-        "expected the header 'Authorization: Bearer <token>' with the server's token",
-        type="authentication_error",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
 def too_large(bytes_max: int) -> ApiError:
     """A body beyond the limit."""
     return ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
-
-
-def headers_too_large(bytes_max: int) -> ApiError:
-    """A request's head beyond the limit."""
-    message = f"expected a request line and headers of at most {bytes_max} bytes"
-    return ApiError(431, message, code="headers_too_large")
 
 
 def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:

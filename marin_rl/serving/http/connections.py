@@ -17,6 +17,7 @@ from asyncio import TimerHandle
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 import orjson
@@ -26,8 +27,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.client.protocol import error_body
-from marin_rl.serving.http.errors import new_id
+from marin_rl.serving.http.errors import ApiError, new_id
 
 # After a refusal the rest of a body is thrown away for so long, or the client may never see why.
 LINGER_S = 2.0
@@ -78,7 +78,7 @@ class _Flow(FlowControl):
         self.unsent: float | int = math.inf
 
     def pause_writing(self) -> None:
-        """The client takes less than it is sent: an answer waits until it has caught up."""
+        """Have the response wait until the client has read what was sent."""
         self.unsent = math.inf
         super().pause_writing()
 
@@ -113,13 +113,13 @@ class Client:
         self._on_left: Callable[[], None] | None = None
 
     def when_left(self, call: Callable[[], None] | None) -> None:
-        """Have this called when the client leaves, at once if it has; None: nothing any more."""
+        """Set the function called when the client leaves, at once if it has; None for none."""
         self._on_left = call
         if self.left and call is not None:
             call()
 
     def leave(self) -> None:
-        """The client is gone. Later calls change nothing."""
+        """Note that the client is gone; idempotent."""
         if not self.left:
             self.left = True
             self.when_left(self._on_left)
@@ -195,14 +195,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, message, "headers_too_large")
 
     def on_message_begin(self) -> None:
-        """The first byte of a head is there."""
+        """Note the first byte of a head."""
         self._head_begun = True
         super().on_message_begin()
         scope: Any = self.scope
         scope["extensions"] = {_EXTENSION: Client()}
 
     def on_headers_complete(self) -> None:
-        """A request is there, but for its body."""
+        """Begin a request, whose body may still be to come."""
         self._parser_bytes, self._head_begun = 0, False
         self.shared.idle.pop(self, None)
         super().on_headers_complete()
@@ -214,12 +214,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body is there."""
+        """Pass a piece of a body on."""
         self._parser_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Note that a request is complete."""
         self._parser_bytes = 0
         scope: Any = self.scope
         client_of(scope).has_sent_all = True
@@ -370,20 +370,11 @@ def raise_files_limit() -> None:
 
 
 def _answer(status: int, message: str, code: str) -> bytes:
-    type = "server_error" if status >= 500 else "invalid_request_error"
-    body = orjson.dumps(error_body(message, type=type, code=code))
+    body = orjson.dumps(ApiError(status, message, code=code).body)
     retry = "Retry-After: 1\r\n" if status == 503 else ""
     head = (
-        f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n"
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n{retry}x-request-id: {new_id()}\r\n"
         "Connection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-_PHRASES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}

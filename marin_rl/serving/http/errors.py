@@ -44,22 +44,33 @@ _OTHERS = bytes(set(range(256)) - set(b'"[]{},:'))
 
 
 class ApiError(Exception):
-    """A refusal or fault, as the client will see it."""
+    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_s: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = headers or {}
+        self.headers = (headers or {}) | ({"Retry-After": str(retry_s)} if retry_s else {})
+        type = _TYPES.get(status, "invalid_request_error")
         self.body = error_body(message, type=type, code=code, param=param)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
 
 
 class Body(BaseModel):

@@ -33,11 +33,7 @@ class TokenBucket:
     """`burst` requests at once, `per_second` in the long run; used from one thread."""
 
     def __init__(
-        self,
-        per_second: float,
-        burst: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, per_second: float, burst: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._per_second = per_second
         self._burst = float(burst)
@@ -80,7 +76,6 @@ class Rates:
         return ApiError(
             429,
             f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
-            type="rate_limit_error",
             code="rate_limit_exceeded",
             headers={
                 "Retry-After": str(math.ceil(wait_s)),
@@ -101,9 +96,8 @@ def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) ->
         raise ApiError(
             503,
             f"more than {config.samples_queued_max} samples would wait: try again later",
-            type="server_error",
             code="overloaded",
-            headers={"Retry-After": "1"},
+            retry_s=1,
         )
 
 
@@ -125,13 +119,7 @@ def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
 
 def draining_error() -> ApiError:
     """Error for new work while the server shuts down, with Retry-After."""
-    return ApiError(
-        503,
-        "the server is shutting down: try again",
-        type="server_error",
-        code="draining",
-        headers={"Retry-After": "5"},
-    )
+    return ApiError(503, "the server is shutting down: try again", code="draining", retry_s=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +150,7 @@ def deadline_of(scope: Scope) -> Deadline:
 def queue_timeout() -> ApiError:
     """No slot became free in time."""
     return ApiError(
-        503,
-        "no slot became free in time: try again later",
-        type="server_error",
-        code="queue_timeout",
-        headers={"Retry-After": "5"},
+        503, "no slot became free in time: try again later", code="queue_timeout", retry_s=5
     )
 
 
@@ -175,7 +159,6 @@ def request_timeout() -> ApiError:
     return ApiError(
         504,
         "the answer was not complete in time: ask for fewer tokens or samples",
-        type="server_error",
         code="request_timeout",
     )
 
@@ -252,7 +235,6 @@ def _spent() -> ApiError:
     return ApiError(
         503,
         "the server is busy with other large bodies: try again later, or send less in one request",
-        type="server_error",
         code="overloaded",
-        headers={"Retry-After": "1"},
+        retry_s=1,
     )

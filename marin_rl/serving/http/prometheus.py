@@ -10,12 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from marin_rl.inference.batch_invariance import Invariance
@@ -44,10 +39,7 @@ def _spec(name: str, kind: str, meaning: str, *labels: str) -> MetricSpec:
 METRICS: tuple[MetricSpec, ...] = (
     _spec("requests_total", "counter", "requests answered", "route", "status"),
     _spec(
-        "requests_rejected_total",
-        "counter",
-        "requests that failed, by the error's code",
-        "reason",
+        "requests_rejected_total", "counter", "requests that failed, by the error's code", "reason"
     ),
     _spec("requests_running", "gauge", "requests that are being answered"),
     _spec("request_seconds", "histogram", "from arrival to the answer's last byte", "route"),
@@ -57,9 +49,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("first_token_seconds", "histogram", "from arrival to a stream's first token"),
     _spec("prompt_tokens_total", "counter", "tokens of prompts that were sampled from"),
     _spec(
-        "completion_tokens_total",
-        "counter",
-        "tokens sampled for requests, cancelled ones included",
+        "completion_tokens_total", "counter", "tokens sampled for requests, cancelled ones included"
     ),
     _spec("connections", "gauge", "open connections"),
     _spec("connections_refused_total", "counter", "connections closed on purpose", "reason"),
@@ -91,12 +81,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("swaps_total", "counter", "changes of the loaded weights"),
     _spec("weight_updates_total", "counter", "weight updates that were switched to", "source"),
     _spec("weight_update_failures_total", "counter", "refused: the old weights go on", "source"),
-    _spec(
-        "weight_update_bytes_total",
-        "counter",
-        "bytes read for these updates",
-        "source",
-    ),
+    _spec("weight_update_bytes_total", "counter", "bytes read for these updates", "source"),
     _spec("weight_update_seconds_total", "counter", "time that these updates took", "source"),
     _spec("weight_update_age_seconds", "gauge", "time since the last update, or since the start"),
     _spec("access_log_dropped_total", "counter", "lines that the access log could not write"),
@@ -158,7 +143,7 @@ class Telemetry:
         self._failures = self._counter("weight_update_failures_total")
         self._bytes = self._counter("weight_update_bytes_total")
         self._update_seconds = self._counter("weight_update_seconds_total")
-        # children by (route, status): `labels` takes a lock and formats, again for every request
+        # children by (route, status): `labels` takes a lock and builds a key for each call
         self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(_AtScrape(self._at_scrape))
         self.lines_dropped: Callable[[], int] = lambda: 0

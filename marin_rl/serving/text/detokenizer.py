@@ -123,8 +123,8 @@ def _bytes_of(name: str) -> bytes | None:
 class Offsets:
     """Offset of each token in a growing text, in characters; special tokens have no width."""
 
-    def __init__(self, texts: Detokenizer, start: int = 0) -> None:
-        self._texts = texts
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
         self._at = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -133,7 +133,7 @@ class Offsets:
         offsets = []
         for token in ids:
             offsets.append(self._at)
-            piece = self._texts.piece(token)
+            piece = self._detokenizer.piece(token)
             if not piece.special:
                 self._at += len(self._decoder.decode(bytes(piece.data)))
         return offsets
@@ -148,10 +148,10 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, texts: Detokenizer, stop: Sequence[str] = (), *, special: bool = False
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, special: bool = False
     ) -> None:
         self.ids: list[int] = []
-        self._texts = texts
+        self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._special = special
         self._window = 0  # the first token that is decoded again
@@ -176,10 +176,10 @@ class IncrementalDetokenizer:
         return unseen
 
     def _decoded(self) -> str:
-        end = len(self.ids) - self._texts.ends_open(self.ids)
+        end = len(self.ids) - self._detokenizer.ends_open(self.ids)
         if end <= self._closed:
             return ""
-        text = self._texts.of(self.ids[self._window : end], special=self._special)
+        text = self._detokenizer.of(self.ids[self._window : end], special=self._special)
         certain = text.rstrip(UNFINISHED)
         new = certain[self._shown :]
         self._shown = max(self._shown, len(certain))
@@ -189,7 +189,7 @@ class IncrementalDetokenizer:
 
     def _move_window(self, end: int) -> None:
         """Begin at the last tokens only; a window needs text, for a text's first space may go."""
-        kept = len(self._texts.of(self.ids[self._closed : end], special=self._special))
+        kept = len(self._detokenizer.of(self.ids[self._closed : end], special=self._special))
         if kept and self._closed:
             self._window, self._shown = self._closed, kept
         self._closed = end

@@ -81,7 +81,6 @@ class ChatPrompts:
                 500,
                 f"the model's chat template {error}: expected one that renders messages and "
                 "nothing else",
-                type="server_error",
                 code="chat_template",
             ) from None
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -48,19 +47,6 @@ from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.model import LmHeadModel
 
 ErrorText = Callable[[Exception], str]
-
-
-@runtime_checkable
-class Recorder(Protocol):
-    """Consumer of update records, for the metrics."""
-
-    def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
-        """New weights are served."""
-        ...
-
-    def weights_failed(self, *, source: str) -> None:
-        """The old weights go on."""
-        ...
 
 
 class UpdateRunning(InferenceError):
@@ -114,7 +100,8 @@ class UpdateStats:
 class WeightUpdater:
     """Changes the weights of one engine. Safe from any thread.
 
-    Raises InputError where the model that is served first is none that could be updated.
+    `on_update` gets the record of each update, also of a refused one. Raises InputError
+    where the model that is served first is none that could be updated.
     """
 
     def __init__(
@@ -124,17 +111,17 @@ class WeightUpdater:
         tokenizer: PreTrainedTokenizerBase,
         config: InferenceConfig,
         dtype: jnp.dtype | type,
-        recorder: Recorder,
+        on_update: Callable[[Update], None],
     ) -> None:
         self._engine, self._config, self._dtype = engine, config, dtype
-        self._recorder = recorder
+        self._on_update = on_update
         check_positions(model, engine.context_length)
         # all that is asked of the tokenizer is asked now: two threads must not use one
         self._tokenizer = TokenizerIdentity.of(tokenizer)
         self._template: LmHeadModel = eqx.filter_eval_shape(lambda model: model, model)
         self._canary_ids = canary_ids(tokenizer)
-        self._one = threading.Lock()
-        self._recording = threading.Lock()
+        self._update_lock = threading.Lock()
+        self._stats_lock = threading.Lock()
         self._stats = UpdateStats()
 
     @property
@@ -145,7 +132,7 @@ class WeightUpdater:
     @property
     def busy(self) -> bool:
         """True while an update from disk is in progress."""
-        return self._one.locked()
+        return self._update_lock.locked()
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Update:
         """Switch to arrays that this process has already: no copy, and no wait for an update.
@@ -163,7 +150,7 @@ class WeightUpdater:
         UpdateRunning during another update, InferenceError where the engine does not compute what
         the trainer does with them, and what `Engine.swap` and reading them raise.
         """
-        if not self._one.acquire(blocking=False):
+        if not self._update_lock.acquire(blocking=False):
             raise UpdateRunning("another update of the weights is under way")
         try:
             with self._recorded(source.kind, source.error_text) as record:
@@ -174,7 +161,7 @@ class WeightUpdater:
                 self._engine.swap(loaded.model, version, loaded.parameters_digest)
                 return record(version, loaded.parameters_digest, loaded.bytes)
         finally:
-            self._one.release()
+            self._update_lock.release()
 
     @cached_property
     def _served(self) -> Served:
@@ -206,13 +193,9 @@ class WeightUpdater:
                 seconds=time.monotonic() - started,
                 ended_at=time.time(),
             )
-            with self._recording:
+            with self._stats_lock:
                 self._stats = self._stats.after(update)
-            if refused:
-                self._recorder.weights_failed(source=source)
-            else:
-                seconds = update.seconds
-                self._recorder.weights_updated(source=source, bytes=size, seconds=seconds)
+            self._on_update(update)
             return update
 
         try:
@@ -309,14 +292,14 @@ class CheckpointWatcher:
 
         Raises what the store raises where that may pass; nothing is refused for it.
         """
-        for round in self._newer():
+        for round in self._newer_rounds():
             refusal = self._refused.get(round)
             if refusal is not None and time.monotonic() < refusal.again_at:
                 continue
-            if self._is_committed(round) and self._taken(round):
+            if self._is_committed(round) and self._load(round):
                 return
 
-    def _newer(self) -> list[int]:
+    def _newer_rounds(self) -> list[int]:
         """Rounds after the last one that have a folder, falling."""
         rounds = map(round_of, self._run.store.children("checkpoints"))
         return sorted((r for r in rounds if r is not None and r > self._round), reverse=True)
@@ -327,7 +310,7 @@ class CheckpointWatcher:
         except CorruptObject:
             return True  # and refused, with a word on why, by those who load it
 
-    def _taken(self, round: int) -> bool:
+    def _load(self, round: int) -> bool:
         run = self._run
         source = Source(
             kind="watcher",

@@ -150,12 +150,12 @@ def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: boo
     With `once`, the filesystem sends each request a single time, so that no retry inside it can
     run past the deadline of a commit.
     """
-    given = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
+    settings = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol == "s3" and once:
-        configured = given.get("config_kwargs", {})
-        given["config_kwargs"] = configured | {"retries": {"total_max_attempts": 1}}
+        configured = settings.get("config_kwargs", {})
+        settings["config_kwargs"] = configured | {"retries": {"total_max_attempts": 1}}
     try:
-        fs: Any = filesystem("gcs" if protocol == "gs" else protocol, **given)
+        fs: Any = filesystem("gcs" if protocol == "gs" else protocol, **settings)
     except ImportError as error:
         raise ConfigError(f"root: {protocol}:// needs a package that is missing: {error}") from None
     if once:

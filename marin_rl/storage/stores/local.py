@@ -46,12 +46,14 @@ class LocalStore(ObjectStore):
             if path.exists():  # spares writing the bytes; the link below is what decides
                 return self._seen(path)
             make_folder(path.parent)
+            # In the same folder, so that the link below stays on one file system.
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             try:
+                # The bytes are durable before they have their name: a crash leaves all or nothing.
                 _write_synced(temporary, data, os.O_EXCL)
                 outcome = _link(temporary, path)
             finally:
-                with suppress(OSError):
+                with suppress(OSError):  # a leftover is private by its dot, and gc takes it
                     temporary.unlink()
         return self._seen(path, outcome)
 
@@ -73,6 +75,7 @@ class LocalStore(ObjectStore):
         with explained(path, len(data)):
             check_way(path, key)
             make_folder(path.parent)
+            # No link is needed: no reader looks at a part before a manifest names it.
             _write_synced(path, data, os.O_TRUNC)
             _sync_folder(path.parent)
 
@@ -246,7 +249,7 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    with suppress(FileExistsError):
+    with suppress(FileExistsError):  # another process made it meanwhile
         folder.mkdir()
     _sync_folder(folder.parent)
 
@@ -255,7 +258,7 @@ def _write_synced(path: Path, data: bytes, flag: int) -> None:
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | flag)
     try:
         view = memoryview(data)
-        while view:
+        while view:  # one write may take less than it was given: 2 GiB at most on Linux
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:

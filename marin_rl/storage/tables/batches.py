@@ -18,13 +18,19 @@ from marin_rl.storage.commits import (
     count_in,
     manifest_of,
     new_manifest,
-    part_of,
     read_manifest,
     ref_of,
 )
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.parquet import TableReader, TableWriter, open_part
+from marin_rl.storage.tables.parquet import (
+    PART_BYTES_MAX,
+    PartWriter,
+    TableReader,
+    TableWriter,
+    open_part,
+    put_part,
+)
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.manifests import Manifest, Parent, Part
@@ -33,7 +39,6 @@ from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 
 BATCHES_PREFIX = "batches-"
 DISPOSITIONS_PREFIX = "dispositions-"
-PART_BYTES_MAX = 32 * 2**20
 LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000
 
@@ -62,15 +67,13 @@ class BatchWriter:
         part_bytes_max: int = PART_BYTES_MAX,
     ) -> None:
         self.steps = 0
-        self._store, self._slot, self._attempt = store, slot, attempt
-        self._schema, self._part_bytes_max = batches_schema(length), part_bytes_max
-        self._parts: list[Part] = []
-        self._writer = self._new_writer()
+        self._schema = batches_schema(length)
+        self._parts = PartWriter(
+            store, slot, f"{BATCHES_PREFIX}{attempt}", _batches_writer, part_bytes_max
+        )
 
     def write(self, rows: StepRows) -> None:
         """Append the next step as one row group."""
-        if self._writer.rows and self._writer.bytes_written > self._part_bytes_max:
-            self._close_part()
         count = len(rows.rollout_ids)
         columns = [
             pa.array(np.full(count, self.steps, np.int32)),
@@ -79,13 +82,12 @@ class BatchWriter:
             rows.rollout_ids.cast(self._schema.field("rollout_ids").type),
             rows.environments.cast(self._schema.field("environments").type),
         ]
-        self._writer.write(pa.table(columns, schema=self._schema))
+        self._parts.write(pa.table(columns, schema=self._schema))
         self.steps += 1
 
     def close(self) -> tuple[Part, ...]:
         """Write what is left; the parts in order, at least one."""
-        self._close_part()
-        return tuple(self._parts)
+        return self._parts.close(empty=self._schema)
 
     def _fixed(self, name: str, array_BT: np.ndarray) -> pa.Array:
         kind = self._schema.field(name).type
@@ -93,15 +95,9 @@ class BatchWriter:
         assert array_BT.shape[1] == kind.list_size, f"{name} has rows of {array_BT.shape[1]}"
         return pa.FixedSizeListArray.from_arrays(pa.array(array_BT.reshape(-1)), type=kind)
 
-    def _new_writer(self) -> TableWriter:
-        return TableWriter(BATCHES_LADDER, self._schema, {})
 
-    def _close_part(self) -> None:
-        name = f"{BATCHES_PREFIX}{self._attempt}-{len(self._parts):04d}.parquet"
-        data = self._writer.finish()
-        self._store.put_part(f"{self._slot}/{name}", data)
-        self._parts.append(part_of(name, data, rows=self._writer.rows))
-        self._writer = self._new_writer()
+def _batches_writer(schema: pa.Schema) -> TableWriter:
+    return TableWriter(BATCHES_LADDER, schema, {})
 
 
 def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Table) -> Part:
@@ -111,8 +107,7 @@ def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Ta
         writer.write(table.slice(start, DISPOSITIONS_ROW_GROUP_ROWS))
     data = writer.finish()
     name = f"{DISPOSITIONS_PREFIX}{attempt}.parquet"
-    store.put_part(f"{slot}/{name}", data)
-    return part_of(name, data, rows=table.num_rows)
+    return put_part(store, slot, name, data, rows=table.num_rows)
 
 
 def commit_batches(

@@ -7,11 +7,10 @@ goes on when the file is gone, and so that a changed file is noticed.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,16 +22,16 @@ from marin_rl.storage.commits import (
     manifest_of,
     new_attempt,
     new_manifest,
-    part_of,
     ref_of,
 )
 from marin_rl.storage.runs import Run, pairs_slot
-from marin_rl.storage.tables.parquet import TableWriter, open_part
-from marin_rl.types import Message, PreferencePair, SlotRef, Split
+from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
+from marin_rl.storage.tables.structs import Struct
+from marin_rl.types import PreferencePair, Role, SlotRef, Split
 from schemas.migrations import PAIRS as LADDER
 from schemas.pairs import PAIRS
 
-TOKEN_COLUMNS = ("chosen_token_ids", "rejected_token_ids")
+_PAIR = Struct(PreferencePair, PAIRS)
 
 TokenIds = list[int]
 
@@ -72,14 +71,14 @@ def write_pairs(path: str | Path, pairs: Sequence[PreferencePair]) -> None:
     if file.suffix == ".parquet":
         file.write_bytes(encode_pairs(pairs))
         return
-    rows = ({k: v for k, v in _row(pair).items() if v is not None} for pair in pairs)
+    rows = ({k: v for k, v in _PAIR.encode(pair).items() if v is not None} for pair in pairs)
     file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
 
 def encode_pairs(pairs: Sequence[PreferencePair], stamp: Mapping[str, str] | None = None) -> bytes:
     """The Parquet bytes of pairs, in their order."""
     writer = TableWriter(LADDER, PAIRS, stamp or {})
-    writer.write(pa.Table.from_pylist([_row(pair) for pair in pairs], schema=PAIRS))
+    writer.write(pa.Table.from_pylist([_PAIR.encode(pair) for pair in pairs], schema=PAIRS))
     return writer.finish()
 
 
@@ -96,14 +95,13 @@ def commit_pairs(
     """
     attempt, slot = new_attempt(), pairs_slot()
     data = encode_pairs(pairs, {"attempt": attempt})
-    name = f"pairs-{attempt}.parquet"
-    run.store.put_part(f"{slot}/{name}", data)
+    part = put_part(run.store, slot, f"pairs-{attempt}.parquet", data, rows=len(pairs))
     held_out = sum(pair.split == "eval" for pair in pairs)
     ours = new_manifest(
         slot,
         attempt=attempt,
         fingerprint=decided,
-        parts=[part_of(name, data, rows=len(pairs))],
+        parts=[part],
         totals={"pairs": len(pairs), "held_out": held_out},
         extra=extra,
     )
@@ -116,13 +114,13 @@ def committed_pairs(run: Run, ref: SlotRef) -> list[PreferencePair]:
     manifest = manifest_of(run.store, ref)
     tables = (open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts)
     rows = [row for reader in tables for row in reader.table(PAIRS).to_pylist()]
-    return [_noun(row) for row in rows]
+    return [_PAIR.decode(row) for row in rows]
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: str
 
 
@@ -182,30 +180,12 @@ def _pair(raw: object, where: str) -> PreferencePair:
         text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *map(tree.get, _IDS)])
         tree["id"] = hashlib.sha256(text).hexdigest()[:16]
     try:
-        return _noun(tree)
+        return _PAIR.decode(tree)
     except OverflowError:
         raise InputError(f"{where}: a token id does not fit in 32 bits") from None
 
 
 _IDS = ("chosen_id", "rejected_id")
-
-
-def _noun(row: Mapping[str, Any]) -> PreferencePair:
-    values = dict(row)
-    values["messages"] = tuple(Message(**message) for message in row["messages"])
-    for name in TOKEN_COLUMNS:
-        if row[name] is not None:
-            values[name] = np.array(row[name], np.int32)
-    return PreferencePair(**values)
-
-
-def _row(pair: PreferencePair) -> dict[str, Any]:
-    row = {field.name: getattr(pair, field.name) for field in fields(pair)}
-    row["messages"] = [{"role": m.role, "content": m.content} for m in pair.messages]
-    for name in TOKEN_COLUMNS:
-        if row[name] is not None:
-            row[name] = row[name].tolist()
-    return row
 
 
 def _json_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:

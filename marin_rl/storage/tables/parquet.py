@@ -8,7 +8,7 @@ naming the file.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.commits import part_of
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file, explained
 from marin_rl.storage.tables.decoded_size import check_decoded
@@ -25,6 +26,7 @@ from schemas.manifests import Part
 from schemas.migrations import Ladder
 
 ROW_GROUP_ROWS = 1000
+PART_BYTES_MAX = 32 * 2**20
 FETCHES_MAX = 16  # small objects that are fetched from elsewhere at once
 STAMP_PREFIX = "marin_rl."
 _WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
@@ -75,6 +77,58 @@ class TableWriter:
         """Write the footer; the bytes of the file."""
         self._writer.close()
         return self._sink.getvalue().to_pybytes()
+
+
+class PartWriter:
+    """Streams tables into the parts of a slot; a part that has reached `part_bytes_max` is closed.
+
+    Parts are `NAME-0000.parquet` and so on; the name has the attempt, so no other attempt uses it.
+    `open_writer` makes the writer of a part, of the schema of its first table.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        slot: str,
+        name: str,
+        open_writer: Callable[[pa.Schema], TableWriter],
+        part_bytes_max: int = PART_BYTES_MAX,
+    ) -> None:
+        self._store, self._slot, self._name = store, slot, name
+        self._open_writer, self._part_bytes_max = open_writer, part_bytes_max
+        self._parts: list[Part] = []
+        self._writer: TableWriter | None = None
+
+    def write(self, table: pa.Table) -> None:
+        """Append `table` as one row group, to a new part where the last one is full."""
+        if self._writer is not None and self._writer.bytes_written > self._part_bytes_max:
+            self._close_part(self._writer)
+        if self._writer is None:
+            self._writer = self._open_writer(table.schema)
+        self._writer.write(table)
+
+    def close(self, empty: pa.Schema | None = None) -> tuple[Part, ...]:
+        """Write what is left; the parts in order, all durable.
+
+        Without any table there is none, or one without rows where the schema `empty` is given.
+        """
+        if self._writer is None and not self._parts and empty is not None:
+            self._writer = self._open_writer(empty)
+        if self._writer is not None:
+            self._close_part(self._writer)
+        return tuple(self._parts)
+
+    def _close_part(self, writer: TableWriter) -> None:
+        name = f"{self._name}-{len(self._parts):04d}.parquet"
+        data = writer.finish()
+        self._parts.append(put_part(self._store, self._slot, name, data, rows=writer.rows))
+        self._writer = None
+
+
+def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int) -> Part:
+    """Write a part durably; its entry in the slot's manifest. Raises StorageError."""
+    store.put_part(f"{slot}/{name}", data)
+    return part_of(name, data, rows=rows)
 
 
 class TableReader:

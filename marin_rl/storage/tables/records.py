@@ -1,12 +1,12 @@
 """Rollout nouns as Arrow rows and back, without loss: what a shard's columns mean.
 
 `Turn.logprobs` are not stored: they are the slice of the rollout's own logprobs between the turn's
-`start` and `end`, given back to assistant turns that carry inference metadata. No file is touched.
+`start` and `end`, and decoding gives them to assistant turns that carry inference metadata. Touches
+no file.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -14,20 +14,18 @@ import numpy as np
 import pyarrow as pa
 
 from marin_rl.errors import InputError
-from marin_rl.types import (
-    Example,
-    InferenceMetadata,
-    Message,
-    RewardComponent,
-    Rollout,
-    RolloutGroup,
-    Sampling,
-    Timing,
-    Turn,
-)
-from schemas.rollouts import ROLLOUTS, STATUSES, TOKEN_COLUMNS
+from marin_rl.storage.tables.structs import Row, Struct
+from marin_rl.types import Example, Rollout, RolloutGroup, Turn
+from schemas.rollouts import ROLLOUTS, STATUSES, TOKEN_COLUMNS, TURN
 
-Row = dict[str, Any]
+# Of an example, `seed` has another name in a shard, and `metadata` is JSON there.
+_EXAMPLE_COLUMNS = (
+    "environment", "environment_version", "example_id", "split", "messages", "answer",
+)  # fmt: skip
+_GROUP_COLUMNS = ("group_id", "group_size", "prompt_seed", "metadata", *_EXAMPLE_COLUMNS)
+_EXAMPLE = Struct(Example, [ROLLOUTS.field(name) for name in _EXAMPLE_COLUMNS])
+_ROLLOUT = Struct(Rollout, [field for field in ROLLOUTS if field.name not in TOKEN_COLUMNS])
+_TURN = Struct(Turn, TURN)
 
 
 def check_groups(groups: Sequence[RolloutGroup]) -> None:
@@ -46,24 +44,13 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
 
     Raises InputError for what an environment gave and no file can hold.
     """
-    examples = [group.example for group in groups for _ in group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    values: dict[str, Any] = {
-        "group_id": [group.group_id for group in groups for _ in group.rollouts],
-        "group_size": [group.group_size for group in groups for _ in group.rollouts],
-        "prompt_seed": [example.seed for example in examples],
-        **_repeated(groups),
-        **{name: [value] * len(rollouts) for name, value in constants.items()},
-    }
-    for name in ("environment", "environment_version", "example_id", "split", "answer"):
-        values[name] = [getattr(example, name) for example in examples]
-    for name in _PLAIN_COLUMNS:
-        values[name] = [getattr(rollout, name) for rollout in rollouts]
-    for name in ("started_at", "finished_at", "queue_s", "prefill_s", "decode_s", "worker"):
-        values[name] = [getattr(rollout.timing, name) for rollout in rollouts]
-    values["sampling"] = [_sampling_row(rollout.sampling) for rollout in rollouts]
-    values["reward_components"] = [[asdict(c) for c in r.reward_components] for r in rollouts]
-    values["turns"] = [[_turn_row(turn) for turn in rollout.turns] for rollout in rollouts]
+    shared = [_group_row(group) for group in groups]  # rendered once a group
+    values = {name: [value] * len(rollouts) for name, value in constants.items()}
+    for name in _GROUP_COLUMNS:
+        rows = zip(shared, groups, strict=True)
+        values[name] = [row[name] for row, group in rows for _ in group.rollouts]
+    values |= _ROLLOUT.columns(rollouts)
     columns = {name: _column(name, value) for name, value in values.items()}
     for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]
@@ -91,12 +78,6 @@ def groups_of(table: pa.Table) -> list[RolloutGroup]:
     return [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group_id"])]
 
 
-_PLAIN_COLUMNS = (
-    "rollout_id", "index_in_group", "policy_version_min", "policy_version_max", "reward", "status",
-    "finish_reason", "error", "n_prompt_tokens", "n_completion_tokens",
-)  # fmt: skip
-
-
 def _check_rollout(rollout: Rollout) -> None:
     name, length = rollout.rollout_id, len(rollout.token_ids)
     if rollout.status not in STATUSES:
@@ -117,15 +98,14 @@ def _check_rollout(rollout: Rollout) -> None:
         raise ValueError(f"rollout {name}: a sampled token's logprob is not a finite number")
 
 
-def _repeated(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
-    """Columns that are worth rendering once per group."""
-    messages: list[list[Row]] = []
-    metadata: list[str] = []
-    for group in groups:
-        rendered = [{"role": m.role, "content": m.content} for m in group.example.messages]
-        messages += [rendered] * len(group.rollouts)
-        metadata += [_json(group.example)] * len(group.rollouts)
-    return {"messages": messages, "metadata": metadata}
+def _group_row(group: RolloutGroup) -> Row:
+    return {
+        "group_id": group.group_id,
+        "group_size": group.group_size,
+        "prompt_seed": group.example.seed,
+        "metadata": _json(group.example),
+        **_EXAMPLE.encode(group.example),
+    }
 
 
 def _json(example: Example) -> str:
@@ -138,39 +118,6 @@ def _json(example: Example) -> str:
             f"example {example.example_id} of environment {example.environment}: its metadata is "
             f"not JSON ({error}); an environment must give plain numbers, strings, lists and maps"
         ) from error
-
-
-def _sampling_row(sampling: Sampling) -> Row:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "stop": list(sampling.stop),
-        "seed": sampling.seed,
-    }
-
-
-def _turn_row(turn: Turn) -> Row:
-    metadata = turn.inference_metadata
-    return {
-        "role": turn.role,
-        "content": turn.content,
-        "start": turn.start,
-        "end": turn.end,
-        "reward": turn.reward,
-        "tool_name": turn.tool_name,
-        "tool_call_id": turn.tool_call_id,
-        "inference_metadata": None
-        if metadata is None
-        else {
-            "model": metadata.model,
-            "weight_version": metadata.weight_version,
-            **_sampling_row(metadata.sampling),
-            "request_id": metadata.request_id,
-            "finish_reason": metadata.finish_reason,
-        },
-    }
 
 
 def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
@@ -205,59 +152,21 @@ def _views(chunk: pa.Array) -> Iterator[np.ndarray | None]:
 
 def _group(rows: list[Row]) -> RolloutGroup:
     first = rows[0]
-    example = Example(
-        environment=first["environment"],
-        environment_version=first["environment_version"],
-        example_id=first["example_id"],
-        split=first["split"],
-        seed=first["prompt_seed"],
-        messages=tuple(Message(**message) for message in first["messages"]),
-        answer=first["answer"],
-        metadata=json.loads(first["metadata"]),
-    )
+    metadata = json.loads(first["metadata"])
     return RolloutGroup(
         group_id=first["group_id"],
-        example=example,
+        example=_EXAMPLE.decode(first, seed=first["prompt_seed"], metadata=metadata),
         rollouts=tuple(_rollout(row) for row in rows),
         group_size=first["group_size"],
     )
 
 
 def _rollout(row: Row) -> Rollout:
-    timing = ("started_at", "finished_at", "queue_s", "prefill_s", "decode_s", "worker")
-    return Rollout(
-        **{name: row[name] for name in (*_PLAIN_COLUMNS, *TOKEN_COLUMNS)},
-        reward_components=tuple(RewardComponent(**c) for c in row["reward_components"]),
-        sampling=_sampling(row["sampling"]),
-        turns=tuple(_turn(turn, row["logprobs"]) for turn in row["turns"]),
-        timing=Timing(**{name: row[name] for name in timing}),
-    )
-
-
-def _sampling(row: Row) -> Sampling:
-    return Sampling(
-        temperature=row["temperature"],
-        top_p=row["top_p"],
-        top_k=row["top_k"],
-        max_tokens=row["max_tokens"],
-        stop=tuple(row["stop"]),
-        seed=row["seed"],
-    )
+    turns = tuple(_turn(turn, row["logprobs"]) for turn in row["turns"])
+    return _ROLLOUT.decode(row, turns=turns, **{name: row[name] for name in TOKEN_COLUMNS})
 
 
 def _turn(row: Row, logprobs: np.ndarray) -> Turn:
-    found = row["inference_metadata"]
-    metadata = None
-    if found is not None:
-        metadata = InferenceMetadata(
-            model=found["model"],
-            weight_version=found["weight_version"],
-            sampling=_sampling(found),
-            request_id=found["request_id"],
-            finish_reason=found["finish_reason"],
-        )
-    sampled = metadata is not None and row["role"] == "assistant" and row["start"] is not None
-    return Turn(
-        **{**row, "inference_metadata": metadata},
-        logprobs=logprobs[row["start"] : row["end"]] if sampled else None,
-    )
+    sampled = row["inference_metadata"] is not None and row["role"] == "assistant"
+    located = sampled and row["start"] is not None
+    return _TURN.decode(row, logprobs=logprobs[row["start"] : row["end"]] if located else None)

@@ -14,21 +14,26 @@ Axes: B rows of a step, T positions, N trained tokens, S segments.
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int32
 
-from marin_rl.storage.commits import part_of
 from marin_rl.storage.runs import Run, checkpoint_slot
-from marin_rl.storage.tables.parquet import TableReader, TableWriter, open_part
+from marin_rl.storage.tables.parquet import (
+    PART_BYTES_MAX,
+    PartWriter,
+    TableReader,
+    TableWriter,
+    open_part,
+)
 from schemas.manifests import Manifest, Part
 from schemas.migrations import SCORES as LADDER
 from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
 
 SCORES_PREFIX = "scores-"
-PART_BYTES_MAX = 32 * 2**20
 STEPS_WAITING_MAX = 2
 EOS_STAMP = "eos_token_id"
 VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
@@ -58,11 +63,15 @@ class ScoresWriter:
     """
 
     def __init__(self, run: Run, round: int, attempt: str, eos_token_id: int | None) -> None:
-        self._store, self._slot = run.store, checkpoint_slot(round + 1)
-        self._round, self._attempt = round, attempt
-        self._stamp = {"attempt": attempt, EOS_STAMP: str(eos_token_id)}
-        self._parts: list[Part] = []
-        self._writer: TableWriter | None = None
+        stamp = {"attempt": attempt, EOS_STAMP: str(eos_token_id)}
+        self._round = round
+        self._parts = PartWriter(
+            run.store,
+            checkpoint_slot(round + 1),
+            f"{SCORES_PREFIX}{attempt}",
+            partial(scores_writer, stamp=stamp),
+            PART_BYTES_MAX,
+        )
         self._steps = 0
         self._waiting: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scores")
@@ -82,27 +91,13 @@ class ScoresWriter:
 
     def parts(self) -> tuple[Part, ...]:
         """The parts in order, all of them durable; none for a round without steps."""
-        self._waiting.append(self._pool.submit(self._close_part))
+        closing = self._pool.submit(self._parts.close)
         while self._waiting:
             self._waiting.pop(0).result()
-        return tuple(self._parts)
+        return closing.result()
 
     def _append(self, step: int, scored: ScoredStep) -> None:
-        if self._writer is not None and self._writer.bytes_written > PART_BYTES_MAX:
-            self._close_part()
-        table = score_table(self._round, step, scored)
-        if self._writer is None:
-            self._writer = scores_writer(table.schema, self._stamp)
-        self._writer.write(table)
-
-    def _close_part(self) -> None:
-        if self._writer is None:
-            return
-        name = f"{SCORES_PREFIX}{self._attempt}-{len(self._parts):04d}.parquet"
-        data = self._writer.finish()
-        self._store.put_part(f"{self._slot}/{name}", data)
-        self._parts.append(part_of(name, data, rows=self._writer.rows))
-        self._writer = None
+        self._parts.write(score_table(self._round, step, scored))
 
 
 def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:

@@ -15,7 +15,8 @@ from typing import Any
 
 from marin_rl.errors import CorruptObject, InputError, NewerSchema
 from marin_rl.storage.commits import parse_manifest
-from marin_rl.storage.runs import RUN_KEY, Run, ancestors_in, parse_record
+from marin_rl.storage.run_records import RUN_KEY, ancestors_in, parse_record
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import digest_of, load

@@ -13,17 +13,14 @@ from typing import Any
 from marin_rl.config import Config, ObjectiveConfig, differences, override, parse_config
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
-    RUN_KEY,
     Run,
-    ancestors_in,
     checkpoint_slot,
-    create_record,
     is_run_name,
     latest_checkpoint,
     metrics_key,
     place_named,
-    read_record,
     refuse_other_content,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store

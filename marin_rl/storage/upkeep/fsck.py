@@ -20,15 +20,8 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.runs import (
-    RUN_KEY,
-    ancestors_in,
-    check_run_id,
-    metrics_key,
-    read_record,
-    round_of,
-    stored_config,
-)
+from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
+from marin_rl.storage.runs import check_run_id, metrics_key, round_of
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
 from marin_rl.storage.stores.store import is_private
@@ -226,15 +219,15 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
             return 0, None  # retention took it since the listing
         return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
     if data.size != part.bytes:
-        told = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
-        return 0, Fault("truncated" if data.size < part.bytes else "altered", place, told)
+        detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
+        return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
     found = digest_of(data)
     if found != part.sha256:
-        told = (
+        detail = (
             f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
             f"{found}"
         )
-        return data.size, Fault("altered", place, told)
+        return data.size, Fault("altered", place, detail)
     assert slot.manifest is not None, "only committed slots have parts"
     manifest = slot.manifest
 
@@ -276,8 +269,12 @@ def _loose_jobs(
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
         for name in slot.names:
             if is_shard(name) and name not in named:
-                told = {"run_id": player(slot.number), "round": slot.number, "shard": _shard(name)}
-                look = partial(_misplaced, told=told)
+                expected = {
+                    "run_id": player(slot.number),
+                    "round": slot.number,
+                    "shard": _shard(name),
+                }
+                look = partial(_misplaced, expected=expected)
                 key = slot.key(name)
                 check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
                 yield store.url_of(key), check
@@ -285,8 +282,8 @@ def _loose_jobs(
     for key in inventory.keys:
         round = round_of(key.rpartition("/")[2])
         if round is not None and key == metrics_key(round):
-            told = {"run_id": player(round), "round": round}
-            look = partial(_wrong_metrics, told=told, lines=lines)
+            expected = {"run_id": player(round), "round": round}
+            look = partial(_wrong_metrics, expected=expected, lines=lines)
             check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
             yield store.url_of(key), check
         if key.startswith("rewards/") and not is_private(key):
@@ -296,12 +293,12 @@ def _loose_jobs(
 
 
 def _wrong_metrics(
-    reader: TableReader, told: Mapping[str, str | int | None], lines: MetricsLines
+    reader: TableReader, expected: Mapping[str, str | int | None], lines: MetricsLines
 ) -> Fault | None:
     """Metrics of another round, or other ones than metrics.jsonl repeats."""
     check_metrics(reader)
-    fault = _misplaced(reader, told)
-    return lines.compared(reader, int(told["round"] or 0)) if fault is None else fault
+    fault = _misplaced(reader, expected)
+    return lines.compared(reader, int(expected["round"] or 0)) if fault is None else fault
 
 
 def _shard(name: str) -> int:
@@ -328,14 +325,16 @@ def _check_loose(
     return data.size, _explained(place, read, "altered")
 
 
-def _misplaced(reader: TableReader, told: Mapping[str, str | int | None]) -> Fault | None:
+def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) -> Fault | None:
     """A whole file whose rows are not of the run, round or shard that its name says."""
-    names = [name for name, value in told.items() if value is not None]
+    names = [name for name, value in expected.items() if value is not None]
     table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
     for name in names:
-        found = sorted(set(table[name].to_pylist()) - {told[name]}, key=str)
+        found = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
         if found:
-            detail = f"expected rows of {name} {told[name]!r}, found {found[0]!r}: it is another's"
+            detail = (
+                f"expected rows of {name} {expected[name]!r}, found {found[0]!r}: it is another's"
+            )
             return Fault("altered", reader.source, detail)
     return None
 

@@ -165,14 +165,14 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
     unless something is asked for: then raises CorruptObject.
     """
     asked = {"checkpoints_last": last, "checkpoints_every": every}
-    given = {name: value for name, value in asked.items() if value is not None}
+    overrides = {name: value for name, value in asked.items() if value is not None}
     try:
         own = _recorded_rule(run) or run.config.retention.model_dump(mode="json")
     except CorruptObject:
-        if given:
+        if overrides:
             raise
         return RetentionConfig(age_s=run.config.retention.age_s)
-    return parse_config({"retention": {**own, **given}}, "retention").retention
+    return parse_config({"retention": {**own, **overrides}}, "retention").retention
 
 
 def _recorded_rule(run: Run) -> dict[str, Any] | None:

@@ -103,9 +103,9 @@ def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
         parent.slot for slot in inventory.slots if slot.manifest for parent in slot.manifest.parents
     }
     lost = inventory.lost - named
-    for slot, told in _told_by_tables(inventory).items():
+    for slot, reason in _implied_by_tables(inventory).items():
         if slot in lost:
-            yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), told)
+            yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), reason)
     for round, detail in sorted(_closed_before(inventory).items()):
         if round not in inventory.closed:
             yield Fault("missing", store.url_of(metrics_key(round)), detail)
@@ -123,18 +123,18 @@ def _closed_before(inventory: Inventory) -> dict[int, str]:
     }
 
 
-def _told_by_tables(inventory: Inventory) -> dict[str, str]:
+def _implied_by_tables(inventory: Inventory) -> dict[str, str]:
     """Slots that tables outside any manifest prove to have been committed, with the proof."""
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for round in sorted(inventory.closed):
         why = f"{metrics_key(round)} says that the round was trained"
-        told |= dict.fromkeys(made_by(round), why)
+        reasons |= dict.fromkeys(made_by(round), why)
     for round in sorted(inventory.evaluated):
-        told[evals_slot(round)] = f"{metrics_key(round)} has what the evaluation measured"
+        reasons[evals_slot(round)] = f"{metrics_key(round)} has what the evaluation measured"
     for key in inventory.keys:
         if (slot := scored_slot(key)) is not None:
-            told.setdefault(slot, f"{key} was made from it")
-    return told
+            reasons.setdefault(slot, f"{key} was made from it")
+    return reasons
 
 
 def fork_faults(
@@ -189,8 +189,8 @@ def _loose_end(store: ObjectStore, slot: Slot, name: str) -> Fault:
     attempt, place = attempt_in(name), store.url_of(slot.key(name))
     if attempt is None:
         return Fault("orphan", place, "no manifest names it, and no attempt wrote it")
-    told = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
-    return Fault("leftover", place, f"of attempt {attempt}, {told}")
+    state = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
+    return Fault("leftover", place, f"of attempt {attempt}, {state}")
 
 
 def _extra_shards(slot: Slot) -> Iterable[str]:

@@ -125,8 +125,8 @@ def _extended(file: BinaryIO, header: tarfile.TarInfo) -> Mapping[str, str]:
         record, data = rest[: int(length) - len(length) - 1], data[int(length) :]
         key, equals, value = record.partition(b"=")
         if key not in (b"path", b"size") or not equals or not value.endswith(b"\n"):
-            told = f"is an extended header with {key[:40]!r}: expected path and size alone"
-            raise _refused(file, header.name, told)
+            reason = f"is an extended header with {key[:40]!r}: expected path and size alone"
+            raise _refused(file, header.name, reason)
         if key == b"size" and not (value[:-1].isdigit() and len(value) < 20):
             raise _refused(file, header.name, f"has an extended header with size {value[:40]!r}")
         try:

@@ -1,0 +1,72 @@
+"""Cached prefixes: under which request, weights and adapter keys and values may be copied."""
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from marin_rl.inference.batch import Job, PrefixKey, RunningBatch, WeightsKey
+from marin_rl.inference.generation import GenerationRequest
+from marin_rl.inference.logits_state import ExtraRows
+from marin_rl.inference.scheduler import JobQueue, Lanes, Schedule, schedule
+from marin_rl.types import Sampling
+
+PROMPT = np.array([5, 6, 7], np.int32)
+LANES = Lanes(1, 4)
+BUCKET = 16
+
+
+def job_of(n: int, adapter: int = 0) -> Job:
+    request = GenerationRequest(
+        prompt_ids=PROMPT, n=n, sampling=Sampling(max_tokens=4), adapter=adapter
+    )
+    return Job(request=request, future=Future(), seed=1, stop_tokens=())
+
+
+def batch_of() -> RunningBatch:
+    return RunningBatch(LANES.slots, 8, None, ExtraRows(LANES, 32, 8, lambda arrays: arrays))
+
+
+def scheduled(batch: RunningBatch, queue: JobQueue, weights: WeightsKey) -> Schedule:
+    return schedule(queue, batch, LANES, weights, lambda _: BUCKET, np.inf)
+
+
+def test_a_request_copies_its_prompt_from_its_own_samples_under_the_same_weights() -> None:
+    batch, queue, weights = batch_of(), JobQueue(), WeightsKey(1)
+    job, other = job_of(6), job_of(1)
+    queue.append(job)
+    plan = scheduled(batch, queue, weights)
+    assert [(prompt.tolist(), slots) for prompt, slots in plan.prompts[BUCKET, 0]] == [
+        ([5, 6], [0, 1, 2, 3])
+    ]
+    key = PrefixKey(job.key, weights, 0)
+    prefixes = batch.cached(key)
+    assert [(p.lane, p.seq_slot, p.token_ids.tolist()) for p in prefixes] == [
+        (0, slot, [5, 6]) for slot in range(4)
+    ]
+    # a place that gets free takes the next sample, whose prompt is copied from the first's
+    batch._empty(2)
+    assert scheduled(batch, queue, weights).copies == [(3, 2)]
+    # after a swap nothing that the old weights computed is copied
+    batch._empty(2)
+    plan = scheduled(batch, queue, WeightsKey(1))
+    assert (plan.copies, [slots for _, slots in plan.prompts[BUCKET, 0]]) == ([], [[2]])
+    # nor from another request, though its prompt has the same tokens
+    queue.append(other)
+    batch._empty(1)
+    assert scheduled(batch, queue, weights).copies == []
+
+
+def test_adapters_share_no_prefix() -> None:
+    batch, queue, weights = batch_of(), JobQueue(), WeightsKey(1)
+    base, adapted = job_of(2), job_of(2, adapter=1)
+    for job in (base, adapted):
+        queue.append(job)
+    plan = scheduled(batch, queue, weights)
+    assert [slots for _, slots in plan.prompts[BUCKET, 0]] == [[0, 1], [2, 3]]
+    for job, adapter, slots in ((base, 0, [0, 1]), (adapted, 1, [2, 3])):
+        key = PrefixKey(job.key, weights, adapter)
+        assert [prefix.seq_slot for prefix in batch.cached(key)] == slots
+        assert batch.cached(key._replace(adapter=1 - adapter)) == []
+    # positions are shared only where all slots side by side have one key
+    assert batch.shared_positions(2) == len(PROMPT)
+    assert batch.shared_positions(4) == 0
