@@ -91,8 +91,8 @@ def test_whatever_turns_out_slow_goes_to_the_thread_until_it_is_not(
 def test_what_is_made_is_given_and_what_is_raised_is_raised(worker: ThreadPoolExecutor) -> None:
     async def made(preparer: TokenizeWorker) -> int:
         with pytest.raises(KeyError):
-            await preparer.made(b"{}", lambda: {}["absent"])
-        return await preparer.made(b"{}", lambda: 7)
+            await preparer.run(b"{}", lambda: {}["absent"])
+        return await preparer.run(b"{}", lambda: 7)
 
     for preparer in (TokenizeWorker(worker), used(worker)):
         assert asyncio.run(made(preparer)) == 7
