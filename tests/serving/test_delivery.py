@@ -91,8 +91,8 @@ def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(
 def test_results_and_errors_reach_the_caller(worker: ThreadPoolExecutor) -> None:
     async def made(preparer: TokenizeWorker) -> int:
         with pytest.raises(KeyError):
-            await preparer.made(b"{}", lambda: {}["absent"])
-        return await preparer.made(b"{}", lambda: 7)
+            await preparer.run(b"{}", lambda: {}["absent"])
+        return await preparer.run(b"{}", lambda: 7)
 
     for preparer in (TokenizeWorker(worker), used(worker)):
         assert asyncio.run(made(preparer)) == 7

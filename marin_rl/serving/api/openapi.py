@@ -217,6 +217,7 @@ class Generated(BaseModel):
 
 
 ERROR: dict[int | str, Any] = {"default": {"model": ErrorResponse, "description": "an error"}}
+_SECURED: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
 _STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 
 
@@ -249,7 +250,7 @@ class ApiRoute(Route):
             "response_class": JSONResponse,
             "response_description": "the answer",
             "responses": ERROR | (_STREAM if streams else {}),
-            "dependencies": [] if path in OPEN_PATHS else [_BEARER],
+            **({"openapi_extra": {"security": []}} if path in OPEN_PATHS else _SECURED),
             **details,
         }
 
@@ -269,7 +270,6 @@ class ApiRoute(Route):
         return route
 
 
-_BEARER = Security(HTTPBearer(scheme_name="bearer"))
 _NO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
