@@ -248,7 +248,7 @@ def test_what_comes_with_the_package_needs_no_trust(tmp_path: Path) -> None:
     run = Run.create_or_open(
         configuration(str(tmp_path / "in"), environment={"name": "chat", "options": inside})
     )
-    with pytest.raises(ConfigError, match=r"imports marin_rl\.storage\.gc:collect"):
+    with pytest.raises(ConfigError, match=r"imports marin_rl\.storage\.upkeep\.gc:collect"):
         check_named(run, run.config, Consent())
 
 
