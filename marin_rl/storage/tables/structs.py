@@ -76,7 +76,7 @@ class Struct(Generic[Record]):
 
 
 def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert | None]:
-    """Encoding and decoding of a field's value; None for values stored unchanged."""
+    """Functions that encode and decode a field's value; None where it stays as it is."""
     if isinstance(hint, types.UnionType):
         (hint,) = (each for each in get_args(hint) if each is not types.NoneType)
     if is_dataclass(hint):
