@@ -24,7 +24,7 @@ from marin_rl.commands.run import flow_named
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from marin_rl.evaluation import Target
+    from marin_rl.evaluation import Asked, Target
 
 SCHEMES = ("http://", "https://")
 
@@ -69,7 +69,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     its checkpoint. With --env, --option, --k, --examples, --samples, --temperature, --max-tokens or
     --output nothing is written into the run: rows go to a Parquet file, as for other targets.
     """
-    from marin_rl.evaluation import Asked, Target, evaluate_target
+    from marin_rl.evaluation import Asked, Target
 
     if endpoint is None and target.startswith(SCHEMES):
         target, endpoint = "", target
@@ -96,14 +96,21 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     )
     if asked == Asked() and output is None and where.is_run:
         _commit(where, overrides, as_json=as_json)
-        return
-    if overrides:
+    elif overrides:
         raise ConfigError(
             "--set goes with the evaluation that a run commits: use --config, or leave out --env, "
             "--option, --k, --examples, --samples, --temperature, --max-tokens and --output"
         )
-    result = evaluate_target(where, asked)
-    rows = output or Path(f"{Path(target).name or 'endpoint'}-eval.parquet")
+    else:
+        _write_rows(where, asked, output, as_json=as_json)
+
+
+def _write_rows(target: "Target", asked: "Asked", output: Path | None, *, as_json: bool) -> None:
+    """Evaluate once, and write the rows to a Parquet file."""
+    from marin_rl.evaluation import evaluate_target
+
+    result = evaluate_target(target, asked)
+    rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
     rows.write_bytes(result.rows)
     _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
 
