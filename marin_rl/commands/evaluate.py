@@ -28,21 +28,25 @@ if TYPE_CHECKING:
 
 SCHEMES = ("http://", "https://")
 
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        help="run id; a folder: a run's, a checkpoint's or a model's; or an endpoint's URL"
+    ),
+]
+Environment = Annotated[
+    str | None, typer.Option("--env", help="name, YAML configuration, or JSONL of prompts")
+]
+EnvironmentOptions = Annotated[
+    list[str] | None, typer.Option("--option", help="KEY=VALUE of the environment; repeatable")
+]
+
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="run id; a folder: a run's, a checkpoint's or a model's; or an endpoint's URL"
-        ),
-    ] = "",
+    target: TargetName = "",
     *,
-    env: Annotated[
-        str | None, typer.Option("--env", help="name, YAML configuration, or JSONL of prompts")
-    ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="KEY=VALUE of the environment; repeatable")
-    ] = None,
+    env: Environment = None,
+    options: EnvironmentOptions = None,
     k: Annotated[str | None, typer.Option("--k", help="like 1,8: pass@k and so on")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="held-out examples")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
