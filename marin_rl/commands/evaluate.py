@@ -24,25 +24,29 @@ from marin_rl.commands.run import flow_named
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from marin_rl.evaluation import Target
+    from marin_rl.evaluation import Asked, Target
 
 SCHEMES = ("http://", "https://")
 
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        help="run id; a folder: a run's, a checkpoint's or a model's; or an endpoint's URL"
+    ),
+]
+Environment = Annotated[
+    str | None, typer.Option("--env", help="name, YAML configuration, or JSONL of prompts")
+]
+EnvironmentOptions = Annotated[
+    list[str] | None, typer.Option("--option", help="KEY=VALUE of the environment; repeatable")
+]
+
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="run id; a folder: a run's, a checkpoint's or a model's; or an endpoint's URL"
-        ),
-    ] = "",
+    target: TargetName = "",
     *,
-    env: Annotated[
-        str | None, typer.Option("--env", help="name, YAML configuration, or JSONL of prompts")
-    ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="KEY=VALUE of the environment; repeatable")
-    ] = None,
+    env: Environment = None,
+    options: EnvironmentOptions = None,
     k: Annotated[str | None, typer.Option("--k", help="like 1,8: pass@k and so on")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="held-out examples")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
@@ -69,7 +73,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     its checkpoint. With --env, --option, --k, --examples, --samples, --temperature, --max-tokens or
     --output nothing is written into the run: rows go to a Parquet file, as for other targets.
     """
-    from marin_rl.evaluation import Asked, Target, evaluate_target
+    from marin_rl.evaluation import Asked, Target
 
     if endpoint is None and target.startswith(SCHEMES):
         target, endpoint = "", target
@@ -96,14 +100,21 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     )
     if asked == Asked() and output is None and where.is_run:
         _commit(where, overrides, as_json=as_json)
-        return
-    if overrides:
+    elif overrides:
         raise ConfigError(
             "--set goes with the evaluation that a run commits: use --config, or leave out --env, "
             "--option, --k, --examples, --samples, --temperature, --max-tokens and --output"
         )
-    result = evaluate_target(where, asked)
-    rows = output or Path(f"{Path(target).name or 'endpoint'}-eval.parquet")
+    else:
+        _write_rows(where, asked, output, as_json=as_json)
+
+
+def _write_rows(target: "Target", asked: "Asked", output: Path | None, *, as_json: bool) -> None:
+    """Evaluate once, and write the rows to a Parquet file."""
+    from marin_rl.evaluation import evaluate_target
+
+    result = evaluate_target(target, asked)
+    rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
     rows.write_bytes(result.rows)
     _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
 
