@@ -8,14 +8,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+from support.steps import make_step
 from support.tiny_batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import ObjectiveConfig, TrainingConfig
 from marin_rl.training.model import build_model, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import Reference, as_array, make_step, step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step import step_arrays
+from marin_rl.training.step_types import Reference, StepSettings
 
 FILE = Path(__file__).parents[1] / "golden/loss-curves.json"
 STEPS = 6
@@ -76,7 +77,7 @@ def _curve(objective: ObjectiveConfig | None, sizes: dict) -> dict[str, list[flo
     arrays, used = step_arrays(random_batch(7, seed=0), 4, 2)
     curve: dict[str, list[float]] = {}
     for _ in range(STEPS):
-        state, metrics, _ = step(state, reference, arrays, as_array(used))
+        state, metrics, _ = step(state, reference, arrays, used)
         for name in KEPT:
             if name in metrics:
                 curve.setdefault(name, []).append(float(metrics[name]))
