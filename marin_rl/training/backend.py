@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config
@@ -84,7 +83,7 @@ class Updated:
 
 
 class Backend(Protocol):
-    """What a training loop needs. Every method queues an operation and returns its future."""
+    """Operations of a training loop. Every method queues an operation and returns its future."""
 
     def forward_backward(self, batch: StepRows, loss: Loss) -> Future[Forward]:
         """Add the gradients of a batch to those that the next update applies."""
@@ -125,7 +124,7 @@ class DeviceBackend:
     ) -> None:
         self._program, self._state, self._frozen = program, state, frozen or {}
         self._gradients: Gradients = ()
-        self._loss: Array = jnp.zeros(())
+        self._loss: Any = None  # of the gradients that wait
         self._queue = futures.ThreadPoolExecutor(1, "training")
 
     @classmethod

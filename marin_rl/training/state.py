@@ -147,7 +147,7 @@ def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
 
 
 def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
-    """What a policy and a critic both have: parameters, moments and the number of updates."""
+    """Return the tree that a policy and a critic both have: parameters, moments and the number of updates."""
     return {
         "parameters": dict(state.parameters),
         "optimizer": dict(_optimizer_leaves(state.optimizer)),
@@ -322,8 +322,8 @@ class CheckpointSlot:
 class CommittedState:
     """A training state of a run in memory, and the `checkpoint` that it equals; None before any.
 
-    What trains takes the state from here, so that it is in nobody else's hands, and gives it back
-    once it is committed.
+    A trainer takes the state from here, so that no second reference keeps its memory, and gives it
+    back once it is committed.
     """
 
     def __init__(
