@@ -147,7 +147,7 @@ def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
 
 
 def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
-    """Return the tree that a policy and a critic both have: parameters, moments and the number of updates."""
+    """Return parameters, moments and number of updates, which a policy and a critic both have."""
     return {
         "parameters": dict(state.parameters),
         "optimizer": dict(_optimizer_leaves(state.optimizer)),
