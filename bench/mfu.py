@@ -27,7 +27,8 @@ from standard_work import Work
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
+from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.flops import peak_of_devices, training_flops
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
@@ -80,18 +81,21 @@ def main() -> None:
     )
     program = CompiledStep(config, character_tokenizer(), policy_adamw(config.training), settings)
     batch = batch_of(options)
-    arrays, used = to_fixed_shape(batch, options.microbatch, options.rows)
+    rows = to_fixed_shape(batch, options.microbatch, options.rows)
     vocabulary = MODELS[options.model]["vocab_size"]
     parameters = named_parameters(build_model(config.policy, vocabulary, 0))
     state = program.place(fresh_state(parameters, program.optimizer, 0))
-    del parameters
+    backend, loss = DeviceBackend(program, state), Loss(settings=settings)
+    del parameters, state  # the backend's alone, so that each step frees the old ones
     seconds = []
     for _ in range(options.steps + 1):
         started = time.perf_counter()
-        state, metrics, _ = take_step(program, state, None, arrays, used)
-        jax.block_until_ready(state.parameters)
+        forward, update = backend.forward_backward(rows, loss), backend.optim_step()
+        forward.result()
+        skipped = update.result().metrics["updates/skipped"]
+        jax.block_until_ready(backend.get_weights().result())
         seconds.append(time.perf_counter() - started)
-        assert not metrics["updates/skipped"], "an update was not finite"
+        assert not skipped, "an update was not finite"
     flops = training_flops(program.template, segment_lengths(batch), segment_starts(batch))
     sys.stdout.write(json.dumps(report(options, seconds, flops)) + "\n")
 

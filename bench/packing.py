@@ -62,7 +62,8 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
     """A function that takes one optimizer step on the same rollouts in one layout."""
     from marin_rl.config import Config
     from marin_rl.tokenizers import character_tokenizer
-    from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
+    from marin_rl.training.backend import DeviceBackend, Loss
+    from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
     from marin_rl.training.model import build_model, named_parameters
     from marin_rl.training.optimizer import policy_adamw
     from marin_rl.training.scoring import packing_of
@@ -91,15 +92,19 @@ def prepared(options: argparse.Namespace, layout: str) -> Any:
     program = CompiledStep(config, tokenizer, policy_adamw(config.training), settings)
     batch = batch_of(options, layout, row, sampled)
     # about as many tokens in a microbatch whatever the layout
-    rows = max(1, options.microbatch_tokens // row)
-    arrays, used = to_fixed_shape(batch, rows, len(batch.token_ids))
-    print(f"{layout}: {len(batch.token_ids)} rows of {row} tokens, {rows} in a microbatch")
+    microbatch = max(1, options.microbatch_tokens // row)
+    rows = to_fixed_shape(batch, microbatch, len(batch.token_ids))
+    print(f"{layout}: {len(batch.token_ids)} rows of {row} tokens, {microbatch} in a microbatch")
     parameters = named_parameters(build_model(config.policy, work.vocabulary, 0))
 
     def step() -> dict[str, np.ndarray]:
-        state = fresh_state(dict(parameters), program.optimizer, 0)
-        state, _, _ = take_step(program, state, None, arrays, used)
-        return {name: np.asarray(array) for name, array in state.parameters.items()}
+        backend = DeviceBackend(program, fresh_state(dict(parameters), program.optimizer, 0))
+        forward, update = (
+            backend.forward_backward(rows, Loss(settings=settings)),
+            backend.optim_step(),
+        )
+        forward.result(), update.result()
+        return {name: np.asarray(array) for name, array in backend.close().parameters.items()}
 
     return step
 

@@ -135,6 +135,12 @@ def keep_freed_memory() -> bool:
     return all(accepted) and share_one_heap()
 
 
+def prepare_for_training() -> None:
+    """Keep compiled programs on disk, and freed memory in the process."""
+    enable_compilation_cache()
+    keep_freed_memory()
+
+
 @cache
 def spare_long_lived_objects() -> None:
     """Leave all that is there now out of garbage collections; for a process that has started up.

@@ -51,29 +51,26 @@ class RunRuntime:
     @cached_property
     def trainer(self) -> "Trainer":
         """The run's trainer, before any checkpoint is loaded. Raises InputError, ConfigError."""
-        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.loop import Trainer
 
-        enable_compilation_cache()
-        keep_freed_memory()
+        prepare_for_training()
         return Trainer(self._run, self.tokenizer)
 
     @cached_property
     def _warm_start(self) -> "WarmStart":
-        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.sft import WarmStart
 
-        enable_compilation_cache()
-        keep_freed_memory()
+        prepare_for_training()
         return WarmStart(self._run, self.tokenizer)
 
     @cached_property
     def _reward_model(self) -> "RewardModelTraining":
-        from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
+        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.reward_model import RewardModelTraining
 
-        enable_compilation_cache()
-        keep_freed_memory()
+        prepare_for_training()
         return RewardModelTraining(self._run, self.tokenizer)
 
     @cached_property

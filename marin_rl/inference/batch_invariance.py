@@ -25,9 +25,9 @@ import jax
 import numpy as np
 
 from marin_rl.compilation import programs_folder
+from marin_rl.cpu_streams import Lanes
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.logits_state import ExtraRows

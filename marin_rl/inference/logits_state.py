@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from marin_rl.inference.cpu_streams import Lanes
+from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.generation import LOGIT_BIAS_MAX, GenerationRequest
 from marin_rl.inference.logprobs import ReportRequest
 from marin_rl.inference.sampling import Bias, LogitsParams, Mask, Penalties

@@ -10,7 +10,7 @@ Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,8 +22,16 @@ from jaxtyping import Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
+from marin_rl.cpu_streams import (
+    LANE_WEIGHTS_BYTES_MAX,
+    Lanes,
+    lanes_for,
+    shares_prompts,
+    side_by_side,
+)
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
+from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch import Chunk, SlotInputs, WeightsKey
 from marin_rl.inference.batch_invariance import (
     UNPROVEN,
@@ -33,7 +41,6 @@ from marin_rl.inference.batch_invariance import (
     invariance_of,
     random_weights,
 )
-from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.logits_state import ExtraRows
@@ -93,6 +100,7 @@ class Runner:
             weights_bytes=weights_bytes,
             queries_per_kv=self.spec.queries_per_kv,
             on_mesh=on_mesh,
+            together=SHARE,
         )
         self._config = config
         self._context_length = context_length
@@ -289,12 +297,8 @@ class Runner:
 
     def _in_lanes(self, run: Callable[[int], Result]) -> list[Result]:
         """Results of `run` in every lane; all have ended when an error of one is raised."""
-        if self._threads is None:
-            with self._placement.active():
-                return [run(0)]
-        futures = [self._threads.submit(run, lane) for lane in range(self.lanes.count)]
-        wait(futures)
-        return [future.result() for future in futures]
+        with self._placement.active():  # of a mesh, which has one lane, in this very thread
+            return side_by_side(run, self.lanes.count, self._threads)
 
     def score(self, policy: Policy, prompt: Int32[np.ndarray, " p"], top: int) -> PromptScores:
         """Logprobs of a prompt's tokens and the `top` likeliest, by a forward pass of their own."""

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int32
 from numpy import ndarray
 
+from marin_rl.cpu_streams import Lanes
 from marin_rl.errors import InputError
 from marin_rl.inference.batch import CachedPrefix, Job, PrefixKey, RunningBatch, WeightsKey
-from marin_rl.inference.cpu_streams import Lanes
 from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
     STOP_TOKENS_MAX,

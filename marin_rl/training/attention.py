@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Int
 from levanter.layers.attention import Attention
 from levanter.layers.rotary import RotaryEmbeddings
 
-# Larger blocks take fewer turns, smaller ones see less that is out of sight. With prompts of 32 and
-# completions of 64 in rows of 544 a step took 11 % less CPU time by the small ones, with prompts of
-# 512 in rows of 1,024 it took 7 % more.
+# Larger blocks take fewer iterations, smaller ones see less that is out of sight. With prompts of
+# 32 and completions of 64 in rows of 544 a step took 11 % less CPU time by the small ones, with
+# prompts of 512 in rows of 1,024 it took 7 % more.
 POSITIONS_PER_BLOCK = 64
 SHORT_ROW_POSITIONS_MAX, POSITIONS_PER_SHORT_BLOCK = 576, 32
 LOWEST = -1e30
@@ -148,40 +148,40 @@ def attend(
     return out.reshape(B, N * C, K, G, H)[:, :T]
 
 
-class _Turn(NamedTuple):
+class _KeyBlock(NamedTuple):
     """One block of keys for every block of queries: which, and who sees what of it."""
 
     at_BN: Int[Array, "B N"]
     seen_BNQD: Bool[Array, "B N 1 G C D"]
 
 
-def _turn(sight: Any, turn: Array) -> _Turn:
+def _key_block(sight: Any, number: Array) -> _KeyBlock:
     keys_BNN, counts_BN, segments_BNC, prompts_BNC = sight
     _, N, C = segments_BNC.shape
-    at_BN = jax.lax.dynamic_index_in_dim(keys_BNN, turn, axis=2, keepdims=False)
+    at_BN = jax.lax.dynamic_index_in_dim(keys_BNN, number, axis=2, keepdims=False)
     index_NC = jnp.arange(N * C, dtype=jnp.int32).reshape(N, C)
     theirs = jnp.take_along_axis(segments_BNC, at_BN[..., None], axis=1)
     their_index = at_BN[..., None] * C + jnp.arange(C, dtype=jnp.int32)
     seen = _seen(segments_BNC, prompts_BNC, index_NC, theirs, their_index)
-    seen &= (turn < counts_BN)[..., None, None]
-    return _Turn(at_BN, seen[:, :, None, None])
+    seen &= (number < counts_BN)[..., None, None]
+    return _KeyBlock(at_BN, seen[:, :, None, None])
 
 
 def _picked(blocks: Float[Array, "B N K D H"], at_BN: Array) -> Float[Array, "B N K D H"]:
     return jnp.take_along_axis(blocks, at_BN[:, :, None, None, None], axis=1)
 
 
-def _scores(query: Array, keys: Array, turn: _Turn) -> Float[Array, "B N K Q D"]:
-    """Scores of a turn, the lowest where nothing is seen."""
+def _scores(query: Array, keys: Array, block: _KeyBlock) -> Float[Array, "B N K Q D"]:
+    """Scores of a block of keys, the lowest where nothing is seen."""
     scores = jnp.einsum("bnkqh,bnkdh->bnkqd", query, keys, preferred_element_type=jnp.float32)
-    return _where(turn, scores, LOWEST)
+    return _where(block, scores, LOWEST)
 
 
-def _where(turn: _Turn, values: Float[Array, "B N K Q D"], other: float) -> Array:
+def _where(block: _KeyBlock, values: Float[Array, "B N K Q D"], other: float) -> Array:
     B, N, K, Q, D = values.shape
-    C = turn.seen_BNQD.shape[-2]
+    C = block.seen_BNQD.shape[-2]
     apart = values.reshape(B, N, K, Q // C, C, D)
-    return jnp.where(turn.seen_BNQD, apart, other).reshape(values.shape)
+    return jnp.where(block.seen_BNQD, apart, other).reshape(values.shape)
 
 
 @jax.custom_vjp
@@ -190,23 +190,24 @@ def _attended(query: Array, keys: Array, values: Array, sight: Any) -> Array:
 
 
 def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Array, Any]:
-    turns = jnp.max(sight[1])
+    iterations = jnp.max(sight[1])
 
     def body(number: Array, carry: Any) -> Any:
         highest, total, sums = carry
-        turn = _turn(sight, number)
-        scores = _scores(query, _picked(keys, turn.at_BN), turn)
+        block = _key_block(sight, number)
+        scores = _scores(query, _picked(keys, block.at_BN), block)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        weights = _where(turn, jnp.exp(scores - higher[..., None]), 0.0)
+        weights = _where(block, jnp.exp(scores - higher[..., None]), 0.0)
+        # What is summed so far was scaled by the old maximum.
         kept = jnp.exp(highest - higher)
-        found = jnp.einsum(
+        weighted = jnp.einsum(
             "bnkqd,bnkdh->bnkqh",
             weights.astype(values.dtype),
-            _picked(values, turn.at_BN),
+            _picked(values, block.at_BN),
             preferred_element_type=jnp.float32,
         )
         total = total * kept + jnp.sum(weights, axis=-1)
-        return higher, total, sums * kept[..., None] + found
+        return higher, total, sums * kept[..., None] + weighted
 
     shape = query.shape[:-1]
     start = (
@@ -214,7 +215,8 @@ def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Arra
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(query.shape, jnp.float32),
     )
-    highest, total, sums = jax.lax.fori_loop(0, turns, body, start)
+    highest, total, sums = jax.lax.fori_loop(0, iterations, body, start)
+    # A query that sees nothing, such as padding, gets 0 and not 0 / 0.
     total = jnp.where(total > 0, total, 1.0)
     attended = (sums / total[..., None]).astype(query.dtype)
     return attended, (query, keys, values, sight, attended, highest + jnp.log(total))
@@ -227,27 +229,27 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
 
     def body(number: Array, carry: Any) -> Any:
         by_query, by_keys, by_values = carry
-        turn = _turn(sight, number)
-        theirs, told = _picked(keys, turn.at_BN), _picked(values, turn.at_BN)
-        scores = _scores(query, theirs, turn)
-        weights = _where(turn, jnp.exp(scores - normaliser[..., None]), 0.0)
-        by_weights = product("bnkqh,bnkdh->bnkqd", gradient, told)
+        block = _key_block(sight, number)
+        block_keys, block_values = (_picked(each, block.at_BN) for each in (keys, values))
+        scores = _scores(query, block_keys, block)
+        weights = _where(block, jnp.exp(scores - normaliser[..., None]), 0.0)
+        by_weights = product("bnkqh,bnkdh->bnkqd", gradient, block_values)
         by_scores = (weights * (by_weights - inner[..., None])).astype(query.dtype)
-        by_query += product("bnkqd,bnkdh->bnkqh", by_scores, theirs)
+        by_query += product("bnkqd,bnkdh->bnkqh", by_scores, block_keys)
         to_keys = product("bnkqd,bnkqh->bnkdh", by_scores, query)
         to_values = product("bnkqd,bnkqh->bnkdh", weights.astype(gradient.dtype), gradient)
-        return by_query, _added(by_keys, turn, to_keys), _added(by_values, turn, to_values)
+        return by_query, _added(by_keys, block, to_keys), _added(by_values, block, to_values)
 
     start = tuple(jnp.zeros(each.shape, jnp.float32) for each in (query, keys, values))
-    found = jax.lax.fori_loop(0, jnp.max(sight[1]), body, start)
+    gradients = jax.lax.fori_loop(0, jnp.max(sight[1]), body, start)
     dtypes = (query.dtype, keys.dtype, values.dtype)
-    return (*(f.astype(dtype) for f, dtype in zip(found, dtypes, strict=True)), None)
+    return (*(f.astype(dtype) for f, dtype in zip(gradients, dtypes, strict=True)), None)
 
 
-def _added(blocks: Array, turn: _Turn, found: Array) -> Array:
+def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
     """Many blocks of queries may have looked at one block of keys."""
     rows = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
-    return blocks.at[rows, turn.at_BN].add(found)
+    return blocks.at[rows, block.at_BN].add(gradient)
 
 
 _attended.defvjp(_forward, _backward)

@@ -1,49 +1,64 @@
-"""The compiled programs of a run, and taking one step with them.
+"""The compiled programs of a run: both halves of a step, and the passes that train nothing.
 
-A Program has the step, the passes that train nothing, the layout of devices and what a state looks
-like. It holds no parameters and knows no run: runs of a process whose shapes and settings are the
-same share one. The functions place rows, run, and fetch what is asked for in one go.
+A CompiledStep has the layout of devices and knows what a state looks like. It holds no parameters
+and knows no run: runs of a process whose shapes and settings are the same share one.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config
+from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.training.critic import make_critic
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
-from marin_rl.training.model import matrix_mask, with_gradient_checkpointing
+from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
+from marin_rl.training.scoring import packing_of
 from marin_rl.training.state import state_like, template_of, vocabulary_of
 from marin_rl.training.step import (
-    Gradient,
-    Parameters,
-    Reference,
-    Score,
-    Step,
-    StepArrays,
-    StepSettings,
-    TrainState,
-    Values,
+    ForwardBackward,
+    RowsPass,
+    Update,
     as_array,
-    make_gradient,
     make_score,
     make_score_norms,
-    make_step,
+    make_update,
     make_values,
     step_arrays,
 )
-from marin_rl.training.step_types import lanes_of
-from marin_rl.training.token_metrics import TokenMeasures
+from marin_rl.training.step_types import (
+    Parameters,
+    StepRows,
+    StepSettings,
+    TrainableParams,
+    TrainState,
+)
 from marin_rl.types import TrainingBatch
 
 PROGRAMS_KEPT_MAX = 4
+
+
+def policy_settings(config: Config) -> StepSettings:
+    """Return the settings of the loss that the reinforcement learning stage minimises."""
+    return StepSettings(
+        objective=config.objective,
+        temperature=config.sampling.temperature or 1.0,
+        length_norm=config.sampling.max_tokens,
+        packing=packing_of(config.batching.packing),
+        compute_dtype=config.policy.compute_dtype,
+        critic=config.training.critic,
+    )
+
+
+def supervised_settings(config: Config) -> StepSettings:
+    """Return the settings of the warm start's loss: the mean negative log-likelihood."""
+    return StepSettings(objective=None, compute_dtype=config.policy.compute_dtype)
 
 
 class CompiledStep:
@@ -56,43 +71,60 @@ class CompiledStep:
         adamw: AdamW,
         settings: StepSettings,
     ) -> None:
+        self.settings = settings
         self.layout: Layout = layout_of(config.mesh)
         self.template = template_of(config.policy, tokenizer)
         if config.training.gradient_checkpointing:
             self.template = with_gradient_checkpointing(self.template)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
         self.critic = make_critic(config.training, self.template) if settings.critic else None
-        average = settings.objective is not None and settings.objective.reference == "average"
-        self.like = state_like(self.template, self.optimizer, averaged=average, critic=self.critic)
-        schedule = learning_rate_schedule(adamw)
-        stepping = partial(
-            make_step,
+        objective = settings.objective
+        averaged = objective is not None and objective.reference == "average"
+        self.like = state_like(self.template, self.optimizer, averaged=averaged, critic=self.critic)
+        self.update: Update = make_update(
             self.template,
             self.optimizer,
-            schedule,
-            settings,
+            learning_rate_schedule(adamw),
             self.layout,
             self.critic,
-            lanes=lanes_of(self.template, on_mesh=self.layout.mesh is not None),
+            average_decay=objective.reference_decay if objective else None,
         )
-        self.step: Step = stepping()
-        self.score: Score = make_score(self.template, settings)
-        self.score_norms: Score = make_score_norms(
-            self.template, settings
-        )  # compiled at its first call
-        self.gradient: Gradient = make_gradient(self.template, settings, self.critic)
+        weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
+        lanes = gains_from_lanes(4 * weights, on_mesh=self.layout.mesh is not None)
+        self._forward_backward = partial(
+            ForwardBackward,
+            layout=self.layout,
+            critic=self.critic,
+            lanes=STEP_LANES if lanes else 1,
+        )
+        self._losses: dict[StepSettings, ForwardBackward] = {}
+        # Each is compiled at its first call.
+        self.score: RowsPass = make_score(self.template, settings)
+        self.score_norms: RowsPass = make_score_norms(self.template, settings)
         if self.critic is not None:
-            self.warming: Step = stepping(warming=True)
-            self.values: Values = make_values(self.template, settings, self.critic)
+            self.values: RowsPass = make_values(self.template, settings, self.critic)
+
+    def forward_backward(self, settings: StepSettings) -> ForwardBackward:
+        """Return the passes of the loss that `settings` describe, compiled at their first call."""
+        if settings not in self._losses:
+            self._losses[settings] = self._forward_backward(self.template, settings)
+        return self._losses[settings]
 
     def place(self, state: TrainState) -> TrainState:
         """The state on the devices, sharded as the step wants it."""
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
 
-    def step_of(self, round: int) -> Step:
-        """The step that a round takes: the first ones may be for the critic alone."""
-        warms = self.critic is not None and round < self.critic.config.warmup_rounds
-        return self.warming if warms else self.step
+    def rows(
+        self, run: RowsPass, trainable: TrainableParams, frozen: Parameters, rows: StepRows
+    ) -> Float32[np.ndarray, "M R T"]:
+        """Return what a pass that trains nothing gives for the rows of a step."""
+        with self.layout.active():
+            placed = self.layout.place_rows(rows.arrays)
+            return np.asarray(run(trainable, frozen, placed, as_array(rows.used)))
+
+    def warms_up(self, round: int) -> bool:
+        """True for the first rounds of a run where these are for the critic alone."""
+        return self.critic is not None and round < self.critic.config.warmup_rounds
 
 
 _programs: dict[Any, CompiledStep] = {}
@@ -125,7 +157,7 @@ def compiled_step_of(
 
 def to_fixed_shape(
     batch: TrainingBatch, microbatch: int, rows_max: int, layout: Layout = SINGLE_DEVICE
-) -> tuple[Any, int]:
+) -> StepRows:
     """A batch in the fixed shape that steps of up to `rows_max` rows are compiled for.
 
     The rows of a microbatch are a multiple that the devices of the layout share evenly.
@@ -145,57 +177,11 @@ def rows_compiled_for(rows: int, rows_max: int) -> int:
     return rows_max
 
 
-def take_step(
-    program: CompiledStep,
-    state: TrainState,
-    reference: Reference | None,
-    arrays: Any,
-    used: int,
-    step: Step | None = None,
-) -> tuple[TrainState, dict[str, float], TokenMeasures | None]:
-    """One optimizer step, its metrics and what it measured of its tokens, fetched at once."""
-    with program.layout.active():
-        placed = program.layout.place_rows(arrays)
-        taken = step or program.step
-        state, metrics, measured = taken(state, reference, placed, as_array(used))
-    metrics, measured = jax.device_get((metrics, measured))
-    return state, {name: float(value) for name, value in metrics.items()}, measured
-
-
-def score_rows(
-    program: CompiledStep, parameters: Parameters, arrays: StepArrays, used: int
-) -> Float32[np.ndarray, "M R T"]:
-    """Log-probabilities of the rows of a step under given parameters."""
-    with program.layout.active():
-        placed = program.layout.place_rows(arrays)
-        return np.asarray(program.score(parameters, placed, as_array(used)))
-
-
-def score_norm_rows(
-    program: CompiledStep, parameters: Parameters, arrays: StepArrays, used: int
-) -> Float32[np.ndarray, "M R T"]:
-    """Squared norms of the scores of the rows of a step under given parameters."""
-    with program.layout.active():
-        placed = program.layout.place_rows(arrays)
-        return np.asarray(program.score_norms(parameters, placed, as_array(used)))
-
-
-def value_rows(
-    program: CompiledStep, state: TrainState, arrays: StepArrays, used: int
-) -> Float32[np.ndarray, "M R T"]:
-    """Values of the rows of a step under the critic of a state."""
-    assert state.critic is not None, "values are a critic's"
-    with program.layout.active():
-        placed = program.layout.place_rows(arrays)
-        found = program.values(state.parameters, state.critic.parameters, placed, as_array(used))
-        return np.asarray(found)
-
-
-def check_finite(state: TrainState, metrics: Mapping[str, float], limit: int) -> None:
+def check_finite(metrics: Mapping[str, float], refused: int, limit: int) -> None:
     """Raise NonFiniteUpdate once `limit` updates in a row were refused."""
-    if metrics["updates/skipped"] and int(state.refused) >= limit:
+    if metrics["updates/skipped"] and refused >= limit:
         raise NonFiniteUpdate(
-            f"{int(state.refused)} updates in a row were not finite (loss {metrics['loss']}, "
+            f"{refused} updates in a row were not finite (loss {metrics['loss']}, "
             f"gradient norm {metrics['grad_norm']}) and were refused; expected fewer than {limit} "
             "(training.nonfinite_updates_max). Lower training.learning_rate, or look at the "
             "round's rewards and log-probabilities"

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from haliax import Axis, NamedArray
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.advantages import whitened as whitened_tokens
@@ -51,7 +51,7 @@ from marin_rl.training.scoring import (
     token_logprobs_and_values,
     token_values,
 )
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step_types import CriticState, Parameters, StepArrays, StepSettings
 
 EMBED = "embed"  # as the models name the axis that mesh.py shards
 
@@ -133,22 +133,11 @@ class SquaredProbabilities(eqx.Module):
 
 def trunk_of(model: LmHeadModel) -> LmHeadModel:
     """The model without an output head of its own; one of tied embeddings as it is."""
-    found: Any = model
-    if found.lm_head is None:
-        return model
-    return eqx.tree_at(lambda m: m.lm_head, found, None)
+    policy: Any = model
+    return model if policy.lm_head is None else eqx.tree_at(lambda m: m.lm_head, policy, None)
 
 
 FloatBT = Float[Array, "B T"]
-Parameters = dict[str, jax.Array]
-
-
-class CriticState(NamedTuple):
-    """State of a critic: parameters by path, its optimizer's state, the number of its updates."""
-
-    parameters: Parameters
-    optimizer: optax.OptState
-    step: Int32[Array, ""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +173,7 @@ class Critic:
         }
         return jax.eval_shape(self._fresh, shapes)
 
-    def told(self, state: CriticState, gradients: Parameters) -> dict[str, Array]:
+    def update_metrics(self, state: CriticState, gradients: Parameters) -> dict[str, Array]:
         """Metrics of an update that are known before it is applied."""
         return {
             "critic/grad_norm": jnp.asarray(optax.global_norm(gradients)),
@@ -258,7 +247,7 @@ def token_gae(
     arXiv:1506.02438, equation 16). `batching.advantages.gae` is the same of one trajectory.
     """
 
-    def turn(after: tuple[Array, ...], at: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+    def body(after: tuple[Array, ...], at: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         reward_B, value_B, trained_B, segment_B = at
         advantage_after_B, value_after_B, segment_after_B = after
         goes_on_B = jnp.where(segment_after_B == segment_B, gamma, 0.0)
@@ -271,7 +260,7 @@ def token_gae(
     nothing_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
     start = nothing_B, nothing_B, jnp.zeros(mask_BT.shape[0], segment_ids_BT.dtype)
     columns = tuple(array.T for array in (rewards_BT, values_BT, mask_BT, segment_ids_BT))
-    _, advantages_TB = jax.lax.scan(turn, start, columns, reverse=True)
+    _, advantages_TB = jax.lax.scan(body, start, columns, reverse=True)
     return advantages_TB.T
 
 
@@ -279,12 +268,12 @@ def whitened(
     advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]
 ) -> list[Float32[np.ndarray, "M R T"]]:
     """`(A - mean) / sqrt(var + 1e-8)`, ddof 1, over all trained tokens given; 0 elsewhere."""
-    found = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)])
-    whole = whitened_tokens(found.astype(np.float64), np.ones(len(found), np.int64))
+    advantage_N = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)])
+    white_N = whitened_tokens(advantage_N.astype(np.float64), np.ones(len(advantage_N), np.int64))
     result, start = [np.zeros(a.shape, np.float32) for a in advantages], 0
     for array, mask in zip(result, masks, strict=True):
         count = int(mask.sum())
-        array[mask] = whole[start : start + count]
+        array[mask] = white_N[start : start + count]
         start += count
     return result
 

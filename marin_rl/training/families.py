@@ -157,14 +157,18 @@ def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, 
     """(expected, actual) of settings outside of attention that Levanter would ignore or misread."""
     activation = FAMILIES[family].activation
     # Gemma was trained with the tanh form; where a folder names both, `hidden_activation` is meant.
-    found = (family == "gemma" and hf.hidden_activation) or hf.hidden_act
+    own_activation = (family == "gemma" and hf.hidden_activation) or hf.hidden_act
     partial = tree.get("partial_rotary_factor")
     scaled = hf.rope_scaling is not None and not FAMILIES[family].rope_scaling
     tied = family == "mistral" and hf.tie_word_embeddings
     rules: list[tuple[bool, str, str]] = [
         (bool(tree.get("mlp_bias")), "mlp_bias false", "mlp_bias true"),
         ("quantization_config" in tree, "plain weights", "quantized weights"),
-        (found != activation, f"hidden_act {activation}", f"hidden_act {found}"),
+        (
+            own_activation != activation,
+            f"hidden_act {activation}",
+            f"hidden_act {own_activation}",
+        ),
         (scaled, "no rope_scaling", f"rope_scaling {hf.rope_scaling}"),
         (partial not in (None, 1, 1.0), "full rotary", f"partial rotary {partial}"),
         (tied, "tie_word_embeddings false", "tie_word_embeddings true"),

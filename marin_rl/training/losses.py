@@ -10,6 +10,7 @@ sequences of a row apart (0 is padding), log-probabilities are in nats.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +36,20 @@ OTHERS_MIN = 1e-8
 
 def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the sum of `values` over the position's own segment."""
-    segments = segment_ids_BT.shape[1] + 1
-
-    def of_row(values_T: Array, ids_T: Array) -> Array:
-        return jax.ops.segment_sum(values_T, ids_T, num_segments=segments)[ids_T]
-
-    return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
+    return _by_segment(jax.ops.segment_sum, values_BT, segment_ids_BT)
 
 
 def segment_maxima(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the largest of `values` in the position's own segment."""
+    return _by_segment(jax.ops.segment_max, values_BT, segment_ids_BT)
+
+
+def _by_segment(reduce: Callable[..., Array], values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
+    # A row of T positions has at most T segments, and 0 for padding: one size, so one program.
     segments = segment_ids_BT.shape[1] + 1
 
     def of_row(values_T: Array, ids_T: Array) -> Array:
-        return jax.ops.segment_max(values_T, ids_T, num_segments=segments)[ids_T]
+        return reduce(values_T, ids_T, num_segments=segments)[ids_T]
 
     return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
 
@@ -109,6 +110,7 @@ def token_weights(
     mask_BT = _zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
+    # The shares of a sequence sum to 1 but for rounding, which would leak into every weight.
     sequences = jnp.maximum(jnp.round(jnp.sum(per_sequence_BT)), 1.0)
     match aggregation:
         case "token_mean":
@@ -142,6 +144,7 @@ def log_ratios(
 
     Clamped to -20 and 20, where exp is finite.
     """
+    # Masked before the sum: what stands off the mask may be anything.
     log_BT = on_mask(jnp.asarray(logprobs_BT) - old_logprobs_BT, mask_BT)
     if level != "token":
         log_BT = segment_sums(log_BT, segment_ids_BT)
@@ -172,7 +175,7 @@ def ppo_clip(
     With `clip_dual`, where A < 0 at most -clip_dual A (dual clip, arXiv:1912.09729, eq. 5).
     """
     ratio_BT = jnp.exp(log_ratios_BT)
-    clipped_BT = _held(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = _clamped(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if clip_dual is not None:
         floor_BT = clip_dual * advantages_BT
@@ -180,7 +183,7 @@ def ppo_clip(
     return -gain_BT
 
 
-def _held(ratio_BT: Values, low: float, high: float) -> Values:
+def _clamped(ratio_BT: Values, low: float, high: float) -> Values:
     """A ratio within its bounds; on a bound it still has its gradient, as torch's clamp gives it.
 
     jnp.clip would halve it there, so that a bound of 0 would cut what is on policy.
@@ -202,6 +205,7 @@ def cispo(
     gives the cap itself, 1 + clip_high.
     """
     low = None if clip_low is None else 1.0 - clip_low
+    # The ratio weighs log pi; a gradient through it would be PPO's, cut off at the bound.
     ratio_BT = jax.lax.stop_gradient(jnp.clip(jnp.exp(log_ratios_BT), low, 1.0 + clip_high))
     return -ratio_BT * advantages_BT * logprobs_BT
 
@@ -232,8 +236,7 @@ def dppo(
     moved_BT = probability_BT - jnp.exp(logprobs_BT - log_ratios_BT)
     risen_BT = (advantages_BT > 0) & (moved_BT > high)
     fallen_BT = (advantages_BT < 0) & (moved_BT < -low)
-    kept_BT = jax.lax.stop_gradient(jnp.where(risen_BT | fallen_BT, 0.0, 1.0))
-    return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
+    return _unless(risen_BT | fallen_BT, log_ratios_BT, advantages_BT)
 
 
 def dppo_kl(
@@ -252,7 +255,12 @@ def dppo_kl(
     divergence_BT = binary_kl(logprobs_BT, log_ratios_BT)
     risen_BT = (advantages_BT > 0) & (log_ratios_BT > 0) & (divergence_BT > high)
     fallen_BT = (advantages_BT < 0) & (log_ratios_BT < 0) & (divergence_BT > low)
-    kept_BT = jax.lax.stop_gradient(jnp.where(risen_BT | fallen_BT, 0.0, 1.0))
+    return _unless(risen_BT | fallen_BT, log_ratios_BT, advantages_BT)
+
+
+def _unless(beyond_BT: Bool[Array, "*shape"], log_ratios_BT: Given, advantages_BT: Given) -> Values:
+    """-r A, and 0 with no gradient where a token is beyond its bound."""
+    kept_BT = jax.lax.stop_gradient(jnp.where(beyond_BT, 0.0, 1.0))
     return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
 
 
@@ -261,7 +269,9 @@ def binary_kl(logprobs_BT: Given, log_ratios_BT: Given) -> Values:
 
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), with 1 - p of at least 1e-8.
     """
+    # Rounding may leave a logprob a little above 0, where 1 - p would be negative.
     old_BT = jnp.minimum(logprobs_BT - log_ratios_BT, 0.0)
+    # expm1 keeps the digits of 1 - p where p is near 1.
     others_BT = jnp.maximum(-jnp.expm1(jnp.minimum(logprobs_BT, 0.0)), OTHERS_MIN)
     old_others_BT = jnp.maximum(-jnp.expm1(old_BT), OTHERS_MIN)
     of_token_BT = -jnp.exp(old_BT) * log_ratios_BT
@@ -279,8 +289,8 @@ def gmpo_log_ratios(
     (GMPO, arXiv:2507.20673, section 3; the paper's are 0.4).
     """
     sign_BT = jnp.sign(advantages_BT)
-    held_BT = _held(jnp.asarray(log_ratios_BT), -clip_low, clip_high)
-    return sign_BT * jnp.minimum(sign_BT * log_ratios_BT, sign_BT * held_BT)
+    clamped_BT = _clamped(jnp.asarray(log_ratios_BT), -clip_low, clip_high)
+    return sign_BT * jnp.minimum(sign_BT * log_ratios_BT, sign_BT * clamped_BT)
 
 
 def dro_penalty(log_ratios_BT: Given, beta: float) -> Values:
@@ -317,9 +327,9 @@ def _k3(d_BT: Values) -> Values:
 
     So it is continuous, and so is its derivative, which is -exp(20) from there on.
     """
-    held_BT = jnp.minimum(-d_BT, LOG_RATIO_MAX)
+    clamped_BT = jnp.minimum(-d_BT, LOG_RATIO_MAX)
     beyond_BT = jnp.maximum(-d_BT - LOG_RATIO_MAX, 0.0)
-    return jnp.expm1(held_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
+    return jnp.expm1(clamped_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
 
 
 def correction_weights(

@@ -22,6 +22,7 @@ from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import parameter_axes
+from marin_rl.training.step_types import TrainableParams
 
 TENSOR = {"mlp": "tensor", "kv_head": "tensor", "heads": "tensor", "vocab": "tensor"}
 STORED = {"embed": "fsdp", **TENSOR}
@@ -46,10 +47,9 @@ class Layout:
         self, parameters: dict[str, Any], template: eqx.Module
     ) -> dict[str, jax.Array]:
         """Parameters keyed by path, on the devices."""
-        shardings = self.parameter_shardings(template)
-        if shardings is None:
+        if self.mesh is None:
             return {name: jax.device_put(array) for name, array in parameters.items()}
-        return {name: jax.device_put(a, shardings[name]) for name, a in parameters.items()}
+        return self._parameters(parameters, template, jax.device_put)
 
     def place_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
@@ -67,6 +67,20 @@ class Layout:
             return state
         return self._state(state, template, optimizer, critic, jax.lax.with_sharding_constraint)
 
+    def constrain_gradients(
+        self, gradients: TrainableParams, template: eqx.Module, critic: Critic | None = None
+    ) -> TrainableParams:
+        """Inside the backward pass: keep each gradient where `place_state` puts its parameter."""
+        if self.mesh is None:
+            return gradients
+        put = jax.lax.with_sharding_constraint
+        policy, of_critic = gradients
+        if policy is not None:
+            policy = self._parameters(policy, template, put)
+        if critic is not None and of_critic is not None:
+            of_critic = self._parameters(of_critic, critic.template, put)
+        return TrainableParams(policy, of_critic)
+
     def _state(
         self,
         state: Any,
@@ -76,34 +90,48 @@ class Layout:
         put: Any,
     ) -> Any:
         assert self.mesh is not None
-        shardings = self.parameter_shardings(template)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        moments = self._moments(state.optimizer, template, optimizer, put)
-        small = {name: put(getattr(state, name), everywhere) for name in ("step", "rng", "refused")}
-        parameters = jax.tree.map(put, dict(state.parameters), shardings)
-        average = None if state.average is None else jax.tree.map(put, state.average, shardings)
-        state = state._replace(parameters=parameters, optimizer=moments, average=average, **small)
-        if critic is None or state.critic is None:
-            return state
-        shardings = self.parameter_shardings(critic.template)
-        valuing = state.critic._replace(
-            parameters=jax.tree.map(put, dict(state.critic.parameters), shardings),
-            optimizer=self._moments(state.critic.optimizer, critic.template, critic.optimizer, put),
-            step=put(state.critic.step, everywhere),
+        average, critic_state = state.average, state.critic
+        if average is not None:
+            average = self._parameters(average, template, put)
+        if critic is not None and critic_state is not None:
+            critic_state = critic_state._replace(
+                **self._trained(critic_state, critic.template, critic.optimizer, put)
+            )
+        return state._replace(
+            **self._trained(state, template, optimizer, put),
+            rng=put(state.rng, everywhere),
+            refused=put(state.refused, everywhere),
+            average=average,
+            critic=critic_state,
         )
-        return state._replace(critic=valuing)
 
-    def _moments(self, moments: Any, template: eqx.Module, optimizer: Optimizer, put: Any) -> Any:
-        """An optimizer's state, each moment where its parameter is, all else everywhere."""
+    def _parameters(self, parameters: Any, template: eqx.Module, put: Any) -> dict[str, Any]:
+        """Parameters, or gradients, of any of the template's names."""
+        shardings = self.parameter_shardings(template)
+        assert shardings is not None
+        return {name: put(array, shardings[name]) for name, array in parameters.items()}
+
+    def _trained(
+        self, state: Any, template: eqx.Module, optimizer: Optimizer, put: Any
+    ) -> dict[str, Any]:
+        """Parameters and step of a policy or a critic; each moment lies where its parameter is."""
         assert self.mesh is not None
+        shardings = self.parameter_shardings(template)
+        assert shardings is not None
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return optax.tree_utils.tree_map_params(
+        moments = optax.tree_utils.tree_map_params(
             optimizer,
             put,
-            moments,
-            self.parameter_shardings(template),
+            state.optimizer,
+            {name: shardings[name] for name in state.parameters},
             transform_non_params=lambda leaf: put(leaf, everywhere),
         )
+        return {
+            "parameters": self._parameters(state.parameters, template, put),
+            "optimizer": moments,
+            "step": put(state.step, everywhere),
+        }
 
     def whole_rows(self, rows: int, together: int = 1) -> int:
         """The fewest rows, `rows` or more, that data and fsdp share out evenly; of `together`.

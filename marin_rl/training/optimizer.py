@@ -89,7 +89,14 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
 def make_optimizer(
     settings: AdamW, decays: Mapping[str, bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation for parameters keyed by path; `decays` says which are matrices."""
+    """Return the transformation for any of the parameters keyed by path in `decays`.
+
+    `decays` is True for matrices, which weight decay applies to.
+    """
+
+    def mask(parameters: Mapping[str, Any]) -> dict[str, bool]:
+        return {name: decays[name] for name in parameters}
+
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(
@@ -98,7 +105,7 @@ def make_optimizer(
             b2=settings.beta2,
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
-            mask=dict(decays),
+            mask=mask,
         ),
     )
 

@@ -19,129 +19,110 @@ from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import token_gae, whitened
 from marin_rl.training.reference_policy import reward_penalty, token_penalty
-from marin_rl.training.step import Parameters, Reference, StepArrays
+from marin_rl.training.step_types import StepArrays, StepRows
 from marin_rl.training.token_baseline import return_weights, round_token_advantages
 from marin_rl.types import TrainingBatch
 
-Cut = Sequence[tuple[StepArrays, int]]
-RowScore = Callable[[Parameters, StepArrays, int], Float32[np.ndarray, "M R T"]]
-RowValues = Callable[[StepArrays, int], Float32[np.ndarray, "M R T"]]
+RowsPass = Callable[[StepRows], Float32[np.ndarray, "M R T"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExtras:
     """Extra arrays of a step's rows; None changes nothing.
 
-    `old` are the trainer's log-probabilities, `advantages` what is added to the batch's, and
-    `referred` the log-probabilities by a reference that the step itself is not given. `values` are
-    a critic's, `returns` what it is to learn, `rewards` what KL adds to those of the batch, and
-    `norms` the squared norms of scores that an optimal token baseline is made of.
+    `advantages` are added to the batch's, `ref_logprobs` are by a reference that the step itself is
+    not given. `values` are a critic's, `returns` what it is to learn, `rewards` what KL adds to
+    those of the batch, and `norms` the squared norms of scores that an optimal token baseline is
+    made of.
     """
 
-    old: Float32[np.ndarray, "M R T"] | None = None
+    old_logprobs: Float32[np.ndarray, "M R T"] | None = None
     advantages: Float32[np.ndarray, "M R T"] | None = None
-    referred: Float32[np.ndarray, "M R T"] | None = None
+    ref_logprobs: Float32[np.ndarray, "M R T"] | None = None
     rewards: Float32[np.ndarray, "M R T"] | None = None
     values: Float32[np.ndarray, "M R T"] | None = None
     returns: Float32[np.ndarray, "M R T"] | None = None
     norms: Float32[np.ndarray, "M R T"] | None = None
 
-    def __call__(self, arrays: StepArrays) -> StepArrays:
-        """The rows with it."""
+    def __call__(self, rows: StepRows) -> StepRows:
+        """Return the rows with the extra arrays."""
+        arrays = rows.arrays._replace(
+            old_logprobs=self.old_logprobs, old_values=self.values, returns=self.returns
+        )
         if self.advantages is not None:
             arrays = arrays._replace(advantages=arrays.advantages + self.advantages)
-        return arrays._replace(old_logprobs=self.old, old_values=self.values, returns=self.returns)
+        return rows._replace(arrays=arrays)
 
 
 class RowPrecompute:
-    """Collects the change of each step of a round, and the round's metrics that follow from it."""
+    """Collects the extra arrays of each step of a round, and metrics that follow from them.
 
-    def __init__(self, objective: ObjectiveConfig, score: RowScore) -> None:
-        self._objective, self._score = objective, score
-        self.changes: list[RowExtras] = []
+    `extras` has an entry for each of `batches`, which `rows` are made of.
+    """
+
+    def __init__(
+        self, objective: ObjectiveConfig, batches: Sequence[TrainingBatch], rows: Sequence[StepRows]
+    ) -> None:
+        self._objective, self._batches, self._rows = objective, batches, rows
+        self._arrays = [each.arrays for each in rows]
+        self.extras = [RowExtras() for _ in rows]
         self.metrics: Mapping[str, float] = {}
 
-    def correct(self, parameters: Parameters, cut: Cut) -> None:
-        """Note the log-probabilities of all rows by the parameters before the first update."""
-        self.changes = [
-            replace(change, old=self._score(parameters, *rows))
-            for change, rows in zip(self._begun(cut), cut, strict=True)
+    def _add(self, **arrays: Sequence[Float32[np.ndarray, "M R T"]]) -> None:
+        """Give the extras of each step its own of every array named."""
+        self.extras = [
+            replace(extra, **{name: steps[number] for name, steps in arrays.items()})
+            for number, extra in enumerate(self.extras)
         ]
 
-    def penalise(
-        self,
-        reference: Reference,
-        groups: Mapping[str, str],
-        batches: Sequence[TrainingBatch],
-        cut: Cut,
-    ) -> None:
+    def correct(self, score: RowsPass) -> None:
+        """Add the logprobs of all rows by the parameters before the first update."""
+        self._add(old_logprobs=[score(rows) for rows in self._rows])
+
+    def penalise(self, score: RowsPass, coefficient: float, groups: Mapping[str, str]) -> None:
         """Take the KL to the reference off the advantages, or off the rewards for a critic.
 
-        `groups` tells the group of every rollout; what goes token by token needs none.
+        `score` gives the reference's logprobs, `groups` the group of every rollout; a penalty token
+        by token needs no groups.
         """
-        referred = [self._score(reference.parameters, *rows) for rows in cut]
-        coefficient = float(reference.coefficient)
-        arrays = [rows for rows, _ in cut]
-        if self._objective.advantage == "gae" or self._objective.kl_by_token:
-            of_tokens = token_penalty(self._objective, batches, arrays, referred, coefficient)
-            noted = [{"rewards": rewards} for rewards in of_tokens.rewards]
-            if self._objective.kl_by_token:
-                noted = [{"advantages": a} for a in _penalised(arrays, of_tokens.rewards)]
-            told = of_tokens.metrics
+        objective, batches, arrays = self._objective, self._batches, self._arrays
+        ref_logprobs = [score(rows) for rows in self._rows]
+        if objective.advantage == "gae" or objective.kl_by_token:
+            of_tokens = token_penalty(objective, batches, arrays, ref_logprobs, coefficient)
+            metrics = of_tokens.metrics
+            if objective.kl_by_token:
+                self._add(advantages=_penalised(arrays, of_tokens.rewards))
+            else:
+                self._add(rewards=of_tokens.rewards)
         else:
-            penalty = reward_penalty(
-                self._objective, groups, batches, arrays, referred, coefficient
-            )
-            noted = [{"advantages": advantages} for advantages in penalty.advantages]
-            told = penalty.metrics
-        self.changes = [
-            replace(change, referred=logprobs, **note)
-            for change, note, logprobs in zip(self._begun(cut), noted, referred, strict=True)
-        ]
-        self.metrics = {**told, "objective/kl_coefficient": coefficient}
+            penalty = reward_penalty(objective, groups, batches, arrays, ref_logprobs, coefficient)
+            metrics = penalty.metrics
+            self._add(advantages=penalty.advantages)
+        self._add(ref_logprobs=ref_logprobs)
+        self.metrics = {**metrics, "objective/kl_coefficient": coefficient}
 
-    def estimate(
-        self, critic: CriticConfig, values: RowValues, batches: Sequence[TrainingBatch], cut: Cut
-    ) -> None:
-        """Note the values of all rows, and what follows: advantages, and what values are to be."""
-        changes = [
-            _estimated(critic, change, batch, rows, values(rows, used))
-            for change, batch, (rows, used) in zip(self._begun(cut), batches, cut, strict=True)
+    def estimate(self, critic: CriticConfig, values: RowsPass) -> None:
+        """Add the values of all rows, and what follows: advantages, and what values are to be."""
+        self.extras = [
+            _estimated(critic, extra, batch, rows.arrays, values(rows))
+            for extra, batch, rows in zip(self.extras, self._batches, self._rows, strict=True)
         ]
-        advantages = [change.advantages for change in changes if change.advantages is not None]
         if self._objective.whitens_tokens:
-            advantages = whitened(advantages, [rows.mask for rows, _ in cut])
-        self.changes = [
-            replace(change, advantages=found)
-            for change, found in zip(changes, advantages, strict=True)
-        ]
+            advantages = [extra.advantages for extra in self.extras if extra.advantages is not None]
+            self._add(advantages=whitened(advantages, [arrays.mask for arrays in self._arrays]))
 
-    def weigh(
-        self,
-        parameters: Parameters,
-        score_norms: RowScore,
-        groups: Mapping[str, str],
-        batches: Sequence[TrainingBatch],
-        cut: Cut,
-    ) -> None:
-        """Note the squared norms of all rows' scores, and advantages by the optimal token baseline.
+    def weigh(self, score_norms: RowsPass, groups: Mapping[str, str]) -> None:
+        """Add the squared norms of all rows' scores, and advantages by the optimal token baseline.
 
         After `correct`, where the objective corrects by the trainer's own log-probabilities.
         """
-        changes, arrays = self._begun(cut), [rows for rows, _ in cut]
-        norms = [score_norms(parameters, *rows) for rows in cut]
+        norms = [score_norms(rows) for rows in self._rows]
         weights = [
-            return_weights(self._objective, rows, change.old, norm)
-            for rows, change, norm in zip(arrays, changes, norms, strict=True)
+            return_weights(self._objective, arrays, extra.old_logprobs, norm)
+            for arrays, extra, norm in zip(self._arrays, self.extras, norms, strict=True)
         ]
-        advantages = round_token_advantages(groups, batches, arrays, weights)
-        self.changes = [
-            replace(change, norms=norm, advantages=advantage)
-            for change, norm, advantage in zip(changes, norms, advantages, strict=True)
-        ]
-
-    def _begun(self, cut: Cut) -> list[RowExtras]:
-        return self.changes or [RowExtras() for _ in cut]
+        advantages = round_token_advantages(groups, self._batches, self._arrays, weights)
+        self._add(norms=norms, advantages=advantages)
 
 
 def _penalised(
@@ -159,27 +140,27 @@ def _penalised(
         nothing_BT = np.zeros_like(reward_BT)
         to_come = token_gae(reward_BT, nothing_BT, mask_BT, segment_ids_BT, gamma=1.0, lambda_=1.0)
         sums.append(rows.advantages + np.asarray(to_come).reshape(rows.mask.shape))
-    whole = whitened(sums, [rows.mask for rows in arrays])
-    return [found - rows.advantages for found, rows in zip(whole, arrays, strict=True)]
+    white = whitened(sums, [rows.mask for rows in arrays])
+    return [step - rows.advantages for step, rows in zip(white, arrays, strict=True)]
 
 
 def _estimated(
     critic: CriticConfig,
-    change: RowExtras,
+    extra: RowExtras,
     batch: TrainingBatch,
     rows: StepArrays,
     values: Float32[np.ndarray, "M R T"],
 ) -> RowExtras:
-    """The change of a step's rows with values, advantages that are not whitened, and returns."""
+    """The extras of a step's rows with values, advantages that are not whitened, and returns."""
     rewards = token_rewards(batch, rows)
-    if change.rewards is not None:
-        rewards = rewards + change.rewards
+    if extra.rewards is not None:
+        rewards = rewards + extra.rewards
     length = rows.mask.shape[-1]
     flat = (array.reshape(-1, length) for array in (rewards, values, rows.mask, rows.segment_ids))
     gae = token_gae(*flat, gamma=critic.gamma, lambda_=critic.gae_lambda)
     advantages = np.asarray(gae).reshape(rows.mask.shape)
     returns = np.where(rows.mask, advantages + values, np.float32(0))
-    return replace(change, values=values, advantages=advantages, returns=returns)
+    return replace(extra, values=values, advantages=advantages, returns=returns)
 
 
 def token_rewards(batch: TrainingBatch, rows: StepArrays) -> Float32[np.ndarray, "M R T"]:

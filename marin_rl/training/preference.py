@@ -31,7 +31,8 @@ from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, parameter_shapes, with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.state import template_of
-from marin_rl.training.step import Metrics, Parameters, TrainState
+from marin_rl.training.step_metrics import Metrics
+from marin_rl.training.step_types import Parameters, TrainState
 
 HEAD = "head/"
 
@@ -85,9 +86,9 @@ def pair_arrays(
     assert count <= rows * microbatches, (count, rows, microbatches)
 
     def cut(array_B: np.ndarray, dtype: Any) -> np.ndarray:
-        whole = np.zeros((rows * microbatches, array_B.shape[1]), dtype)
-        whole[:count] = array_B
-        return whole.reshape(microbatches, rows, -1)
+        padded_B = np.zeros((rows * microbatches, array_B.shape[1]), dtype)
+        padded_B[:count] = array_B
+        return padded_B.reshape(microbatches, rows, -1)
 
     arrays = PairArrays(
         token_ids=cut(batch.token_ids, np.int32),
@@ -149,8 +150,8 @@ def _accumulate(
     pairs = jnp.maximum(jnp.sum(_pairs(arrays)), 1.0)
 
     def loss(parameters: Parameters, rows: PairArrays) -> tuple[Array, Metrics]:
-        found_R = rewards(parameters, rows.token_ids, rows.segment_ids)
-        chosen_P, rejected_P = found_R[0::2], found_R[1::2]
+        rewards_R = rewards(parameters, rows.token_ids, rows.segment_ids)
+        chosen_P, rejected_P = rewards_R[0::2], rewards_R[1::2]
         weights_P = _pairs(rows) / pairs
         sums = {
             "loss": preference_losses(chosen_P, rejected_P, rows.margins[0::2, 0]),
@@ -160,13 +161,12 @@ def _accumulate(
         means = {name: jnp.sum(weights_P * values) for name, values in sums.items()}
         return means["loss"], means
 
-    def turn(index: Array, carry: Any) -> Any:
+    def body(index: Array, carry: Any) -> Any:
         rows = jax.tree.map(lambda array: array[index], arrays)
-        found = jax.grad(loss, has_aux=True)(parameters, rows)
-        return jax.tree.map(jnp.add, carry, found)
+        return jax.tree.map(jnp.add, carry, jax.grad(loss, has_aux=True)(parameters, rows))
 
     nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "accuracy", "margin")}
-    return jax.lax.fori_loop(0, used, turn, (jax.tree.map(jnp.zeros_like, parameters), nothing))
+    return jax.lax.fori_loop(0, used, body, (jax.tree.map(jnp.zeros_like, parameters), nothing))
 
 
 def _pairs(rows: PairArrays) -> Float[Array, "*M P"]:
@@ -218,7 +218,7 @@ class SequenceScorer:
         self, parameters: Parameters, sequences: Sequence[Int32[np.ndarray, " _"]]
     ) -> Float64[np.ndarray, " N"]:
         """The reward of each sequence, in order."""
-        found = np.zeros(len(sequences), np.float64)
+        rewards_N = np.zeros(len(sequences), np.float64)
         lengths = np.array([padded_length(len(ids), self._longest) for ids in sequences], np.int64)
         for length in np.unique(lengths).tolist():
             rows = max(1, min(ROWS_MAX, TOKENS_MAX // length))
@@ -227,8 +227,8 @@ class SequenceScorer:
                 chunk = indices[start : start + rows]
                 token_ids, inside = padded([sequences[index] for index in chunk], rows, length)
                 rewards = self._rewards(parameters, token_ids, inside.astype(np.int32))
-                found[chunk] = np.asarray(rewards, np.float64)[: len(chunk)]
-        return found
+                rewards_N[chunk] = np.asarray(rewards, np.float64)[: len(chunk)]
+        return rewards_N
 
 
 def padded_length(tokens: int, longest: int) -> int:

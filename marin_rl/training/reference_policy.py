@@ -61,8 +61,8 @@ def _before(manifest: Manifest) -> SlotRef | None:
     if manifest.slot == checkpoint_slot(0):
         return None
     folder = checkpoint_slot(0).partition("/")[0]
-    (found,) = (each for each in manifest.parents if each.slot.startswith(folder))
-    return SlotRef(slot=found.slot, sha256=found.sha256)
+    (parent,) = (each for each in manifest.parents if each.slot.startswith(folder))
+    return SlotRef(slot=parent.slot, sha256=parent.sha256)
 
 
 def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rate: float) -> float:
@@ -84,7 +84,7 @@ def reward_penalty(
     groups: Mapping[str, str],
     batches: Sequence[TrainingBatch],
     arrays: Sequence[StepArrays],
-    referred: Sequence[Float[np.ndarray, "M R T"]],
+    ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
     coefficient: float,
 ) -> Penalty:
     """KL of each completion as a part of its reward: `r_i - coefficient KL_i`.
@@ -94,16 +94,16 @@ def reward_penalty(
     penalty, over the trained members of each group (Ahmadian et al. 2024, equation 2). `groups`
     tells the group of every rollout.
     """
-    kl = _kl_of(objective, batches, arrays, referred)
+    kl = _kl_of(objective, batches, arrays, ref_logprobs)
     group_N, count = group_numbers(groups, batches)
     choice = AdvantageChoice(estimator=objective.advantage, scale="none")
     advantage_N = round_advantages(-coefficient * kl.completions_N, group_N, count, choice)
     changes, start = [], 0
     for sums, (rows, segments), step in zip(kl.sums, kl.places, arrays, strict=True):
-        found = np.zeros_like(sums)
-        found[rows, segments] = advantage_N[start : start + len(rows)]
+        by_segment = np.zeros_like(sums)
+        by_segment[rows, segments] = advantage_N[start : start + len(rows)]
         start += len(rows)
-        changes.append(_spread(found, step))
+        changes.append(_spread(by_segment, step))
     return Penalty(advantages=tuple(changes), metrics=kl.metrics(arrays))
 
 
@@ -119,7 +119,7 @@ def token_penalty(
     objective: ObjectiveConfig,
     batches: Sequence[TrainingBatch],
     arrays: Sequence[StepArrays],
-    referred: Sequence[Float[np.ndarray, "M R T"]],
+    ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
     coefficient: float,
 ) -> TokenPenalty:
     """KL of each token as a reward of its own, `-coefficient k_t`, for a critic to value.
@@ -127,11 +127,11 @@ def token_penalty(
     k_t is the estimator between the sampler and the reference (Ouyang et al. 2022,
     arXiv:2203.02155, equation 2, token by token).
     """
-    kl = _kl_of(objective, batches, arrays, referred)
+    kl = _kl_of(objective, batches, arrays, ref_logprobs)
     return TokenPenalty(
         rewards=tuple(
-            (-coefficient * found).reshape(step.mask.shape).astype(np.float32)
-            for found, step in zip(kl.tokens, arrays, strict=True)
+            (-coefficient * tokens).reshape(step.mask.shape).astype(np.float32)
+            for tokens, step in zip(kl.tokens, arrays, strict=True)
         ),
         metrics=kl.metrics(arrays),
     )
@@ -155,7 +155,7 @@ class _Kl:
         kl_N = self.completions_N
         return {
             "objective/kl": float(kl_N.mean()) if len(kl_N) else 0.0,
-            "kl": float(sum(found.sum() for found in self.tokens)) / trained,
+            "kl": float(sum(step.sum() for step in self.tokens)) / trained,
         }
 
 
@@ -163,23 +163,21 @@ def _kl_of(
     objective: ObjectiveConfig,
     batches: Sequence[TrainingBatch],
     arrays: Sequence[StepArrays],
-    referred: Sequence[Float[np.ndarray, "M R T"]],
+    ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
 ) -> _Kl:
-    tokens = [_estimates(objective, *pair) for pair in zip(arrays, referred, strict=True)]
+    tokens = [_estimates(objective, *pair) for pair in zip(arrays, ref_logprobs, strict=True)]
     sums = [_sums(*pair) for pair in zip(arrays, tokens, strict=True)]
     places = [_places(batch) for batch in batches]
-    kl_N = np.concatenate([found[place] for found, place in zip(sums, places, strict=True)])
+    kl_N = np.concatenate([step[place] for step, place in zip(sums, places, strict=True)])
     return _Kl(tokens=tokens, sums=sums, places=places, completions_N=kl_N)
 
 
 def _estimates(
-    objective: ObjectiveConfig, arrays: StepArrays, referred: Float[np.ndarray, "M R T"]
+    objective: ObjectiveConfig, arrays: StepArrays, ref_logprobs: Float[np.ndarray, "M R T"]
 ) -> Float64[np.ndarray, "B T"]:
-    length = referred.shape[-1]
-    sampled_BT, referred_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, referred))
-    values_BT = kl_estimate(
-        jnp.asarray(sampled_BT), jnp.asarray(referred_BT), objective.kl_estimator
-    )
+    length = ref_logprobs.shape[-1]
+    sampled_BT, ref_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, ref_logprobs))
+    values_BT = kl_estimate(jnp.asarray(sampled_BT), jnp.asarray(ref_BT), objective.kl_estimator)
     return np.asarray(values_BT, np.float64) * arrays.mask.reshape(-1, length)
 
 
@@ -211,9 +209,9 @@ def group_numbers(
     groups: Mapping[str, str], batches: Sequence[TrainingBatch]
 ) -> tuple[Int64[np.ndarray, " N"], int]:
     """The group of each completion as a number, and how many there are."""
-    found = [groups[name] for batch in batches for row in batch.rollout_ids for name in row]
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(found))}
-    return np.array([numbers[group] for group in found], np.int64), len(numbers)
+    of_each = [groups[name] for batch in batches for row in batch.rollout_ids for name in row]
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(of_each))}
+    return np.array([numbers[group] for group in of_each], np.int64), len(numbers)
 
 
 def groups_of(run: Run, round: int) -> dict[str, str]:

@@ -111,7 +111,7 @@ def _request_recorded_threads(recorded: Manifest) -> None:
 def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:
     """The checkpoint and the batches, as they were named when they were trained on."""
     named = {parent.slot: parent.sha256 for parent in recorded.parents}
-    found: list[SlotRef] = []
+    parents: list[SlotRef] = []
     for slot in (checkpoint_slot(round), batches_slot(round)):
         ref = committed(run, slot)
         if ref is None or ref.sha256 != named.get(slot):
@@ -119,27 +119,27 @@ def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef
                 f"{run.store.url_of(recorded.slot)} was made from {slot} with SHA-256 "
                 f"{named.get(slot)}, found {ref.sha256 if ref else 'nothing'} there: run fsck"
             )
-        found.append(ref)
-    return found[0], found[1]
+        parents.append(ref)
+    return parents[0], parents[1]
 
 
 def _differences(recorded: Tree, now: Tree) -> tuple[ArrayDifference, ...]:
     """Arrays that are not the same bits."""
     named = jax.tree_util.tree_flatten_with_path(dict(recorded))[0]
     others = jax.tree.leaves(dict(now))
-    found: list[ArrayDifference] = []
+    differences: list[ArrayDifference] = []
     for (path, old), new in zip(named, others, strict=True):
         old, new = np.asarray(old), np.asarray(new)
         if old.tobytes() != new.tobytes():
             apart = np.abs(old.astype(np.float64) - new.astype(np.float64))
-            found.append(
+            differences.append(
                 ArrayDifference(
                     name="/".join(str(part.key) for part in path),
                     largest=float(apart.max()),
                     recorded_largest=float(np.abs(old.astype(np.float64)).max()),
                 )
             )
-    return tuple(found)
+    return tuple(differences)
 
 
 def _apart(

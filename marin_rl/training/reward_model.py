@@ -28,13 +28,12 @@ from marin_rl.config import RewardModelConfig, fingerprint_fields
 from marin_rl.errors import ConfigError
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
-from marin_rl.storage.checkpoints import commit_checkpoint
 from marin_rl.storage.commits import find_commit, fingerprint
 from marin_rl.storage.runs import Run, committed, pairs_slot, reward_model_slot
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.compiled_step import check_finite
 from marin_rl.training.critic import ScalarModel
-from marin_rl.training.loop import already_committed, check_finite
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import (
     matrix_mask,
@@ -52,18 +51,16 @@ from marin_rl.training.preference import (
 )
 from marin_rl.training.sft import STEPS_PER_EVENT, made_ahead
 from marin_rl.training.state import (
-    Identity,
-    first_parameters,
+    CheckpointSlot,
+    CommittedState,
     fresh_state,
-    other_run,
-    restore_parameters,
-    restore_state,
+    policy_parameters,
     sft_result,
     state_like,
     template_of,
-    tree_of,
 )
-from marin_rl.training.step import Parameters, TrainState, as_array
+from marin_rl.training.step import as_array
+from marin_rl.training.step_types import Parameters, TrainState
 from marin_rl.types import PreferencePair, SlotRef
 from schemas.pairs import SCHEMA_VERSION
 
@@ -88,15 +85,17 @@ class RewardModelTraining:
         self._template: ScalarModel = eqx.filter_eval_shape(ScalarModel.of, trunk)
         adamw = sft_adamw(self._settings, config.training)
         self._optimizer = make_optimizer(adamw, matrix_mask(self._template))
-        self._like = state_like(self._template, self._optimizer)
+        like = state_like(self._template, self._optimizer)
+        place = partial(
+            self._layout.place_state, template=self._template, optimizer=self._optimizer
+        )
+        self._committed = CommittedState(run, self._names, like, place)
         schedule, dtype = learning_rate_schedule(adamw), config.policy.compute_dtype
         self._step = make_preference_step(
             self._template, self._optimizer, schedule, dtype, self._layout
         )
         self._scorer = SequenceScorer(self._template, config.policy)
         self._pairs: _Sides | None = None
-        self._state: TrainState | None = None
-        self._at: SlotRef | None = None
 
     def prepare(self) -> SlotRef:
         """Commit the run's pairs, tokens and split included, or return them if they are there.
@@ -105,9 +104,9 @@ class RewardModelTraining:
         and field, CommitConflict where the file is another than the one the run began with.
         """
         run, settings = self._run, self._settings
-        found = committed(run, pairs_slot())
-        if found is not None and not Path(settings.pairs).exists():
-            return found
+        existing = committed(run, pairs_slot())
+        if existing is not None and not Path(settings.pairs).exists():
+            return existing
         file = read_pairs(settings.pairs)
         decides = {
             "file": file.sha256,
@@ -116,8 +115,8 @@ class RewardModelTraining:
             **asdict(self._names),
         }
         decided = fingerprint("pairs", decides, (), SCHEMA_VERSION)
-        if (found := find_commit(run.store, pairs_slot(), decided)) is not None:
-            return found
+        if (existing := find_commit(run.store, pairs_slot(), decided)) is not None:
+            return existing
         tokenizer = PairTokenizer(
             tokenizer=cast(ChatTokenizer, self._tokenizer),
             vocab_size=self._trunk.Vocab.size,
@@ -138,70 +137,53 @@ class RewardModelTraining:
         assert 0 <= step_from < settings.steps, (step_from, settings.steps)
         assert step_from % settings.steps_per_checkpoint == 0, (step_from, settings)
         step_to = min(step_from + settings.steps_per_checkpoint, settings.steps)
-        parents, slot = self._parents(step_from, pairs), reward_model_slot(step_to)
-        decisive = self._content()
-        if found := already_committed(run, slot, decisive, parents):
-            return found
-        sides = self._sides(pairs)
-        state, rows = self._begin(step_from, parents), list[Mapping[str, float]]()
-        self._state = self._at = None  # the state is donated from here on
+        slot = self._slot(step_from, step_to, pairs)
+        if existing := slot.find():
+            return existing
+        sides, history = self._sides(pairs), list[Mapping[str, float]]()
+        state = self._committed.take(slot.parents[0]) if step_from else self._first_state()
         limit = run.config.training.nonfinite_updates_max
         for step, batch in made_ahead(partial(self._batch, sides.train), step_from, step_to):
             state, metrics = self._take(state, batch)
-            check_finite(state, metrics, limit)
-            rows.append(_named(metrics))
+            check_finite(metrics, int(state.refused) if metrics["updates/skipped"] else 0, limit)
+            history.append(_named(metrics))
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
-                self._publish(step + 1, rows[-1])
+                self._publish(step + 1, history[-1])
         measured = self._measured(state.parameters, sides)
-        totals = over_steps(rows) | _named(measured.totals, "held_out_")
+        totals = over_steps(history) | _named(measured.totals, "held_out_")
         extra = {"reward_mean": measured.mean, "reward_std": measured.std}
-        ref = commit_checkpoint(
-            run,
-            slot,
-            tree_of(state),
-            content=decisive,
-            parents=parents,
-            totals=totals,
-            extra=Identity.of(state, self._names).as_dict() | extra,
-        )
+        ref = slot.commit(state, totals, extra)
         self._publish(step_to, totals)
         if not ref.reused:
-            self._state, self._at = state, ref
+            self._committed.keep(state, ref)
         return ref
 
-    def _parents(self, step_from: int, pairs: SlotRef) -> tuple[SlotRef, ...]:
-        """Parents of a segment: its first checkpoint, and the pairs."""
+    def _slot(self, step_from: int, step_to: int, pairs: SlotRef) -> CheckpointSlot:
+        """The slot of a segment, whose parents are its first checkpoint and the pairs."""
+        before: tuple[SlotRef, ...] = ()
         if step_from:
-            before = committed(self._run, reward_model_slot(step_from))
-            assert before is not None, f"step {step_from} is committed before the segment after it"
-            return (before, pairs)
-        if self._run.config.policy.init == "sft":
-            return (sft_result(self._run), pairs)
-        return (pairs,)
-
-    def _begin(self, step_from: int, parents: tuple[SlotRef, ...]) -> TrainState:
-        place = partial(
-            self._layout.place_state, template=self._template, optimizer=self._optimizer
+            ref = committed(self._run, reward_model_slot(step_from))
+            assert ref is not None, f"step {step_from} is committed before the segment after it"
+            before = (ref,)
+        elif self._run.config.policy.init == "sft":
+            before = (sft_result(self._run),)
+        return CheckpointSlot(
+            run=self._run,
+            slot=reward_model_slot(step_to),
+            tokenizer=self._names,
+            content=self._content(),
+            parents=(*before, pairs),
         )
-        if step_from == 0:
-            parameters, seed = self._first_parameters(), self._run.config.seed
-            return place(fresh_state(parameters, self._optimizer, seed))
-        if self._state is not None and self._at == parents[0]:
-            return self._state
-        return place(restore_state(self._run, parents[0], self._like, self._names))
 
-    def _first_parameters(self) -> Parameters:
-        """The trunk of a policy, and a head that says 0 of everything."""
+    def _first_state(self) -> TrainState:
+        """The trunk of a policy, and a head that returns 0 for everything."""
         config, trunk = self._run.config, self._trunk
         optimizer = make_optimizer(sft_adamw(config.sft, config.training), matrix_mask(trunk))
         like = state_like(trunk, optimizer)
-        if config.policy.init == "sft":
-            of_policy = restore_parameters(self._run, sft_result(self._run), like, self._names)
-        elif config.policy.init == "checkpoint":
-            of_policy = restore_parameters(*other_run(config), like, self._names)
-        else:
-            of_policy = first_parameters(config, self._tokenizer)
-        return named_parameters(ScalarModel.of(with_parameters(trunk, of_policy)))
+        policy = policy_parameters(self._run, self._names, self._tokenizer, like)
+        parameters = named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
+        state = fresh_state(parameters, self._optimizer, config.seed)
+        return self._layout.place_state(state, self._template, self._optimizer)
 
     def _content(self) -> dict[str, object]:
         config = self._run.config
@@ -216,10 +198,10 @@ class RewardModelTraining:
     def _sides(self, pairs: SlotRef) -> "_Sides":
         """Training pairs and held-out pairs, read once."""
         if self._pairs is None:
-            found = committed_pairs(self._run, pairs)
+            everything = committed_pairs(self._run, pairs)
             self._pairs = _Sides(
-                train=[pair for pair in found if pair.split != "eval"],
-                held_out=[pair for pair in found if pair.split == "eval"],
+                train=[pair for pair in everything if pair.split != "eval"],
+                held_out=[pair for pair in everything if pair.split == "eval"],
             )
         return self._pairs
 
@@ -245,12 +227,12 @@ class RewardModelTraining:
         batch = pair_batch(pairs, self._settings.margin, longest(pairs))
         rows = zip(batch.token_ids, batch.inside, strict=True)
         with self._layout.active():
-            found = self._scorer.score(parameters, [ids[inside] for ids, inside in rows])
-        totals = preference_totals(found[0::2], found[1::2], batch.margins)
+            rewards = self._scorer.score(parameters, [ids[inside] for ids, inside in rows])
+        totals = preference_totals(rewards[0::2], rewards[1::2], batch.margins)
         return _Measured(
             totals=totals if sides.held_out else {},
-            mean=float(found.mean()),
-            std=max(float(found.std()), STD_MIN),
+            mean=float(rewards.mean()),
+            std=max(float(rewards.std()), STD_MIN),
         )
 
     def _publish(self, step: int, metrics: Mapping[str, float]) -> None:

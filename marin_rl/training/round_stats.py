@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.storage.tables.scores import ScoredStep
 from marin_rl.training.flops import peak_of_devices, training_flops
 from marin_rl.training.precompute import RowExtras
-from marin_rl.training.step import StepArrays, trained_mask
-from marin_rl.training.token_metrics import TokenMeasures
+from marin_rl.training.step import trained_mask
+from marin_rl.training.step_metrics import TokenMeasures
+from marin_rl.training.step_types import StepArrays
 from marin_rl.types import TrainingBatch, segment_lengths, segment_starts
 
 # Totals of a checkpoint's manifest that are no metrics: `perf/mfu` is made of them.
@@ -20,11 +21,11 @@ def scored_step(
     batch: TrainingBatch,
     arrays: StepArrays,
     measured: TokenMeasures | None,
-    change: RowExtras,
+    extra: RowExtras,
 ) -> ScoredStep:
     """Scores of a step's tokens: those it measured, and those that its batch and arrays have.
 
-    `change` has what was known before the round's first update and the step itself was not given.
+    `extra` has what was known before the round's first update and the step itself was not given.
     """
     assert measured is not None, "a step with an objective measures its tokens"
     shape = batch.token_ids.shape
@@ -42,7 +43,7 @@ def scored_step(
             "trainer_logprobs": rows(measured.trainer_logprobs),
             "sampler_logprobs": batch.policy_logprobs,
             "reference_logprobs": rows(
-                measured.reference_logprobs if change.referred is None else change.referred
+                measured.reference_logprobs if extra.ref_logprobs is None else extra.ref_logprobs
             ),
             "old_logprobs": rows(measured.old_logprobs),
             "entropies": rows(measured.entropies),
@@ -51,7 +52,7 @@ def scored_step(
             "values": rows(measured.values),
             "old_values": rows(arrays.old_values),
             "returns": rows(arrays.returns),
-            "squared_score_norms": rows(change.norms),
+            "squared_score_norms": rows(extra.norms),
         },
     )
 

@@ -334,8 +334,8 @@ def _scores_where(
 
         def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
-            found = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
-            return tuple(kept.at[rows].set(f) for kept, f in zip(carry, found, strict=True))
+            scores = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
+            return tuple(kept.at[rows].set(s) for kept, s in zip(carry, scores, strict=True))
 
         zero = jnp.zeros(mask_N.shape, jnp.float32)
         scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)

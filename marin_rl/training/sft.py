@@ -17,28 +17,24 @@ from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, make_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
-from marin_rl.storage.checkpoints import commit_checkpoint
 from marin_rl.storage.runs import Run, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.compiled_step import compiled_step_of
-from marin_rl.training.loop import (
-    PROGRAM_VERSION,
-    already_committed,
+from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.compiled_step import (
     check_finite,
-    take_step,
+    compiled_step_of,
+    supervised_settings,
     to_fixed_shape,
 )
+from marin_rl.training.loop import PROGRAM_VERSION
 from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.state import (
-    Identity,
-    first_parameters,
+    CheckpointSlot,
+    CommittedState,
     fresh_state,
-    other_run,
-    restore_parameters,
-    restore_state,
-    tree_of,
+    policy_parameters,
 )
-from marin_rl.training.step import StepSettings, TrainState
+from marin_rl.training.step_types import TrainState
 from marin_rl.types import Message, SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
@@ -49,7 +45,7 @@ Batch = TypeVar("Batch")
 
 
 class WarmStart:
-    """Plays the warm start of one run, segment by segment."""
+    """Trains the warm start of one run, segment by segment."""
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         config = run.config
@@ -57,14 +53,12 @@ class WarmStart:
         self._names = TokenizerIdentity.of(tokenizer)
         self._environment = make_environment(config.sft.environment or config.environment)
         self._environment.load_examples()
-        self._program = compiled_step_of(
-            config,
-            tokenizer,
-            sft_adamw(config.sft, config.training),
-            StepSettings(objective=None, compute_dtype=config.policy.compute_dtype),
+        self._loss = Loss(settings=supervised_settings(config))
+        program = compiled_step_of(
+            config, tokenizer, sft_adamw(config.sft, config.training), self._loss.settings
         )
-        self._state: TrainState | None = None
-        self._at: SlotRef | None = None
+        self._program = program
+        self._committed = CommittedState(run, self._names, program.like, program.place)
 
     def run_segment(self, step_from: int) -> SlotRef:
         """Train from `step_from` to the segment's end and commit the checkpoint there.
@@ -77,49 +71,44 @@ class WarmStart:
         assert 0 <= step_from < sft.steps, (step_from, sft.steps)
         assert step_from % sft.steps_per_checkpoint == 0, (step_from, sft.steps_per_checkpoint)
         step_to = min(step_from + sft.steps_per_checkpoint, sft.steps)
-        parents = (self._before(step_from),) if step_from else ()
-        decisive = self._content()
-        if found := already_committed(run, sft_slot(step_to), decisive, parents):
-            return found
-        state, metrics = self._begin(parents), dict[str, float]()
-        self._state = self._at = None  # the optimizer state is donated from here on
+        slot = self._slot(step_from, step_to)
+        if existing := slot.find():
+            return existing
+        backend, metrics = DeviceBackend(self._program, self._begin(slot)), dict[str, float]()
         for step, batch in made_ahead(self._batch, step_from, step_to):
             layout = self._program.layout
             rows = to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
-            state, metrics, _ = take_step(self._program, state, None, *rows)
-            check_finite(state, metrics, run.config.training.nonfinite_updates_max)
+            forward, update = backend.forward_backward(rows, self._loss), backend.optim_step()
+            metrics = forward.result().metrics | update.result().metrics
+            refused_max = run.config.training.nonfinite_updates_max
+            check_finite(metrics, update.result().refused, refused_max)
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
                 self._publish(step + 1, metrics)
-        ref = commit_checkpoint(
-            run,
-            sft_slot(step_to),
-            tree_of(state),
-            content=decisive,
-            parents=parents,
-            totals=_summary(metrics),
-            extra=Identity.of(state, self._names).as_dict(),
-        )
+        ref = backend.save(slot, _summary(metrics)).result()
         if not ref.reused:
-            self._state, self._at = state, ref
+            self._committed.keep(backend.close(), ref)
         return ref
 
-    def _before(self, step: int) -> SlotRef:
-        ref = committed(self._run, sft_slot(step))
-        assert ref is not None, f"{sft_slot(step)} is committed before the segment after it"
-        return ref
+    def _slot(self, step_from: int, step_to: int) -> CheckpointSlot:
+        before = committed(self._run, sft_slot(step_from)) if step_from else None
+        assert before or not step_from, f"{sft_slot(step_from)} is committed before what follows it"
+        return CheckpointSlot(
+            run=self._run,
+            slot=sft_slot(step_to),
+            tokenizer=self._names,
+            content=self._content(),
+            parents=(before,) if before else (),
+        )
 
-    def _begin(self, parents: tuple[SlotRef, ...]) -> TrainState:
-        config, program = self._run.config, self._program
-        if parents and self._state is not None and self._at == parents[0]:
-            return self._state
-        if parents:
-            state = restore_state(self._run, parents[0], program.like, self._names)
-            return program.place(state)
-        if config.policy.init == "checkpoint":
-            parameters = restore_parameters(*other_run(config), program.like, self._names)
-        else:
-            parameters = first_parameters(config, self._tokenizer)
-        return program.place(fresh_state(parameters, program.optimizer, config.seed))
+    def _begin(self, slot: CheckpointSlot) -> TrainState:
+        """The state that a segment starts from: its parent's, or the first."""
+        if slot.parents:
+            return self._committed.take(slot.parents[0])
+        program, run = self._program, self._run
+        parameters = policy_parameters(
+            run, self._names, self._tokenizer, program.like, warm_start=False
+        )
+        return program.place(fresh_state(parameters, program.optimizer, run.config.seed))
 
     def _content(self) -> dict[str, object]:
         config = self._run.config
@@ -179,22 +168,22 @@ def supervised_batch(
                 "start needs (prompt, answer) pairs; choose another sft.environment"
             )
         chats.append((example.messages, answer))
-    found = chats_tokens(cast(ChatTokenizer, tokenizer), chats)
-    longest = max(len(ids) for ids, _ in found)
+    sequences = chats_tokens(cast(ChatTokenizer, tokenizer), chats)
+    longest = max(len(ids) for ids, _ in sequences)
     if longest > config.policy.context_length:
         raise InputError(
             f"an example of step {step} has {longest} tokens, but policy.context_length is "
             f"{config.policy.context_length}: raise it, or choose shorter examples"
         )
-    return _padded(found, -(-longest // LENGTH_STEP) * LENGTH_STEP)
+    return _padded(sequences, -(-longest // LENGTH_STEP) * LENGTH_STEP)
 
 
-def _padded(found: list[tuple[np.ndarray, np.ndarray]], length: int) -> TrainingBatch:
-    lengths = np.array([len(ids) for ids, _ in found])
+def _padded(sequences: list[tuple[np.ndarray, np.ndarray]], length: int) -> TrainingBatch:
+    lengths = np.array([len(ids) for ids, _ in sequences])
     inside_BT = np.arange(length) < lengths[:, None]
     token_ids, loss_mask = (np.zeros(inside_BT.shape, np.int32) for _ in range(2))
-    token_ids[inside_BT] = np.concatenate([ids for ids, _ in found])
-    loss_mask[inside_BT] = np.concatenate([mask for _, mask in found])
+    token_ids[inside_BT] = np.concatenate([ids for ids, _ in sequences])
+    loss_mask[inside_BT] = np.concatenate([mask for _, mask in sequences])
     nothing = np.zeros(inside_BT.shape, np.float32)
     return TrainingBatch(
         token_ids=token_ids,

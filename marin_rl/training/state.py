@@ -1,11 +1,12 @@
-"""Between a training state in memory and the tree that a checkpoint holds.
+"""Training states in memory and in checkpoints: restored, continued from, committed.
 
 A checkpoint has `parameters` by path in the model, `optimizer` by path in optax's own state, and
 the counters. Also here: a run's architecture, and where its first parameters come from.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,17 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.storage.checkpoints import restore_checkpoint
-from marin_rl.storage.commits import manifest_of
+from marin_rl.machine import give_back_freed_memory
+from marin_rl.storage.checkpoints import (
+    Beside,
+    checkpoint_fingerprint,
+    commit_checkpoint,
+    restore_checkpoint,
+)
+from marin_rl.storage.commits import find_commit, manifest_of
 from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
-from marin_rl.training.critic import Critic, CriticState
+from marin_rl.training.critic import Critic
 from marin_rl.training.model import (
     build_model,
     digest_of,
@@ -32,7 +39,7 @@ from marin_rl.training.model import (
     named_parameters,
     parameter_shapes,
 )
-from marin_rl.training.step import Parameters, TrainState
+from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
 
 # Branches of a checkpoint that only the trainer reads, and that not every run has.
@@ -111,49 +118,49 @@ def state_like(
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
-    """The state as nested dicts of arrays: what a checkpoint holds."""
+    """Return the state as nested dicts of arrays: what a checkpoint holds."""
     average = {} if state.average is None else {"average": dict(state.average)}
-    critic = {} if state.critic is None else {"critic": _critic_tree(state.critic)}
+    critic = {} if state.critic is None else {"critic": _trained_tree(state.critic)}
     return {
         **average,
         **critic,
-        "parameters": dict(state.parameters),
-        "optimizer": dict(_optimizer_leaves(state.optimizer)),
-        "step": state.step,
+        **_trained_tree(state),
         "rng": state.rng,
         "refused": state.refused,
     }
 
 
 def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
-    """The state that `tree_of` described, with the structure of `like`."""
+    """Return the state that `tree_of` described, with the structure of `like`."""
+    average, critic = like.average, like.critic
+    if average is not None:
+        average = {name: jnp.asarray(tree["average"][name]) for name in average}
+    if critic is not None:
+        critic = CriticState(**_trained_of(tree["critic"], critic))
     return TrainState(
-        parameters={name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
-        optimizer=_optimizer_of(tree["optimizer"], like.optimizer),
-        step=jnp.asarray(tree["step"]),
+        **_trained_of(tree, like),
         rng=jnp.asarray(tree["rng"]),
         refused=jnp.asarray(tree["refused"]),
-        average=None
-        if like.average is None
-        else {name: jnp.asarray(tree["average"][name]) for name in like.average},
-        critic=None if like.critic is None else _critic_of(tree["critic"], like.critic),
+        average=average,
+        critic=critic,
     )
 
 
-def _critic_tree(critic: CriticState) -> dict[str, Any]:
+def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
+    """Return parameters, moments and number of updates, which a policy and a critic both have."""
     return {
-        "parameters": dict(critic.parameters),
-        "optimizer": dict(_optimizer_leaves(critic.optimizer)),
-        "step": critic.step,
+        "parameters": dict(state.parameters),
+        "optimizer": dict(_optimizer_leaves(state.optimizer)),
+        "step": state.step,
     }
 
 
-def _critic_of(tree: Mapping[str, Any], like: CriticState) -> CriticState:
-    return CriticState(
-        parameters={name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
-        optimizer=_optimizer_of(tree["optimizer"], like.optimizer),
-        step=jnp.asarray(tree["step"]),
-    )
+def _trained_of(tree: Mapping[str, Any], like: TrainState | CriticState) -> dict[str, Any]:
+    return {
+        "parameters": {name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
+        "optimizer": _optimizer_of(tree["optimizer"], like.optimizer),
+        "step": jnp.asarray(tree["step"]),
+    }
 
 
 def _optimizer_of(tree: Mapping[str, Any], like: Any) -> Any:
@@ -190,8 +197,8 @@ class Identity:
 
     def as_dict(self) -> dict[str, Any]:
         """As it is kept in a manifest's `extra`."""
-        found = dataclasses.asdict(self)
-        return {name: value for name, value in found.items() if value is not None}
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def identity_of(run: Run, ref: SlotRef) -> Identity:
@@ -214,11 +221,11 @@ def restore_state(
 
     Raises CorruptObject where files are damaged, or where the arrays are those of another model.
     """
-    found, expected = identity_of(run, ref).tokenizer_digest, tokenizer.tokenizer_digest
-    if found != expected:
+    digest, expected = identity_of(run, ref).tokenizer_digest, tokenizer.tokenizer_digest
+    if digest != expected:
         raise InputError(
             f"{run.store.url_of(ref.slot)} was trained with another tokenizer: expected digest "
-            f"{expected[:12]}, found {found[:12]}; set policy.tokenizer to the one it was trained "
+            f"{expected[:12]}, found {digest[:12]}; set policy.tokenizer to the one it was trained "
             "with"
         )
     return state_of(restore_checkpoint(run, ref, tree_of(like), unasked=unasked), like)
@@ -230,6 +237,27 @@ def restore_parameters(
     """The parameters of a checkpoint alone. Raises as `restore_state` does."""
     alone = like._replace(average=None, critic=None)
     return restore_state(run, ref, alone, tokenizer, unasked=UNSERVED).parameters
+
+
+def policy_parameters(
+    run: Run,
+    names: TokenizerIdentity,
+    tokenizer: PreTrainedTokenizerBase,
+    like: TrainState,
+    *,
+    warm_start: bool = True,
+) -> Parameters:
+    """Return the parameters that `policy.init` names: another checkpoint's, or the first weights.
+
+    Without `warm_start`, those that a warm start itself begins at. Raises ConfigError until the
+    warm start is committed, and as `restore_state` does.
+    """
+    config = run.config
+    if config.policy.init == "sft" and warm_start:
+        return restore_parameters(run, sft_result(run), like, names)
+    if config.policy.init == "checkpoint":
+        return restore_parameters(*other_run(config), like, names)
+    return first_parameters(config, tokenizer)
 
 
 def sft_result(run: Run) -> SlotRef:
@@ -248,3 +276,91 @@ def other_run(config: Config) -> tuple[Run, SlotRef]:
     kinds = {"checkpoints": "round-00012", "sft": "step-00500"}
     text = config.policy.checkpoint or ""
     return checkpoint_named(text, kinds, "policy.checkpoint", config.storage_options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSlot:
+    """A slot of a run that a training state is committed as.
+
+    `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity.
+    """
+
+    run: Run
+    slot: str
+    tokenizer: TokenizerIdentity
+    content: Mapping[str, Any]
+    parents: Sequence[SlotRef] = ()
+
+    def find(self) -> SlotRef | None:
+        """Return the slot if it is committed. Raises CommitConflict if it holds something else."""
+        decided = checkpoint_fingerprint(self.content, self.parents)
+        return find_commit(self.run.store, self.slot, decided)
+
+    def commit(
+        self,
+        state: TrainState,
+        totals: Mapping[str, float],
+        extra: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
+    ) -> SlotRef:
+        """Commit a state; totals that are not finite are left out.
+
+        Raises CommitConflict, and StorageError of the store.
+        """
+        return commit_checkpoint(
+            self.run,
+            self.slot,
+            tree_of(state),
+            content=self.content,
+            parents=self.parents,
+            totals={name: value for name, value in totals.items() if math.isfinite(value)},
+            extra={**Identity.of(state, self.tokenizer).as_dict(), **(extra or {})},
+            beside=beside,
+        )
+
+
+class CommittedState:
+    """A training state of a run in memory, and the `checkpoint` that it equals; None before any.
+
+    A trainer takes the state from here, so that no second reference keeps its memory, and gives it
+    back once it is committed.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: TokenizerIdentity,
+        like: TrainState,
+        place: Callable[[TrainState], TrainState],
+    ) -> None:
+        self._run, self._names, self._like, self._place = run, tokenizer, like, place
+        self.state: TrainState | None = None
+        self.checkpoint: SlotRef | None = None
+
+    def load(self, checkpoint: SlotRef) -> TrainState:
+        """Return the state of a checkpoint, from memory when it is that already.
+
+        Raises CorruptObject, ObjectMissing, or InputError for another tokenizer's checkpoint.
+        """
+        if self.state is None or self.checkpoint != checkpoint:
+            self.forget()  # two states may not fit into memory
+            state = restore_state(self._run, checkpoint, self._like, self._names)
+            self.keep(self._place(state), checkpoint)
+            del state
+            give_back_freed_memory()
+        assert self.state is not None
+        return self.state
+
+    def take(self, checkpoint: SlotRef) -> TrainState:
+        """Return the state of a checkpoint to train from: its optimizer's part will be donated."""
+        state = self.load(checkpoint)
+        self.forget()
+        return state
+
+    def keep(self, state: TrainState, checkpoint: SlotRef) -> None:
+        """Keep a state that was committed as `checkpoint`, or read from it."""
+        self.state, self.checkpoint = state, checkpoint
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self.state = self.checkpoint = None

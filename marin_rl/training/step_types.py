@@ -1,26 +1,68 @@
-"""Types of an optimizer step: its rows on the device, and the streams that share its microbatches.
-
-The operations of a small model are too short for XLA to keep two cores busy with one after the
-other; two programs, each with half of the microbatches, do. Gradients are then added up in the
-order of the streams, so their number depends on nothing that another machine has less of.
+"""Types of an optimizer step: its state, its rows on the device, and what decides its loss.
 
 Axes: M microbatches, R rows of one, T positions.
 """
 
-import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
-from jaxtyping import Bool, Float, Int32
+import optax
+from jaxtyping import Array, Bool, Float, Int32
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
-from marin_rl.machine import cores
-from marin_rl.training.model import parameter_shapes
-from marin_rl.training.scoring import ALONE, Packing
+from marin_rl.training.scoring import ALONE, Packing, TokenScores
+
+Parameters = dict[str, jax.Array]
+
+
+class CriticState(NamedTuple):
+    """State of a critic: parameters by path, its optimizer's state, the number of its updates."""
+
+    parameters: Parameters
+    optimizer: optax.OptState
+    step: Int32[Array, ""]
+
+
+class TrainState(NamedTuple):
+    """State that an optimizer step reads and writes. `step` counts updates that were applied.
+
+    `parameters` are the trainable ones, by path in the model; parameters that stay as they are go
+    into a step as `frozen`. `rng` is the root key of all randomness in a step; `refused` counts the
+    updates refused in a row because they were not finite. `average` is the moving average of the
+    parameters, where the objective takes it as the reference, `critic` the value function's, where
+    there is one.
+    """
+
+    parameters: Parameters
+    optimizer: optax.OptState
+    step: Int32[Array, ""]
+    rng: Array
+    refused: Int32[Array, ""]
+    average: Parameters | None = None
+    critic: CriticState | None = None
+
+
+class Reference(NamedTuple):
+    """Parameters of the reference policy, and the weight of the KL to them."""
+
+    parameters: Parameters
+    coefficient: Float[Any, ""]
+
+
+class TrainableParams(NamedTuple):
+    """Trainable parameters, or their gradients; None for what is not trained, or not there."""
+
+    policy: Parameters | None
+    critic: Parameters | None = None
+
+
+class ForwardOutputs(NamedTuple):
+    """Forward outputs of a step's rows before the update; None without a reference, or a critic."""
+
+    scores: TokenScores
+    ref_logprobs: Array | None
+    values: Array | None
 
 
 class StepArrays(NamedTuple):
@@ -42,6 +84,13 @@ class StepArrays(NamedTuple):
     returns: Float[Any, "M R T"] | None = None
 
 
+class StepRows(NamedTuple):
+    """The rows of one step, and the number of microbatches that hold anything."""
+
+    arrays: StepArrays
+    used: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """Settings of a run's step. `objective` None is supervised: the mean negative log-likelihood.
@@ -55,31 +104,3 @@ class StepSettings:
     packing: Packing = ALONE
     compute_dtype: str = "float32"
     critic: CriticConfig | None = None
-
-
-Result = TypeVar("Result")
-
-LANES = 2
-
-# The operations of larger models are long enough that XLA shares each among all cores, and every
-# lane has gradients of its own.
-LANE_WEIGHTS_BYTES_MAX = 2**27
-
-
-def lanes_of(template: eqx.Module, *, on_mesh: bool) -> int:
-    """Lanes of the step of a model that looks like `template`: two for a small one on a CPU."""
-    small = 4 * sum(map(math.prod, parameter_shapes(template).values())) <= LANE_WEIGHTS_BYTES_MAX
-    return LANES if small and not on_mesh and jax.default_backend() == "cpu" else 1
-
-
-def side_by_side(run: Callable[[int], Result], lanes: int) -> list[Result]:
-    """Results of `run` for each lane, once all have ended; one after the other on one core.
-
-    Programs that one thread starts run one after the other, so each lane has a thread. Raises what
-    the first lane that failed raised.
-    """
-    if cores() == 1:
-        return [run(lane) for lane in range(lanes)]
-    with ThreadPoolExecutor(lanes, "training-lane") as threads:
-        futures = [threads.submit(run, lane) for lane in range(lanes)]
-    return [future.result() for future in futures]

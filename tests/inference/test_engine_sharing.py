@@ -13,8 +13,8 @@ from support.cases import printed_seed
 from support.engines import bits, engine_of, request_of, result_of
 from support.models import tiny_model
 
+from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.attention import SHARE
-from marin_rl.inference.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.decoder import BLOCK_MIN
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest
@@ -52,7 +52,11 @@ def shared_while(engine: Engine, *requests: GenerationRequest) -> set[int]:
 
 def test_whole_lanes_of_small_models_share_on_a_cpu():
     shares = lambda lanes, weights_bytes=1, queries_per_kv=2, on_mesh=False: shares_prompts(
-        lanes, weights_bytes=weights_bytes, queries_per_kv=queries_per_kv, on_mesh=on_mesh
+        lanes,
+        weights_bytes=weights_bytes,
+        queries_per_kv=queries_per_kv,
+        on_mesh=on_mesh,
+        together=SHARE,
     )
     assert shares(Lanes(2, 2 * SHARE))
     assert not shares(Lanes(2, SHARE))

@@ -22,13 +22,13 @@ from support.engines import (
 )
 from support.models import tiny_model
 
-from marin_rl.errors import InputError
-from marin_rl.inference.cpu_streams import (
+from marin_rl.cpu_streams import (
     LANE_SLOTS_MIN,
     LANE_WEIGHTS_BYTES_MAX,
     Lanes,
     lanes_for,
 )
+from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta
 from marin_rl.inference.programs import compiled_layers, fused_weights

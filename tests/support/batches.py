@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pyarrow as pa
+from support.steps import make_step
 
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig, TrainingConfig
 from marin_rl.storage.commits import new_attempt
@@ -19,8 +20,8 @@ from marin_rl.storage.tables.batches import BatchWriter, StepRows, commit_batche
 from marin_rl.training.model import build_model, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import Reference, as_array, make_step, step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step import step_arrays
+from marin_rl.training.step_types import Reference, StepSettings
 from marin_rl.types import SlotRef, TrainingBatch
 
 LENGTH = 16
@@ -165,7 +166,7 @@ def _curve(objective: ObjectiveConfig | None, sizes: dict) -> dict[str, list[flo
     arrays, used = step_arrays(random_batch(7, seed=0), 4, 2)
     curve: dict[str, list[float]] = {}
     for _ in range(STEPS):
-        state, metrics, _ = step(state, reference, arrays, as_array(used))
+        state, metrics, _ = step(state, reference, arrays, used)
         for name in KEPT:
             if name in metrics:
                 curve.setdefault(name, []).append(float(metrics[name]))

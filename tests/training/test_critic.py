@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
+from support.steps import make_step, take_step
 
 from marin_rl.batching.advantages import gae
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig
@@ -17,7 +18,7 @@ from marin_rl.errors import NonFiniteUpdate
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.scores import iter_scores
-from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
+from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.critic import (
     ScalarHead,
     ScalarModel,
@@ -44,7 +45,7 @@ from marin_rl.training.state import (
     state_of,
     tree_of,
 )
-from marin_rl.training.step import Reference, as_array, make_step, step_arrays
+from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
@@ -147,7 +148,8 @@ def test_kl_in_the_reward_reaches_a_critics_advantages_at_every_scale(scale: str
     """Without values and with gae_lambda 1 an advantage is what is to come, less what KL is."""
     batch = valued(random_batch(3))
     batch = dataclasses.replace(batch, rollout_ids=tuple((f"r{row}",) for row in range(3)))
-    arrays, used = step_arrays(batch, 2, 2)
+    rows = step_arrays(batch, 2, 2)
+    arrays = rows.arrays
     objective = ObjectiveConfig(
         advantage="gae",
         advantage_scale=scale,
@@ -157,18 +159,18 @@ def test_kl_in_the_reward_reaches_a_critics_advantages_at_every_scale(scale: str
         kl_placement="reward",
     )
     apart = (0.25 * arrays.mask).astype(np.float32)
-    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs - apart)
-    precompute.penalise(Reference({}, np.float32(0.5)), {}, [batch], [(arrays, used)])
+    precompute = RowPrecompute(objective, [batch], [rows])
+    precompute.penalise(lambda rows: rows.arrays.policy_logprobs - apart, 0.5, {})
     nothing = np.zeros(arrays.mask.shape, np.float32)
     critic = CriticConfig(gae_lambda=1.0)
-    precompute.estimate(critic, lambda _, __: nothing, [batch], [(arrays, used)])
+    precompute.estimate(critic, lambda _: nothing)
     mask = arrays.mask.reshape(4, -1)
     left = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # trained tokens from each one on
     rewards = token_rewards(batch, arrays).reshape(4, -1).sum(axis=1, keepdims=True)
     expected = (rewards - 0.5 * 0.25 * left)[mask]
     if scale != "none":
         expected = (expected - expected.mean()) / expected.std(ddof=1)
-    found = precompute.changes[0].advantages
+    found = precompute.extras[0].advantages
     assert found is not None
     assert_allclose(found.reshape(4, -1)[mask], expected, rtol=1e-4, atol=1e-5)
 
@@ -236,7 +238,7 @@ class Stage:
         if spoil:
             returns[0, 0, np.flatnonzero(arrays.mask[0, 0])[0]] = np.nan
         arrays = arrays._replace(old_values=old_values, returns=returns)
-        return self.step(self.fresh(), None, arrays, as_array(used))
+        return self.step(self.fresh(), None, arrays, used)
 
 
 def assert_moved(found, start) -> None:
@@ -377,11 +379,12 @@ def test_on_a_mesh_the_critic_learns_as_on_one_device(debug, tokenizer, axis, tr
         state = fresh_state(parameters, program.optimizer, 0, critic=critic)
         state = program.place(state)
         for step in range(2):
-            arrays, used = to_fixed_shape(valued(random_batch(6, LENGTH, seed=step)), 4, 8)
+            rows = to_fixed_shape(valued(random_batch(6, LENGTH, seed=step)), 4, 8)
+            arrays = rows.arrays
             nothing = np.zeros(arrays.mask.shape, np.float32)
             returns = np.where(arrays.mask, np.float32(0.5 + step), 0).astype(np.float32)
             arrays = arrays._replace(old_values=nothing, returns=returns)
-            state, metrics, _ = take_step(program, state, None, arrays, used)
+            state, metrics, _ = take_step(program, state, rows._replace(arrays=arrays))
         return state, metrics
 
     expected, metrics = after_two_steps(config)

@@ -17,7 +17,8 @@ from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.loop import Trainer, rows_compiled_for
+from marin_rl.training.compiled_step import rows_compiled_for
+from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, parameters_digest, save_hf
 from marin_rl.training.state import identity_of
 

@@ -12,7 +12,7 @@ from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig
 from marin_rl.training.flops import peak_flops, training_flops
 from marin_rl.training.losses import kl_estimate
 from marin_rl.training.model import model_template
-from marin_rl.training.token_metrics import (
+from marin_rl.training.step_metrics import (
     beyond_bounds,
     clip_fractions,
     clipped_tokens,

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from support.cases import others_slow
+from support.steps import take_step
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training import scoring
-from marin_rl.training.compiled_step import CompiledStep, take_step, to_fixed_shape
+from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.critic import ScalarHead
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.scoring import Packing, token_logprobs_and_values
 from marin_rl.training.state import first_parameters, fresh_state
-from marin_rl.training.step import Reference
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step_types import Reference, StepSettings
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 SETTINGS = (
@@ -43,9 +43,9 @@ def after_two_steps(config, tokenizer):
         fresh_state(first_parameters(config, tokenizer), program.optimizer, config.seed)
     )
     for step in range(2):
-        arrays, used = to_fixed_shape(random_batch(6, LENGTH, seed=step), 3, 8, program.layout)
+        rows = to_fixed_shape(random_batch(6, LENGTH, seed=step), 3, 8, program.layout)
         before = compilations()
-        state, metrics, _ = take_step(program, state, None, arrays, used)
+        state, metrics, _ = take_step(program, state, rows)
     return state, metrics, compilations() - before
 
 
@@ -99,8 +99,8 @@ def after_three_steps(config, mesh, *, packed=False):
     placed = program.layout.place_parameters(dict(first), program.template)
     reference = Reference(placed, np.float32(config.objective.kl_coefficient))
     for step in range(3):
-        arrays, used = to_fixed_shape(random_batch(13, LENGTH, seed=step), 7, 16, program.layout)
-        state, metrics, _ = take_step(program, state, reference, arrays, used)
+        rows = to_fixed_shape(random_batch(13, LENGTH, seed=step), 7, 16, program.layout)
+        state, metrics, _ = take_step(program, state, rows, reference)
     return {name: np.asarray(array) for name, array in state.parameters.items()}, metrics
 
 

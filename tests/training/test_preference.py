@@ -26,7 +26,8 @@ from marin_rl.training.preference import (
     preference_totals,
 )
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import TrainState, as_array
+from marin_rl.training.step import as_array
+from marin_rl.training.step_types import TrainState
 
 # r_chosen - r_rejected - margin, and what -log sigmoid of it is, to ten digits.
 KNOWN = ((0.0, 0.6931471806), (1.0, 0.3132616875), (-2.0, 2.1269280110), (40.0, 0.0))

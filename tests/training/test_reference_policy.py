@@ -20,7 +20,7 @@ from marin_rl.training.reference_policy import (
     reward_penalty,
 )
 from marin_rl.training.state import restore_parameters
-from marin_rl.training.step import Reference, step_arrays
+from marin_rl.training.step import step_arrays
 
 LENGTH = 32
 SETTINGS = (
@@ -77,7 +77,8 @@ def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():
 def test_kl_by_token_is_what_is_to_come_of_it_and_whitened():
     batch = random_batch(3, LENGTH)
     batch = dataclasses.replace(batch, rollout_ids=tuple((f"r{row}",) for row in range(3)))
-    arrays, used = step_arrays(batch, 2, 2)
+    rows = step_arrays(batch, 2, 2)
+    arrays = rows.arrays
     rng = np.random.default_rng(3)
     apart = rng.normal(0, 0.5, arrays.mask.shape).astype(np.float32) * arrays.mask
     objective = ObjectiveConfig(
@@ -88,11 +89,10 @@ def test_kl_by_token_is_what_is_to_come_of_it_and_whitened():
         kl_placement="reward",
         kl_estimator="k1",
     )
-    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs - apart)
-    reference = Reference({}, np.float32(0.3))
-    precompute.penalise(reference, {}, [batch], [(arrays, used)])
-    (change,) = precompute.changes
-    found = change(arrays).advantages
+    precompute = RowPrecompute(objective, [batch], [rows])
+    precompute.penalise(lambda rows: rows.arrays.policy_logprobs - apart, 0.3, {})
+    (extra,) = precompute.extras
+    found = extra(rows).arrays.advantages
 
     mask = arrays.mask.reshape(4, -1)
     raw = arrays.advantages.reshape(4, -1).astype(np.float64)
@@ -171,7 +171,7 @@ def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(de
     start = restore_parameters(run, first, program.like, names)
     one = play(run, trainer, first, [0])
     moved = restore_parameters(run, one, program.like, names)
-    state = trainer._state
+    state = trainer._committed.state
     assert state is not None
     assert state.average is not None
     for name, average in state.average.items():
@@ -179,7 +179,7 @@ def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(de
     two = play(run, trainer, one, [1])
     again = Trainer(run, tokenizer)
     again.load(one)
-    kept = again._state
+    kept = again._committed.state
     assert kept is not None
     assert kept.average is not None
     for name, average in state.average.items():

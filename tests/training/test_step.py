@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from support.cases import others_slow
 from support.run_factories import commit_round, configuration, group_of, rollout
+from support.steps import make_step
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig
@@ -25,8 +26,8 @@ from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.scoring import token_logprobs
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import Reference, as_array, make_score, make_step, step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step import as_array, make_score, step_arrays
+from marin_rl.training.step_types import Reference, StepSettings, TrainableParams
 
 ROWS_MAX = 8
 MODEL = tiny_policy(layers=1)
@@ -65,7 +66,7 @@ class Stage:
         reference = None
         if self.objective and self.objective.kl_coefficient:
             reference = Reference(self.reference, np.float32(self.objective.kl_coefficient))
-        return self.step(state, reference, arrays, as_array(used))
+        return self.step(state, reference, arrays, used)
 
     def gradient(self, batch, rows, microbatches):
         state, metrics, _ = self.take(batch, rows, microbatches)
@@ -199,11 +200,12 @@ def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
     assert metrics["sampling/correction_weight/mean"] < 1.01
     arrays, used = step_arrays(batch, 4, 1)
     score = make_score(stage.model, StepSettings(objective=stage.objective))
-    old = np.asarray(score(named_parameters(stage.model), arrays, as_array(used)))
-    state, told, measured = stage.take(batch, 4, 1, old_logprobs=old)
+    parameters = TrainableParams(named_parameters(stage.model))
+    old = np.asarray(score(parameters, {}, arrays, as_array(used)))
+    state, again, measured = stage.take(batch, 4, 1, old_logprobs=old)
     np.testing.assert_allclose(old, measured.trainer_logprobs, atol=1e-5)
     np.testing.assert_array_equal(old, measured.old_logprobs)
-    assert {name: float(value) for name, value in told.items()} == pytest.approx(metrics, rel=1e-4)
+    assert {name: float(value) for name, value in again.items()} == pytest.approx(metrics, rel=1e-4)
     _, later, _ = stage.take(batch, 4, 1, state, old_logprobs=old)
     assert abs(float(later["val/ratio"]) - 1.0) > 1e-4
     assert later["sampling/correction_weight/mean"] == pytest.approx(
@@ -346,7 +348,9 @@ def test_rows_of_two_policies_are_each_compared_with_their_own(tmp_path):
     old = np.array([False, True, False, True])
     arrays, used = step_arrays(batch, 4, 1)
     score = make_score(stage.model, StepSettings(objective=objective))
-    fresh, aged = (np.asarray(score(p, arrays, as_array(used)))[0] for p in (now, before))
+    fresh, aged = (
+        np.asarray(score(TrainableParams(p), {}, arrays, as_array(used)))[0] for p in (now, before)
+    )
     sampled = np.where(old[:, None], aged, fresh)  # logprobs from the server of each policy
     batch = dataclasses.replace(batch, policy_logprobs=sampled)
     _, metrics, measured = stage.take(batch, 4, 1)

@@ -15,7 +15,7 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
 from marin_rl.storage.tables.scores import iter_scores
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.compiled_step import CompiledStep, score_norm_rows, to_fixed_shape
+from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
@@ -24,7 +24,7 @@ from marin_rl.training.reprocess import reprocess_round
 from marin_rl.training.scoring import final_states, packing_of
 from marin_rl.training.state import Identity, first_parameters, identity_of
 from marin_rl.training.step import as_array, make_score_norms, step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step_types import StepSettings, TrainableParams
 from marin_rl.training.token_baseline import token_advantages
 
 OBJECTIVE = ObjectiveConfig(advantage="optimal_token_baseline", ratio_level="token")
@@ -96,7 +96,8 @@ def test_norms_are_those_of_the_gradient_by_the_logits(temperature: float) -> No
     model, batch = build_model(tiny_policy(layers=1), VOCAB, 0), random_batch(5)
     settings = StepSettings(objective=OBJECTIVE, temperature=temperature)
     arrays, used = step_arrays(batch, 2, 3)
-    norms = make_score_norms(model, settings)(named_parameters(model), arrays, as_array(used))
+    policy = TrainableParams(named_parameters(model))
+    norms = make_score_norms(model, settings)(policy, {}, arrays, as_array(used))
     found = np.asarray(norms).reshape(6, LENGTH)
     rows = (jnp.asarray(getattr(batch, n)) for n in ("token_ids", "segment_ids", "positions"))
     states = np.asarray(jax.jit(final_states)(model, *rows), np.float64)
@@ -134,7 +135,8 @@ def test_shared_prompts_change_no_norm() -> None:
         )  # fmt: skip
         arrays, used = step_arrays(batch, len(token_ids), 1)
         settings = StepSettings(objective=OBJECTIVE, packing=packing_of(packing))
-        found = make_score_norms(model, settings)(named_parameters(model), arrays, as_array(used))
+        policy = TrainableParams(named_parameters(model))
+        found = make_score_norms(model, settings)(policy, {}, arrays, as_array(used))
         return np.asarray(found)[0][mask != 0]
 
     assert_allclose(
@@ -238,6 +240,7 @@ def test_on_a_mesh_norms_are_those_of_one_device(debug, tokenizer, axis) -> None
         program = CompiledStep(chosen, tokenizer, policy_adamw(config.training), settings)
         parameters = first_parameters(chosen, tokenizer)
         placed = program.layout.place_parameters(parameters, program.template)
-        found.append(score_norm_rows(program, placed, *to_fixed_shape(batch, 4, 8)))
+        rows = to_fixed_shape(batch, 4, 8)
+        found.append(program.rows(program.score_norms, TrainableParams(placed), {}, rows))
     assert found[0].max() > 0
     assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,311 @@
+"""Metrics of an optimizer step over its trained tokens: pure functions on the device.
+
+Nothing here takes part in the gradient; the loss itself is in step_loss.py, definitions of the
+metrics are in `marin_rl.metrics`.
+
+Axes: M microbatches, R rows of one, B rows (M times R), T positions. `mask` is 1 on trained tokens,
+`segment_ids` separates the sequences of a row, logprobs are in nats.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from marin_rl.config import ObjectiveConfig
+from marin_rl.training.critic import value_metrics
+from marin_rl.training.losses import (
+    accepted_tokens,
+    binary_kl,
+    kl_estimate,
+    log_ratios,
+    on_mask,
+    policy_losses,
+    segment_sums,
+    sequence_shares,
+    trained_sequences,
+    weighted_sum,
+)
+from marin_rl.training.scoring import TokenScores
+from marin_rl.training.step_loss import (
+    corrections,
+    critic_targets,
+    in_rows,
+    old_logprobs,
+    step_loss,
+)
+from marin_rl.training.step_types import StepArrays, StepSettings
+
+Metrics = dict[str, jax.Array]
+FloatBT = Float[Array, "B T"]
+IntBT = Int[Array, "B T"]
+
+
+class TokenMeasures(NamedTuple):
+    """Of every trained token, before the update; what stands elsewhere means nothing.
+
+    `reference_logprobs` is None without a reference policy, `old_logprobs` where the ratio is taken
+    against the sampler's, `values` without a critic. Arrays have the shape of the step's.
+    """
+
+    trainer_logprobs: Float[Array, "..."]
+    entropies: Float[Array, "..."]
+    reference_logprobs: Float[Array, "..."] | None
+    old_logprobs: Float[Array, "..."] | None
+    ratios: Float[Array, "..."]
+    clipped: Bool[Array, "..."]
+    values: Float[Array, "..."] | None = None
+
+
+def step_metrics(
+    settings: StepSettings,
+    scores: TokenScores,
+    ref_logprobs: Array | None,
+    coefficient: Array | None,
+    values: Array | None,
+    arrays: StepArrays,
+) -> Metrics:
+    """Return the loss and the metrics of a step, over all its rows at once."""
+    loss, surrogate = step_loss(settings, scores, ref_logprobs, coefficient, arrays, values)
+    rows = jax.tree.map(in_rows, arrays)
+    logprobs, entropies = (in_rows(array) for array in scores)
+    metrics = {"loss": loss, "entropy": _mean(entropies, rows.mask)}
+    objective = settings.objective
+    if objective is not None:
+        mask = rows.mask.astype(jnp.float32)
+        metrics["loss/policy_avg"] = surrogate
+        metrics["policy/entropy_avg"] = metrics["entropy"]
+        metrics["objective/entropy"] = sequence_entropy(logprobs, mask, rows.segment_ids)
+        metrics |= _ratio_metrics(objective, logprobs, rows)
+        metrics |= _mismatch_metrics(logprobs, rows)
+    if objective is not None and ref_logprobs is not None and coefficient is not None:
+        references = in_rows(ref_logprobs)
+        estimate = kl_estimate(logprobs, references, objective.kl_estimator)
+        metrics["kl"] = _mean(estimate, rows.mask)
+        sequences = trained_sequences(rows.mask.astype(jnp.float32), rows.segment_ids)
+        metrics["objective/kl"] = jnp.sum(on_mask(logprobs - references, rows.mask)) / sequences
+        metrics["objective/kl_coefficient"] = coefficient
+    if values is not None:
+        critic, old_values, returns = critic_targets(settings, rows)
+        metrics |= value_metrics(critic, in_rows(values), old_values, returns, rows.mask)
+    return metrics
+
+
+def token_measures(
+    settings: StepSettings,
+    scores: TokenScores,
+    ref_logprobs: Array | None,
+    values: Array | None,
+    arrays: StepArrays,
+) -> TokenMeasures | None:
+    """Return the measures that are kept of every token, `[M, R, T]`; None when supervised."""
+    if settings.objective is None:
+        return None
+    objective, rows = settings.objective, jax.tree.map(in_rows, arrays)
+    logprobs, mask = in_rows(scores.logprobs), rows.mask.astype(jnp.float32)
+    old = old_logprobs(objective, logprobs, rows)
+    sequences = mask, rows.segment_ids
+    ratios = importance_ratios(objective, logprobs, old, *sequences)
+    weights = corrections(objective, old, rows)
+    clipped = clipped_tokens(objective, logprobs, old, rows.advantages, weights, *sequences)
+    corrected = objective.importance_correction != "none"
+    return TokenMeasures(
+        trainer_logprobs=scores.logprobs,
+        entropies=scores.entropies,
+        reference_logprobs=ref_logprobs,
+        old_logprobs=old.reshape(arrays.mask.shape) if corrected else None,
+        ratios=ratios.reshape(arrays.mask.shape),
+        clipped=clipped.reshape(arrays.mask.shape),
+        values=values,
+    )
+
+
+def _ratio_metrics(
+    objective: ObjectiveConfig, logprobs: Array, rows: StepArrays
+) -> Mapping[str, Array]:
+    mask = rows.mask.astype(jnp.float32)
+    old = old_logprobs(objective, logprobs, rows)
+    ratio = importance_ratios(objective, logprobs, old, mask, rows.segment_ids)
+    bounds = beyond_bounds(objective, logprobs, old, ratio)
+    mean = _mean(ratio, rows.mask)
+    metrics = {
+        "val/ratio": mean,
+        "val/ratio_var": _mean(jnp.square(ratio - mean), rows.mask),
+        "policy/approxkl_avg": _mean(jnp.square(logprobs - old) / 2, rows.mask),
+        **clip_fractions(objective, bounds, rows.advantages, mask, rows.segment_ids),
+    }
+    if objective.importance_correction != "none":
+        weights = corrections(objective, old, rows)
+        metrics["sampling/correction_weight/mean"] = _mean(weights, rows.mask)
+    if objective.rejection is not None:
+        logs = (old, rows.policy_logprobs, rows.mask, rows.segment_ids)
+        rejected = ~accepted_tokens(objective, *logs)
+        metrics["sampling/rejected"] = _mean(rejected.astype(jnp.float32), rows.mask)
+    return metrics
+
+
+def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
+    """Metrics of the difference between sampler's and trainer's logprobs, token by token."""
+    difference = jnp.where(rows.mask, logprobs - rows.policy_logprobs, 0.0)
+    ratio = jnp.exp(difference)
+    some = jnp.any(rows.mask)
+    return {
+        "sampling/logp_difference/mean": _mean(jnp.abs(difference), rows.mask),
+        "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
+        "sampling/importance_ratio/min": jnp.where(
+            some, jnp.min(jnp.where(rows.mask, ratio, jnp.inf)), 1.0
+        ),
+        "sampling/importance_ratio/mean": _mean(ratio, rows.mask),
+        "sampling/importance_ratio/max": jnp.max(jnp.where(rows.mask, ratio, 0.0)),
+        "mismatch_kl": _mean(jnp.expm1(difference) - difference, rows.mask),
+        "sampling/chi2/token": _mean(jnp.expm1(2 * difference), rows.mask),
+        **_completion_mismatch(logprobs, rows),
+    }
+
+
+def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
+    """Perplexities of trainer and sampler, and their chi-square, as means over completions."""
+    share = sequence_shares(rows.mask, rows.segment_ids)
+    count = trained_sequences(rows.mask, rows.segment_ids)
+    apart = segment_sums(on_mask(logprobs - rows.policy_logprobs, rows.mask), rows.segment_ids)
+    sampler = segment_sums(share * on_mask(rows.policy_logprobs, rows.mask), rows.segment_ids)
+
+    def mean(values: Array) -> Array:
+        return jnp.sum(jnp.where(rows.mask, share * values, 0.0)) / count
+
+    return {
+        "sampling/perplexity/trainer": mean(jnp.exp(-sampler - apart * share)),
+        "sampling/perplexity/sampler": mean(jnp.exp(-sampler)),
+        "sampling/perplexity/ratio": mean(jnp.exp(-apart * share)),
+        "sampling/chi2/sequence": mean(jnp.expm1(2 * apart)),
+    }
+
+
+def _mean(values_BT: Array, mask_BT: Bool[Array, "B T"]) -> Array:
+    """The mean over trained tokens, 0 when there are none."""
+    total = jnp.sum(jnp.where(mask_BT, values_BT, 0.0))
+    return total / jnp.maximum(jnp.sum(mask_BT), 1)
+
+
+def importance_ratios(
+    objective: ObjectiveConfig,
+    logprobs_BT: FloatBT,
+    old_logprobs_BT: FloatBT,
+    mask_BT: FloatBT,
+    segment_ids_BT: IntBT,
+) -> FloatBT:
+    """The ratio of each token at the objective's level; see `losses.log_ratios`."""
+    level = objective.ratio_level
+    return jnp.exp(log_ratios(logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT, level))
+
+
+def clipped_tokens(
+    objective: ObjectiveConfig,
+    logprobs_BT: FloatBT,
+    old_logprobs_BT: FloatBT,
+    advantages_BT: FloatBT,
+    corrections_BT: FloatBT,
+    mask_BT: FloatBT,
+    segment_ids_BT: IntBT,
+) -> Bool[Array, "B T"]:
+    """Trained tokens that have an advantage, and whose log-probability gets no gradient.
+
+    Asked of the surrogate's own derivative, so that it holds for every surrogate there is: a PPO
+    ratio beyond its bound, dual or not; a token whose probability dppo lets go no further; a whole
+    completion where the ratio is a completion's; a correction weight of 0. reinforce, sapo and
+    cispo take no gradient away by themselves: cispo cuts the ratio, but what it weighs stays.
+    """
+
+    def surrogate(logprobs: FloatBT) -> Array:
+        losses_BT = policy_losses(
+            objective, logprobs, old_logprobs_BT, advantages_BT, mask_BT, segment_ids_BT
+        )
+        return weighted_sum(corrections_BT, losses_BT)
+
+    gradient_BT = jax.grad(surrogate)(logprobs_BT)
+    return (mask_BT > 0) & (advantages_BT != 0) & (gradient_BT == 0)
+
+
+class Beyond(NamedTuple):
+    """Tokens below and above the bounds of a surrogate, for advantages of either sign."""
+
+    below: Bool[Array, "B T"]
+    above: Bool[Array, "B T"]
+
+
+def beyond_bounds(
+    objective: ObjectiveConfig,
+    logprobs_BT: FloatBT,
+    old_logprobs_BT: FloatBT,
+    ratios_BT: FloatBT,
+) -> Beyond:
+    """Tokens beyond the bounds of the objective's surrogate.
+
+    ppo_clip, gspo   a ratio below 1 - clip_low, or above 1 + clip_high
+    cispo            a ratio above 1 + clip_high, which is cut there; one below 1 - cispo_clip_low
+    gmpo             a log-ratio of the token itself below -clip_low, or above clip_high
+    dppo             a probability that fell by more than clip_low, or rose by more than clip_high
+    dppo_kl          one that fell, or rose, with a binary KL of more than clip_low or clip_high
+    reinforce, sapo, dro  none: they have no bounds
+    """
+    low, high = objective.clip_low, objective.clip_high
+    none_BT = jnp.zeros(ratios_BT.shape, bool)
+    match objective.surrogate:
+        case "reinforce" | "sapo" | "dro":
+            return Beyond(none_BT, none_BT)
+        case "cispo":
+            lowest = objective.cispo_clip_low
+            below_BT = none_BT if lowest is None else ratios_BT < 1 - lowest
+            return Beyond(below_BT, ratios_BT > 1 + high)
+        case "dppo":
+            moved_BT = jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT)
+            return Beyond(moved_BT < -low, moved_BT > high)
+        case "dppo_kl":
+            divergence_BT = binary_kl(logprobs_BT, logprobs_BT - old_logprobs_BT)
+            fell_BT, rose_BT = logprobs_BT < old_logprobs_BT, logprobs_BT > old_logprobs_BT
+            return Beyond(fell_BT & (divergence_BT > low), rose_BT & (divergence_BT > high))
+        case "gmpo":
+            log_BT = logprobs_BT - old_logprobs_BT
+            return Beyond(log_BT < -low, log_BT > high)
+        case "ppo_clip" | "gspo":
+            return Beyond(ratios_BT < 1 - low, ratios_BT > 1 + high)
+
+
+def clip_fractions(
+    objective: ObjectiveConfig,
+    beyond: Beyond,
+    advantages_BT: FloatBT,
+    mask_BT: FloatBT,
+    segment_ids_BT: IntBT,
+) -> Mapping[str, Array]:
+    """Fractions of tokens beyond a bound that their advantage drives them to, as TRL counts them.
+
+    `policy/clipfrac_avg` counts tokens; `clip_ratio/*` do at ratio level `token`, and count each
+    sequence once at the others.
+    """
+    low_BT = beyond.below & (advantages_BT < 0)
+    high_BT = beyond.above & (advantages_BT > 0)
+    share_BT = mask_BT
+    if objective.ratio_level != "token":
+        share_BT = sequence_shares(mask_BT, segment_ids_BT)
+    total = jnp.maximum(jnp.sum(share_BT), 1.0)
+
+    def fraction(flags_BT: Array) -> Array:
+        return jnp.sum(jnp.where(flags_BT, share_BT, 0.0)) / total
+
+    tokens = jnp.sum(jnp.where(low_BT | high_BT, mask_BT, 0.0))
+    return {
+        "policy/clipfrac_avg": tokens / jnp.maximum(jnp.sum(mask_BT), 1.0),
+        "clip_ratio/low": fraction(low_BT),
+        "clip_ratio/high": fraction(high_BT),
+        "clip_ratio/region": fraction(low_BT | high_BT),
+    }
+
+
+def sequence_entropy(
+    logprobs_BT: FloatBT, mask_BT: FloatBT, segment_ids_BT: IntBT
+) -> Float[Array, ""]:
+    """Mean over the trained sequences of minus their summed log-probability."""
+    return -jnp.sum(on_mask(logprobs_BT, mask_BT)) / trained_sequences(mask_BT, segment_ids_BT)

@@ -1,0 +1,224 @@
+"""The training backend: a user's loop, frozen parameters, sums of gradients, refusals."""
+
+import asyncio
+import re
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.batches import VOCAB, random_batch, tiny_policy
+from support.steps import make_step, take_step
+
+from marin_rl.config import ObjectiveConfig
+from marin_rl.errors import InputError
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.compiled_step import policy_settings, supervised_settings, to_fixed_shape
+from marin_rl.training.loop import Trainer
+from marin_rl.training.model import build_model, named_parameters
+from marin_rl.training.state import CheckpointSlot, fresh_state, identity_of
+from marin_rl.training.step import make_score, step_arrays
+from marin_rl.training.step_types import Reference, StepSettings, TrainableParams
+
+PAGE = Path(__file__).parents[2] / "docs/training-backend.md"
+OBJECTIVE = ObjectiveConfig(kl_coefficient=0.1, aggregation="token_mean")
+
+
+def host(parameters) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in parameters.items()}
+
+
+@pytest.fixture
+def backend(debug, tokenizer):
+    return DeviceBackend.of(debug(), tokenizer)
+
+
+def test_the_loop_of_the_documentation_trains_and_commits(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len(code.strip().splitlines()) <= 30
+    monkeypatch.chdir(tmp_path)
+    debug_yaml = Path(__file__).parents[2] / "configs/debug.yaml"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/debug.yaml").write_bytes(debug_yaml.read_bytes())
+    (tmp_path / "loop.py").write_text(code)
+    names = runpy.run_path(str(tmp_path / "loop.py"))
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < 0.7 * losses[0]
+    run = names["run"]
+    ref = committed(run, checkpoint_slot(0))
+    assert ref is not None
+    trainer = Trainer(run, tokenizer_for(run.config.policy))
+    trainer.load(ref)
+    saved = host(named_parameters(trainer.model))
+    for name, array in host(names["backend"].get_weights().result()).items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_moments_and_the_rest_trains():
+    policy = tiny_policy(layers=1)
+    model = build_model(policy, VOCAB, 0)
+    everything = named_parameters(model)
+    frozen = {name: array for name, array in everything.items() if name.startswith("embeddings/")}
+    trainable = {name: array for name, array in everything.items() if name not in frozen}
+    assert frozen
+    assert trainable
+    before, sgd = host(everything), optax.with_extra_args_support(optax.sgd(1.0, momentum=0.5))
+    settings = StepSettings(objective=OBJECTIVE)
+    rows = step_arrays(random_batch(4), 2, 2)
+    apart = {name: array * 1.1 for name, array in trainable.items()}
+
+    def stepped(own, fixed):
+        step = make_step(model, sgd, lambda step: 0.1 + 0 * step, settings, frozen=fixed)
+        reference = Reference({**own, **{n: apart[n] for n in apart if n in own}}, np.float32(0.1))
+        return step(fresh_state(own, sgd, 0), reference, *rows)
+
+    state, metrics, _ = stepped(trainable, frozen)
+    assert set(state.parameters) == set(trainable)
+    moments = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
+    }
+    assert not any("embeddings" in name for name in moments)
+    assert len(moments) == len(trainable)
+    for name, array in trainable.items():
+        assert np.abs(np.asarray(state.parameters[name]) - before[name]).max() > 0, name
+        assert array is everything[name]
+    for name, array in frozen.items():
+        np.testing.assert_array_equal(array, before[name])
+    # What is not frozen moves as it does in a step that trains all of it.
+    whole, of_whole, _ = stepped(everything, {})
+    assert float(metrics["loss"]) == pytest.approx(float(of_whole["loss"]), rel=1e-6)
+    for name in trainable:
+        np.testing.assert_allclose(state.parameters[name], whole.parameters[name], atol=1e-6)
+    assert float(metrics["grad_norm"]) < float(of_whole["grad_norm"])
+
+
+def test_a_backend_combines_frozen_and_trainable_weights(debug, tokenizer):
+    backend = DeviceBackend.of(debug(), tokenizer)
+    program, state = backend._program, backend.close()
+    names = [name for name in state.parameters if name.startswith("embeddings/")]
+    frozen = {name: state.parameters[name] for name in names}
+    kept = host(frozen)
+    own = {name: array for name, array in state.parameters.items() if name not in frozen}
+    backend = DeviceBackend(program, fresh_state(own, program.optimizer, 0), frozen)
+    rows = to_fixed_shape(random_batch(4), 2, 4)
+    backend.forward_backward(rows, Loss(settings=program.settings))
+    assert backend.optim_step().result().metrics["updates/skipped"] == 0
+    weights = backend.get_weights().result()
+    assert set(weights) == set(state.parameters)
+    for name, array in kept.items():
+        np.testing.assert_array_equal(weights[name], array)
+    score = make_score(program.template, program.settings)
+    parts = TrainableParams({n: weights[n] for n in own}), frozen
+    whole = TrainableParams(weights), {}
+    used = np.int32(rows.used)
+    np.testing.assert_array_equal(
+        score(*parts, rows.arrays, used), score(*whole, rows.arrays, used)
+    )
+
+
+def test_gradients_of_several_batches_add_up(backend):
+    program, loss = backend._program, Loss(settings=backend._program.settings)
+    first, second = (to_fixed_shape(random_batch(4, seed=seed), 2, 4) for seed in (1, 2))
+    gradients = []
+    for rows in (first, second):
+        backend.forward_backward(rows, loss).result()
+        gradients.append([jax.tree.map(np.asarray, part.policy) for part in backend._gradients])
+        backend._gradients = ()
+    backend.forward_backward(first, loss)
+    backend.forward_backward(second, loss).result()
+    for part, (a, b) in zip(backend._gradients, zip(*gradients, strict=True), strict=True):
+        for name, array in part.policy.items():
+            np.testing.assert_array_equal(array, a[name] + b[name])
+    assert backend.optim_step().result().metrics["grad_norm"] > 0
+    assert program.settings.objective is not None
+
+
+def test_awaited_and_resolved_operations_give_the_same_bits(debug, tokenizer):
+    rows = [to_fixed_shape(random_batch(4, seed=seed), 2, 4) for seed in range(3)]
+    loss = Loss(settings=policy_settings(debug()))
+
+    async def awaited(backend):
+        for batch in rows:
+            forward = backend.forward_backward(batch, loss)
+            await backend.optim_step()
+            assert (await forward).metrics["loss"] == forward.result().metrics["loss"]
+        return host(await backend.get_weights())
+
+    queued = DeviceBackend.of(debug(), tokenizer)
+    for batch in rows:  # nothing is waited for in between
+        queued.forward_backward(batch, loss)
+        queued.optim_step()
+    by_hand = DeviceBackend.of(debug(), tokenizer)
+    program, state = by_hand._program, by_hand.close()
+    for batch in rows:
+        state, _, _ = take_step(program, state, batch)
+    expected = host(state.parameters)
+    for weights in (
+        asyncio.run(awaited(DeviceBackend.of(debug(), tokenizer))),
+        host(queued.get_weights().result()),
+    ):
+        for name, array in expected.items():
+            np.testing.assert_array_equal(weights[name], array)
+
+
+def test_two_losses_share_one_state(backend, debug):
+    rows = to_fixed_shape(random_batch(4), 2, 4)
+    supervised = Loss(settings=supervised_settings(debug()))
+    first = backend.forward_backward(rows, supervised).result()
+    assert first.measures is None
+    steps = [backend.optim_step()]
+    policy = backend.forward_backward(rows, Loss(settings=policy_settings(debug())))
+    steps.append(backend.optim_step())
+    assert [step.result().metrics["updates/steps"] for step in steps] == [1, 2]
+    assert policy.result().measures is not None
+
+
+def test_loaded_weights_are_those_that_are_trained(backend, debug, tokenizer):
+    other = build_model(debug().policy, len(tokenizer), 5)
+    backend.load_weights(host(named_parameters(other))).result()
+    for name, array in named_parameters(other).items():
+        np.testing.assert_array_equal(backend.get_weights().result()[name], array)
+    weights = host(named_parameters(other))
+    (name, *_) = weights
+    with pytest.raises(InputError, match=re.escape(name) + r" expected .* found None"):
+        backend.load_weights({n: a for n, a in weights.items() if n != name}).result()
+    with pytest.raises(InputError, match=r"expected .* found"):
+        backend.load_weights(weights | {name: weights[name][:1]}).result()
+
+
+def test_an_update_needs_gradients_and_one_that_is_not_finite_is_refused(backend):
+    with pytest.raises(InputError, match="expected forward_backward before optim_step"):
+        backend.optim_step().result()
+    before = host(backend.get_weights().result())
+    rows = to_fixed_shape(random_batch(4), 2, 4)
+    spoiled = rows.arrays._replace(advantages=rows.arrays.advantages * np.float32(np.nan))
+    loss = Loss(settings=backend._program.settings)
+    for refused in (1, 2):
+        backend.forward_backward(rows._replace(arrays=spoiled), loss)
+        update = backend.optim_step().result()
+        assert (update.metrics["updates/skipped"], update.refused) == (1, refused)
+    for name, array in backend.get_weights().result().items():
+        np.testing.assert_array_equal(array, before[name])
+    assert jnp.isfinite(backend.forward_backward(rows, loss).result().metrics["loss"])
+
+
+def test_what_is_saved_carries_its_identity(backend, debug, tokenizer):
+    run = Run.create_or_open(debug())
+    names = TokenizerIdentity.of(tokenizer)
+    slot = CheckpointSlot(
+        run=run, slot=checkpoint_slot(0), tokenizer=names, content={"made by": "a test"}
+    )
+    assert slot.find() is None
+    ref = backend.save(slot, {"loss": 0.5, "left out": float("nan")}).result()
+    assert slot.find() == ref
+    assert dict(ref.summary) == {"loss": 0.5}
+    assert identity_of(run, ref).tokenizer_digest == names.tokenizer_digest
+    again = backend.save(slot, {"loss": 0.5}).result()
+    assert again.reused
