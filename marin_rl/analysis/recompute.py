@@ -16,7 +16,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Float64, Int64
+from jaxtyping import Bool, Float32, Float64, Int64
 
 from marin_rl.config import Config, ObjectiveConfig
 from marin_rl.errors import CorruptObject, ObjectMissing
@@ -31,9 +31,9 @@ from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import kl_coefficient
 from marin_rl.training.scoring import TokenScores
-from marin_rl.training.step import Reference, step_arrays
-from marin_rl.training.step_loss import report, row_weights
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step import step_arrays
+from marin_rl.training.step_metrics import step_metrics
+from marin_rl.training.step_types import StepArrays, StepRows, StepSettings
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
 
@@ -147,7 +147,7 @@ def _recorded_steps(run: Run, batches: Manifest, checkpoint: Manifest) -> Iterat
             )
         # Rows as the trainer fills them up, so that a round needs few compiled programs.
         count = len(batch.token_ids)
-        arrays, _ = step_arrays(batch, rows_compiled_for(count, max(count, rows_max)), 1)
+        arrays = step_arrays(batch, rows_compiled_for(count, max(count, rows_max)), 1).arrays
         tokens = int(arrays.mask.sum())
         if tokens != len(scores.positions):
             raise CorruptObject(
@@ -174,21 +174,23 @@ def _precomputed(
         return [], {}
     recorded = list(steps())
     # Where the trainer counts the microbatches in use, a pass here gets the number of its step.
-    cut = [(step.arrays, number) for number, step in enumerate(recorded)]
-    read, groups = [step.batch for step in recorded], _groups(run, batches, recorded)
-    precompute = RowPrecompute(
-        objective, lambda _, __, number: recorded[number].rows("reference_logprobs")
-    )
-    precompute.changes = [RowExtras(old=step.rows_if_recorded("old_logprobs")) for step in recorded]
+    rows = [StepRows(step.arrays, number) for number, step in enumerate(recorded)]
+    groups = _groups(run, batches, recorded)
+    precompute = RowPrecompute(objective, [step.batch for step in recorded], rows)
+    precompute.extras = [
+        RowExtras(old_logprobs=step.rows_if_recorded("old_logprobs")) for step in recorded
+    ]
+
+    def column(name: str) -> Callable[[StepRows], Step32]:
+        return lambda step: recorded[step.used].rows(name)
+
     if in_reward and recorded:
-        precompute.penalise(Reference({}, np.float32(coefficient)), groups, read, cut)
+        precompute.penalise(column("reference_logprobs"), float(np.float32(coefficient)), groups)
     if critic is not None:
-        values = lambda _, number: recorded[number].rows("old_values")
-        precompute.estimate(critic, values, read, cut)
+        precompute.estimate(critic, column("old_values"))
     elif objective.estimator.by_token and recorded:
-        norms = lambda _, __, number: recorded[number].rows(NORMS)
-        precompute.weigh({}, norms, groups, read, cut)
-    return precompute.changes, dict(precompute.metrics)
+        precompute.weigh(column(NORMS), groups)
+    return precompute.extras, dict(precompute.metrics)
 
 
 def _groups(run: Run, batches: Manifest, recorded: Sequence[RecordedStep]) -> dict[str, str]:
@@ -201,6 +203,9 @@ def _groups(run: Run, batches: Manifest, recorded: Sequence[RecordedStep]) -> di
         url = run.store.url_of(batches.slot)
         raise CorruptObject(f"{url}: {unknown} was trained on and has no disposition")
     return groups
+
+
+_step_metrics = jax.jit(step_metrics, static_argnums=0)
 
 
 def _reporter(
@@ -223,7 +228,7 @@ def _reporter(
             old_values=step.rows_if_recorded("old_values") if settings.critic else None,
             returns=step.rows_if_recorded("returns") if settings.critic else None,
         )
-        metrics = _report(
+        metrics = _step_metrics(
             settings,
             TokenScores(step.rows("trainer_logprobs"), step.rows("entropies")),  # type: ignore[arg-type]
             step.rows("reference_logprobs") if in_loss else None,
@@ -236,19 +241,6 @@ def _reporter(
     return measure
 
 
-@partial(jax.jit, static_argnums=0)
-def _report(
-    settings: StepSettings,
-    scores: TokenScores,
-    reference_logprobs: Array | None,
-    coefficient: Array | None,
-    values: Array | None,
-    arrays: StepArrays,
-) -> dict[str, Array]:
-    weights_BT = row_weights(arrays, settings)
-    return report(settings, scores, reference_logprobs, coefficient, values, arrays, weights_BT)[1]
-
-
 def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config) -> dict[str, int]:
     """Number of a step's tokens whose scores contradict its batch or follow from nothing, by kind.
 
@@ -258,7 +250,7 @@ def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config)
     names = tuple(name for row in step.batch.rollout_ids for name in row)
     if names != scores.rollout_ids or not np.array_equal(_counts(step), scores.counts):
         return {"scores/rollout_id": len(names)}
-    arrays = step.arrays if extra is None else extra(step.arrays)
+    arrays = step.arrays if extra is None else extra(StepRows(step.arrays, 1)).arrays
     near = 0.0 if extra is None else ADVANTAGE_TOLERANCE
     if extra is not None and (objective.kl_by_token or config.training.critic is not None):
         near = WHITENED_TOLERANCE
