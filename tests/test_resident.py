@@ -225,7 +225,7 @@ def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
         tokenizer,
         run.config.inference,
         jnp.float32,
-        server.telemetry,
+        server._count_update,
     )
     updater.first, updater.renames = loaded.model, renames
     server._service.updater = updater

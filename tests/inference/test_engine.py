@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import printed_seed
+from support.cases import others_slow, printed_seed
 from support.engines import (
     PROGRAMS,
     amid,
@@ -19,13 +19,28 @@ from support.engines import (
     result_of,
     results_under_load,
 )
-from support.models import VOCABULARY, full_logits, full_logprobs, tiny_model
+from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.logprobs import score_tokens
 from marin_rl.inference.programs import compiled_layers, decode_chunk
 from marin_rl.types import Sampling
+
+
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "llama", "qwen3"))
+def test_logprobs_are_those_of_the_models_own_forward(family):
+    model = tiny_model(family)
+    engine = engine_of(model)
+    try:
+        for temperature in (1.0, 0.7):
+            request = request_of(45, n=3, max_tokens=50, temperature=temperature)
+            for sample in result_of(engine, request).samples:
+                truth = full_logprobs(model, request.prompt_ids, sample.token_ids, temperature)
+                assert len(sample.token_ids) == 50
+                assert np.abs(sample.logprobs - truth).max() < 1e-4
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 64])

@@ -35,13 +35,13 @@ class Arrivals:
 
 
 def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
-    """Prompts of 8 to 256 tokens, limits of 8 to 256, ends at random, some groups."""
+    """Prompts of 8 to 512 tokens, limits of 8 to 512, ends at random, some groups."""
     rng = random.Random(seed)
     return [
         GenerationRequest(
-            prompt_ids=prompt_of(rng.randint(8, 256), index),
+            prompt_ids=prompt_of(rng.randint(8, 512), index),
             n=rng.choice((1, 1, 1, 4, 8)),
-            sampling=Sampling(max_tokens=rng.randint(8, 256), seed=rng.getrandbits(48)),
+            sampling=Sampling(max_tokens=rng.randint(8, 512), seed=rng.getrandbits(48)),
             stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 1, 2)))),
         )
         for index in range(count)
@@ -53,7 +53,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 )
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    engine = Engine(tiny_model(max_seq_len=512), config, context_length=512)
+    engine = Engine(tiny_model(max_seq_len=1024), config, context_length=1024)
     try:
         arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
         engine.pause()

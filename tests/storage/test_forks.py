@@ -175,7 +175,7 @@ def test_a_fork_whose_reference_policy_was_pruned_is_refused(parent: Run) -> Non
     kl = ["objective.kl_coefficient=0.1"]
     refreshed = [*kl, "objective.reference=refreshed", "objective.reference_every_rounds=2"]
     collect(parent, rule_of(parent, 2, None))
-    with pytest.raises(ObjectMissing, match=r"round-00000 was given up .* the KL to it"):
+    with pytest.raises(ObjectMissing, match=r"round-00000 was pruned .* the KL to it"):
         fork_run(parent, 3, "fork", kl)
     assert runs_under(parent.config.root) == ["run"]
     fork_run(parent, 3, "fork", refreshed)  # has checkpoint 2 as reference, which is there
