@@ -258,7 +258,9 @@ def dppo_kl(
     return _unless(risen_BT | fallen_BT, log_ratios_BT, advantages_BT)
 
 
-def _unless(beyond_BT: Bool[Array, "*shape"], log_ratios_BT: Given, advantages_BT: Given) -> Values:
+def _unless(
+    beyond_BT: Bool[Array | np.ndarray, "*shape"], log_ratios_BT: Given, advantages_BT: Given
+) -> Values:
     """-r A, and 0 with no gradient where a token is beyond its bound."""
     kept_BT = jax.lax.stop_gradient(jnp.where(beyond_BT, 0.0, 1.0))
     return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
