@@ -148,7 +148,7 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(len(group.example.answer or "") <= 2 for group in found.groups)
 
 
-def test_a_run_is_told_from_its_checkpoints_and_from_models(tmp_path: Path) -> None:
+def test_a_run_is_distinguished_from_its_checkpoints_and_from_models(tmp_path: Path) -> None:
     """Of a run alone, without further options, the evaluation is committed."""
     Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     (tmp_path / "model").mkdir()

@@ -209,7 +209,7 @@ def test_an_update_needs_gradients_and_one_that_is_not_finite_is_refused(backend
     assert jnp.isfinite(backend.forward_backward(rows, loss).result().metrics["loss"])
 
 
-def test_what_is_saved_carries_its_identity(backend, debug, tokenizer):
+def test_a_saved_checkpoint_carries_its_identity(backend, debug, tokenizer):
     run = Run.create_or_open(debug())
     names = TokenizerIdentity.of(tokenizer)
     slot = CheckpointSlot(
