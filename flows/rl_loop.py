@@ -3,10 +3,10 @@
     checkpoint r ─► serve ─► generate, task by shard ─► seal ─► process ─► train ─► checkpoint r+1
                    └───────────── sample ─────────────────┘   └────── learn ──────┘
 
-A round is a task that calls the tasks of its stages, not a subflow. Either is one node of the graph
-that opens to its stages; but a subflow asks the server eight times whether it may go on, for 0.1 to
-0.2 s, and 2 s more whenever SQLite is busy. Tasks only tell, in the background: 0.03 to 0.06 s a
-round, and no trouble of the server's can hold up the training.
+A round is a task that calls the tasks of its stages, not a subflow. Both are one node of the graph
+that opens to its stages, but a subflow waits for eight answers of the server: 0.1 to 0.2 s, and 2 s
+more whenever SQLite is busy. Tasks report in the background: 0.03 to 0.06 s a round, and a slow
+server never delays training.
 """
 
 from prefect import flow, task
@@ -46,7 +46,7 @@ async def rl_loop(
 
 
 async def first_checkpoint(run: RunRef) -> SlotRef:
-    """Checkpoint 0: from given or random weights, or from a warm start that is played first."""
+    """Checkpoint 0: weights of a folder, random ones, or those of a warm start that runs first."""
     config = open_run(run).config
     warm = await warm_start(run) if config.policy.init == "sft" else None
     return await StageRunner(config.flow).run(begin, run, warm)

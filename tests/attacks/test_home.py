@@ -61,7 +61,7 @@ def test_no_home_for_the_servers_database_goes_unnoticed(
         monkeypatch.chdir(tmp_path)
     database = tmp_path / "prefect.db"
     database.write_bytes(b"")
-    server._keep(database, server._template())
+    server._save_template(database, server._template())
     assert server._template().exists() == (home is None)
 
 

@@ -8,6 +8,7 @@ ended it, and how large the process is. A line that does not come means that a c
 import hashlib
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -285,6 +286,12 @@ def outcomes(
         yield {"died": process.returncode}
 
 
+def _peak_megabytes() -> float:
+    """Peak memory of this process since it began. `ru_maxrss` would have that of its parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+
 def _invoke(root: Path, forgery: str, name: str) -> dict[str, Any]:
     """One command in this process, as `marin-rl` would end it."""
     from typer.testing import CliRunner
@@ -303,7 +310,7 @@ def _invoke(root: Path, forgery: str, name: str) -> dict[str, Any]:
         "traceback": "" if clear else f"{type(error).__name__}: {error}"[:300],
         "text": (told.output + ("" if error is None else str(error)))[-3000:],
         "cpu_s": time.process_time() - began,
-        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "megabytes": _peak_megabytes(),
     }
 
 

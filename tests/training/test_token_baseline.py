@@ -154,20 +154,20 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
     objective = OBJECTIVE.model_copy(
         update={"importance_correction": correction, "correction_high": 1.2}
     )
-    batches, cut = [], []
+    batches, steps = [], []
     for step, rows in enumerate((3, 4)):
         batch = random_batch(rows, seed=step)
         returns = (batch.loss_mask * rng.normal(0, 1, batch.loss_mask.shape)).astype(np.float32)
         names = tuple((f"{step}/{row}",) for row in range(rows))
         batches.append(dataclasses.replace(batch, returns=returns, rollout_ids=names))
-        cut.append(step_arrays(batches[-1], 2, 3))
+        steps.append(step_arrays(batches[-1], 2, 3))
     groups = dict(zip([n for b in batches for (n,) in b.rollout_ids], "abacbcc", strict=True))
     apart = rng.normal(0, 0.4, (3, 2, LENGTH)).astype(np.float32)
     norm = rng.uniform(0, 2, (3, 2, LENGTH)).astype(np.float32)
-    precompute = RowPrecompute(objective, lambda _, rows, __: rows.policy_logprobs + apart)
+    precompute = RowPrecompute(objective, batches, steps)
     if correction != "none":
-        precompute.correct({}, cut)
-    precompute.weigh({}, lambda _, rows, __: norm * rows.mask, groups, batches, cut)
+        precompute.correct(lambda rows: rows.arrays.policy_logprobs + apart)
+    precompute.weigh(lambda rows: norm * rows.arrays.mask, groups)
     returns, weights = [], []
     for batch in batches:
         for row, mask in enumerate(batch.loss_mask != 0):
@@ -176,21 +176,17 @@ def test_a_round_is_compared_within_its_groups_across_steps(correction: str) -> 
             returns.append(batch.returns[row, mask].tolist())
             weights.append((norm.reshape(6, LENGTH)[row, mask] * squared).tolist())
     expected = by_loops(returns, weights, [ord(groups[name]) for name in groups])
-    found = [
-        change(rows).advantages.reshape(6, LENGTH)[row, mask]
-        for change, batch, (rows, _) in zip(
-            precompute.changes,
-            [dataclasses.replace(b, advantages=np.zeros_like(b.advantages)) for b in batches],
-            [(rows._replace(advantages=0 * rows.advantages), used) for rows, used in cut],
-            strict=True,
-        )
+    computed = [
+        extra.advantages.reshape(6, LENGTH)[row, mask]
+        for extra, batch in zip(precompute.extras, batches, strict=True)
         for row, mask in enumerate(batch.loss_mask != 0)
     ]
-    assert_allclose(np.concatenate(found), flat(expected), rtol=1e-5, atol=1e-6)
-    for change, (rows, _) in zip(precompute.changes, cut, strict=True):
-        assert change.norms is not None
-        assert change.advantages is not None
-        assert_array_equal(change.advantages[~rows.mask], 0.0)
+    assert_allclose(np.concatenate(computed), flat(expected), rtol=1e-5, atol=1e-6)
+    for extra, rows in zip(precompute.extras, steps, strict=True):
+        assert extra.norms is not None
+        assert_array_equal(extra.advantages[~rows.arrays.mask], 0.0)
+        expected_advantages = rows.arrays.advantages + extra.advantages
+        assert_array_equal(extra(rows).arrays.advantages, expected_advantages)
 
 
 SETTINGS = (
