@@ -69,14 +69,14 @@ def _opened(data: bytes, format: str, version: int) -> tuple[dict[str, Any], byt
     """The record without its digest, and its canonical JSON."""
     record = _parsed(data, format)
     if not isinstance(record, dict) or record.get("format") != format:
-        found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise Malformed(f"expected format {format!r}, found {_shown(found)}")
-    found = record.get("version")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise Malformed(f"expected a version from 1 to {version}, found {_shown(found)}")
-    if found > version:
+        other = record.get("format") if isinstance(record, dict) else type(record).__name__
+        raise Malformed(f"expected format {format!r}, found {_shown(other)}")
+    stored = record.get("version")
+    if not isinstance(stored, int) or isinstance(stored, bool) or stored < 1:
+        raise Malformed(f"expected a version from 1 to {version}, found {_shown(stored)}")
+    if stored > version:
         raise NewerVersion(
-            f"{format} version {_shown(found)} is newer than {version}, the newest this software "
+            f"{format} version {_shown(stored)} is newer than {version}, the newest this software "
             "reads: upgrade marin-rl"
         )
     digest = record.pop("digest", None)

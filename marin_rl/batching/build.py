@@ -62,9 +62,9 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     """
     parents = (parent_of(rollouts),)
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
-    found = find_commit(run.store, batches_slot(round), decided)
-    if found is not None:
-        return found
+    existing = find_commit(run.store, batches_slot(round), decided)
+    if existing is not None:
+        return existing
     manifest = rollouts_manifest(run, round, rollouts)
     scalars = _scalar_columns(run, manifest, run.config.objective)
     plan = plan_round(scalars, run.config, round)

@@ -163,10 +163,10 @@ def _os_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        found = re.search(r"os_error_code='(\d+)'", str(error))
-        if found is None:
+        match = re.search(r"os_error_code='(\d+)'", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -244,11 +244,11 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
         data = _read_array(run, manifest.slot, key)
-        found = digest_of(data) if data.size == part.bytes else "another"
-        if found != part.sha256:
+        sha256 = digest_of(data) if data.size == part.bytes else "another"
+        if sha256 != part.sha256:
             raise CorruptObject(
                 f"{run.store.url_of(key)}: expected {part.bytes} bytes with SHA-256 {part.sha256}, "
-                f"found {data.size} bytes with {found}: the file was damaged after it was "
+                f"found {data.size} bytes with {sha256}: the file was damaged after it was "
                 "committed; restore it from a copy, or go back to an earlier round in a new run"
             )
         use(part.name, data)
@@ -271,12 +271,12 @@ def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
 
 
 def _check_like(tree: Tree, like: Tree, source: str) -> None:
-    found, expected = _shapes(tree), _shapes(like)
-    if found != expected:
-        name = sorted(set(found.items()) ^ set(expected.items()))[0][0]
+    shapes, expected = _shapes(tree), _shapes(like)
+    if shapes != expected:
+        name = sorted(set(shapes.items()) ^ set(expected.items()))[0][0]
         raise CorruptObject(
             f"{source}: array {name} expected {expected.get(name, 'absent')}, found "
-            f"{found.get(name, 'absent')}: the checkpoint is of another model than the "
+            f"{shapes.get(name, 'absent')}: the checkpoint is of another model than the "
             "configuration describes"
         )
 

@@ -68,8 +68,8 @@ def attempt_age_s(attempt: str, now: datetime) -> float:
 
     Raises ValueError for what is not the name of an attempt.
     """
-    begun = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
-    return (now - begun).total_seconds()
+    named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
+    return (now - named_at).total_seconds()
 
 
 def fingerprint(
@@ -223,12 +223,12 @@ def find_commit(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | No
 
 
 def check_fingerprint(
-    source: str, attempt: str, found: str, expected: str, *, ours: str = "not yet begun"
+    source: str, attempt: str, committed: str, expected: str, *, ours: str = "not yet begun"
 ) -> None:
     """Raise CommitConflict, with both fingerprints and attempts, unless they are equal."""
-    if found != expected:
+    if committed != expected:
         raise CommitConflict(
-            f"{source} is committed with fingerprint {found} (attempt {attempt}); expected "
+            f"{source} is committed with fingerprint {committed} (attempt {attempt}); expected "
             f"{expected} (attempt {ours}): the configuration, a parent or the code's schema "
             "differs. Committed slots never change: use another run_id, or the configuration the "
             "run was started with"

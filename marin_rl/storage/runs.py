@@ -250,20 +250,20 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
     A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
     people and for starting up; the loop itself looks at the known keys of its round.
     """
-    found: dict[int, dict[str, Any]] = {}
+    slots: dict[int, dict[str, Any]] = {}
     for kind in ("rollouts", "batches", "evals", "metrics"):
         for key in run.store.list(kind):
-            _, name, *rest = key.split("/")
+            _, name, *path = key.split("/")
             round = round_of(name)
             if round is not None:
-                _mark(found.setdefault(round, {}), kind, "/".join(rest))
+                _mark(slots.setdefault(round, {}), kind, "/".join(path))
     for name in run.store.children("checkpoints"):
         round = round_of(name)
         if round is None:
             continue
         if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
-            found.setdefault(round, {})["checkpoint"] = True
-    return {round: RoundProgress(round=round, **found[round]) for round in sorted(found)}
+            slots.setdefault(round, {})["checkpoint"] = True
+    return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
 
 
 def rounds_planned(run: Run, trained: int) -> int:
@@ -272,8 +272,8 @@ def rounds_planned(run: Run, trained: int) -> int:
     run.json has what was planned when the run began; `rounds` may be another at each continuation.
     """
     slot = checkpoint_slot(trained)
-    found = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
-    planned = found[0].extra.get(ROUNDS_PLANNED) if found else None
+    latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
+    planned = latest[0].extra.get(ROUNDS_PLANNED) if latest else None
     if planned is None:
         return max(run.config.rounds, trained)
     if not isinstance(planned, int) or not 0 <= planned < 2**31:
@@ -292,8 +292,8 @@ def as_continued(run: Run) -> dict[str, Any]:
 
 def committed(run: Run, slot: str) -> SlotRef | None:
     """The reference of a slot that a manifest commits; None while it is not committed."""
-    found = read_manifest(run.store, slot)
-    return ref_of(found[0], reused=True) if found else None
+    existing = read_manifest(run.store, slot)
+    return ref_of(existing[0], reused=True) if existing else None
 
 
 def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
@@ -388,12 +388,12 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
-def _mark(round: dict[str, Any], kind: str, rest: str) -> None:
+def _mark(round: dict[str, Any], kind: str, name: str) -> None:
     if kind == "metrics":
         round["metrics"] = True
-    elif rest == "manifest.json":
+    elif name == "manifest.json":
         round["evaluation" if kind == "evals" else kind] = True
-    elif kind == "rollouts" and rest.startswith("shard-"):
+    elif kind == "rollouts" and name.startswith("shard-"):
         round["shards"] = round.get("shards", 0) + 1
 
 

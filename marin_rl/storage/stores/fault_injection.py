@@ -64,11 +64,11 @@ def parse(text: str) -> Plan:
     """The plan in `text`: KIND:N and log:FILE, separated by commas. Raises ConfigError."""
     faults, log = list[Fault](), None
     for item in text.split(","):
-        kind, _, rest = item.strip().partition(":")
-        if kind == "log" and rest:
-            log = Path(rest)
-        elif kind in KINDS and rest.isdigit() and int(rest) > 0:
-            faults.append(Fault(kind, int(rest)))
+        kind, _, value = item.strip().partition(":")
+        if kind == "log" and value:
+            log = Path(value)
+        elif kind in KINDS and value.isdigit() and int(value) > 0:
+            faults.append(Fault(kind, int(value)))
         else:
             raise ConfigError(
                 f"{VARIABLE}: expected KIND:N with N from 1 and KIND one of {', '.join(KINDS)}, or "

@@ -49,21 +49,21 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStor
 
 
 def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, path = url.partition("://")
     if not separator:
-        scheme, rest = "file", url
+        scheme, path = "file", url
     if scheme in ("file", "local"):
         if options:
             raise ConfigError(
                 f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
             )
-        return LocalStore(str(Path(rest).expanduser().absolute()))
+        return LocalStore(str(Path(path).expanduser().absolute()))
     if scheme == "memory":
-        return MemoryStore(f"memory://{rest.strip('/')}", options)
+        return MemoryStore(f"memory://{path.strip('/')}", options)
     if scheme in BUCKET_SCHEMES:
-        if not rest.strip("/"):
+        if not path.strip("/"):
             raise ConfigError(f"root: expected {scheme}://BUCKET or {scheme}://BUCKET/PATH")
-        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{rest.strip('/')}", options)
+        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{path.strip('/')}", options)
     raise ConfigError(
         f"root: expected a local path or a file://, memory://, gs:// or s3:// URL, found {url!r}"
     )
@@ -77,7 +77,7 @@ def probe(store: ObjectStore) -> None:
     key = f".probe-{secrets.token_hex(8)}"
     try:
         outcomes = [store.put_if_absent(key, data) for data in (b"first", b"second")]
-        found = store.read(key)
+        content = store.read(key)
         store.delete(key)
     except StoreUnavailable:
         raise
@@ -86,10 +86,10 @@ def probe(store: ObjectStore) -> None:
     if PutOutcome.UNKNOWN in outcomes:
         raise StoreUnavailable(f"{store.url}: the create-if-absent probe got no clear answer")
     # The first may say "exists" of itself, where the network sent it twice: its bytes decide.
-    if outcomes[1] is PutOutcome.CREATED or found != b"first":
+    if outcomes[1] is PutOutcome.CREATED or content != b"first":
         raise RootUnfit(
             f"{store.url} does not honour create-if-absent: expected the second create of a key to "
-            f"be refused, found {outcomes[1].value} and content {found!r}. Two processes could "
+            f"be refused, found {outcomes[1].value} and content {content!r}. Two processes could "
             "overwrite each other's results there; use a local folder, gs://, or an S3 service "
             "that supports If-None-Match"
         )

@@ -60,13 +60,13 @@ class ForkedStore(ObjectStore):
         self._writable(key).put_part(key, data)
 
     def list(self, prefix: str = "") -> Keys:
-        found = [
+        keys = [
             key
             for store in (self.own, *(store for _, store in self.shared))
             for key in store.list(prefix)
             if self.owner(key) is store
         ]
-        return sorted(found)
+        return sorted(keys)
 
     def children(self, prefix: str = "") -> Keys:
         if not prefix:
@@ -109,10 +109,10 @@ class ForkedStore(ObjectStore):
 
 def _place(key: str) -> int | None:
     """The checkpoint by which `key` is finished: what precedes a fork there is shared."""
-    kind, _, rest = key.partition("/")
+    kind, _, path = key.partition("/")
     if kind in BEFORE:
         return 0
-    round = round_of(rest.partition("/")[0])
+    round = round_of(path.partition("/")[0])
     if kind not in KINDS or round is None:
         return None
     return round if kind == "checkpoints" else round + 1

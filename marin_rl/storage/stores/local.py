@@ -84,8 +84,8 @@ class LocalStore(ObjectStore):
         with explained(Path(self.url, prefix)):
             if prefix:
                 check_way(Path(self.url, checked(prefix), "below"), f"{prefix}/below")
-            found = _not_folders((start + prefix).rstrip("/"))
-            return sorted(path.removeprefix(start) for path in found)
+            paths = _not_folders((start + prefix).rstrip("/"))
+            return sorted(path.removeprefix(start) for path in paths)
 
     def children(self, prefix: str = "") -> Keys:
         folder = Path(self.url, prefix and checked(prefix))

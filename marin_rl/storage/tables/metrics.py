@@ -49,7 +49,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
         data,
         attempt=attempt,
         fingerprint=decided,
-        identify=lambda found: _identify(found, run.store.url_of(key)),
+        identify=lambda other: _identify(other, run.store.url_of(key)),
     )
     reused = committed != data
     if run.config.trackers.jsonl:
@@ -65,8 +65,8 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     ObjectMissing.
     """
     if rounds is None:
-        found = (round_of(name) for name in run.store.children("metrics"))
-        rounds = (round for round in found if round is not None)
+        numbers = (round_of(name) for name in run.store.children("metrics"))
+        rounds = (round for round in numbers if round is not None)
     tables = [METRICS_IDENTITY.empty_table()]
     keys = [metrics_key(round) for round in sorted(rounds)]
     for key, data in zip(keys, load_all(run.store, keys), strict=True):

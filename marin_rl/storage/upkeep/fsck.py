@@ -111,9 +111,9 @@ def check_run(
     ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
-        found = list(pool.map(_outcome, jobs))
+        outcomes = list(pool.map(_outcome, jobs))
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
-    faults += [fault for _, fault in found if fault is not None]
+    faults += [fault for _, fault in outcomes if fault is not None]
     faults += chain(
         _unreadable(store, inventory),
         link_faults(store, inventory),
@@ -127,7 +127,7 @@ def check_run(
     faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
         objects=1 + len(manifests) + len(jobs),
-        bytes=sum(size for size, _ in found),
+        bytes=sum(size for size, _ in outcomes),
         seconds=time.monotonic() - began,
         pruned=sum(len(_gone(slot)) for slot in manifests),
         faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
@@ -153,15 +153,15 @@ def _identity(
     for ancestor in ancestors:
         key = f"{ancestor.run_id}/{RUN_KEY}"
         try:
-            found = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
+            sha256 = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
         except ObjectMissing:
             faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
             continue
         except CorruptObject as error:
             faults.append(Fault("malformed", top.url_of(key), str(error)))
             continue
-        if found != ancestor.sha256:
-            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
+        if sha256 != ancestor.sha256:
+            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {sha256}"
             faults.append(Fault("wrong parent", place, detail))
     return record["run_id"], ancestors, faults
 
@@ -221,11 +221,11 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
     if data.size != part.bytes:
         detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
         return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
-    found = digest_of(data)
-    if found != part.sha256:
+    sha256 = digest_of(data)
+    if sha256 != part.sha256:
         detail = (
             f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
-            f"{found}"
+            f"{sha256}"
         )
         return data.size, Fault("altered", place, detail)
     assert slot.manifest is not None, "only committed slots have parts"
@@ -330,10 +330,10 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
     names = [name for name, value in expected.items() if value is not None]
     table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
     for name in names:
-        found = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
-        if found:
+        foreign = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
+        if foreign:
             detail = (
-                f"expected rows of {name} {expected[name]!r}, found {found[0]!r}: it is another's"
+                f"expected rows of {name} {expected[name]!r}, found {foreign[0]!r}: it is another's"
             )
             return Fault("altered", reader.source, detail)
     return None

@@ -44,7 +44,7 @@ from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_i
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
 
@@ -101,19 +101,19 @@ def collect(
     with _alone(run, dry_run=dry_run) as alone:
         inventory = take_inventory(run.folder)
         open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
-        asked = {_slot_name(key) for key, _ in open_items}
-        read_by_others, unread = _or_none(lambda: _borrowed_among(run, asked), asked)
+        open_slots = {_slot_name(key) for key, _ in open_items}
+        read_by_others, unread = _or_none(lambda: _borrowed_among(run, open_slots), open_slots)
         items = [
             *_unreferenced(inventory),
             *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
             *(_temporary(run, inventory, rule, moment) if alone else ()),
         ]
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
-        found = [*_measured(run.folder, items), *retired]
+        garbage = [*_measured(run.folder, items), *retired]
         if not dry_run:
-            found = _delete(run, inventory, rule, found)
+            garbage = _delete(run, inventory, rule, garbage)
     return Collection(
-        garbage=tuple(sorted(found, key=lambda item: item.key)),
+        garbage=tuple(sorted(garbage, key=lambda item: item.key)),
         live=not alone,
         skipped=tuple(sorted(_damaged(inventory) | read_by_others)),
         deleted=not dry_run,
@@ -121,7 +121,7 @@ def collect(
     )
 
 
-def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
+def _or_none(look: Callable[[], Result], none: Result) -> tuple[Result, str]:
     """Result of a look at the neighbours; `none` and the reason where one cannot be read."""
     try:
         return look(), ""
@@ -147,14 +147,14 @@ def retire(run: Run) -> None:
 def _latest_checkpoints(run: Run) -> list[Slot]:
     """From the latest checkpoint down to the first that has no arrays any more, ascending."""
     numbers = (round_of(name) for name in run.folder.children("checkpoints"))
-    found: list[Slot] = []
+    slots: list[Slot] = []
     for number in sorted((number for number in numbers if number is not None), reverse=True):
         slot = checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
-        found.append(read_slot(run.folder, slot, names))
-        if found[-1].pruned and found[-1].pruned.isdisjoint(names):
+        slots.append(read_slot(run.folder, slot, names))
+        if slots[-1].pruned and slots[-1].pruned.isdisjoint(names):
             break
-    return found[::-1]
+    return slots[::-1]
 
 
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
@@ -164,8 +164,8 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
     run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
     unless something is asked for: then raises CorruptObject.
     """
-    asked = {"checkpoints_last": last, "checkpoints_every": every}
-    overrides = {name: value for name, value in asked.items() if value is not None}
+    requested = {"checkpoints_last": last, "checkpoints_every": every}
+    overrides = {name: value for name, value in requested.items() if value is not None}
     try:
         own = _recorded_rule(run) or run.config.retention.model_dump(mode="json")
     except CorruptObject:
@@ -236,11 +236,11 @@ def _damaged(inventory: Inventory) -> set[str]:
 
 def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
     """Those of some uncommitted slots that another run could only be made from once committed."""
-    asked = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
-    if not asked:
-        return asked
+    forkable = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
+    if not forkable:
+        return forkable
     borrowed = borrowed_from(run)
-    return {slot for slot in asked if borrowed.proves(slot)}
+    return {slot for slot in forkable if borrowed.proves(slot)}
 
 
 def _temporary(
@@ -257,18 +257,18 @@ def _temporary(
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
     """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
-    found: list[Garbage] = []
+    garbage: list[Garbage] = []
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
             there = set(slot.names)
             parts = {part.name: part.bytes for part in slot.manifest.parts}
             names = slot.pruned or prunable_parts(slot.manifest)
-            found += [
+            garbage += [
                 Garbage(slot.key(name), parts[name], "retention")
                 for name in sorted(names)
                 if name in there
             ]
-    return _unpinned(run, inventory, found, known=_known.get(run.folder.url, {}))
+    return _unpinned(run, inventory, garbage, known=_known.get(run.folder.url, {}))
 
 
 def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
@@ -287,16 +287,16 @@ def _checkpoints(inventory: Inventory) -> list[Slot]:
 
 
 def _unpinned(
-    run: Run, inventory: Inventory, found: list[Garbage], *, known: Mapping[str, Reach]
+    run: Run, inventory: Inventory, garbage: list[Garbage], *, known: Mapping[str, Reach]
 ) -> list[Garbage]:
     """Without what the run's own objective or a fork still reads; see `borrowed_from`."""
-    if not any(item.reason == "retention" for item in found):
-        return found
+    if not any(item.reason == "retention" for item in garbage):
+        return garbage
     borrowed = borrowed_from(run, known)
     _known[run.folder.url] = borrowed.reaches
     pinned = {checkpoint_slot(round) for round in _references(run, inventory)}
     pinned |= {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
-    return [i for i in found if i.reason != "retention" or _slot_name(i.key) not in pinned]
+    return [i for i in garbage if i.reason != "retention" or _slot_name(i.key) not in pinned]
 
 
 def _references(run: Run, inventory: Inventory) -> set[int]:
@@ -309,16 +309,16 @@ def _references(run: Run, inventory: Inventory) -> set[int]:
 
 
 def _delete(
-    run: Run, inventory: Inventory, rule: RetentionConfig, found: list[Garbage]
+    run: Run, inventory: Inventory, rule: RetentionConfig, garbage: list[Garbage]
 ) -> list[Garbage]:
     """Delete, tombstones first; what was really deleted."""
     slots = {slot.slot: slot for slot in inventory.slots}
-    retired = {_slot_name(item.key) for item in found if item.reason == "retention"}
+    retired = {_slot_name(item.key) for item in garbage if item.reason == "retention"}
     for name in sorted(retired):
         slot = slots[name]
         if not slot.pruned and slot.manifest is not None:
             commit_tombstone(run.folder, slot.manifest, rule.model_dump(mode="json"))
-    gone = _unpinned(run, inventory, found, known={})
+    gone = _unpinned(run, inventory, garbage, known={})
     for item in gone:
         run.folder.delete(item.key)
         _remove_empty(run.folder, item.key)
