@@ -45,10 +45,11 @@ class ForkedStore(ObjectStore):
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """Raises StorageError for what is absent from the shared prefix."""
+        """Create in the fork's folder. Raises ObjectMissing for what the shared prefix lacks."""
         owner = self.owner(key)
         if owner is self.own:
             return owner.put_if_absent(key, data)
+        # Never created there, even if absent: that would change the parent's history.
         owner.size(key)  # raises ObjectMissing
         return PutOutcome.EXISTS
 
@@ -56,7 +57,7 @@ class ForkedStore(ObjectStore):
         return self.owner(key).read(key)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """Raises StorageError for the shared prefix."""
+        """Write in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).put_part(key, data)
 
     def list(self, prefix: str = "") -> Keys:
@@ -64,6 +65,7 @@ class ForkedStore(ObjectStore):
             key
             for store in (self.own, *(store for _, store in self.shared))
             for key in store.list(prefix)
+            # A parent may play on after the fork; those rounds are not the fork's.
             if self.owner(key) is store
         ]
         return sorted(keys)
@@ -82,7 +84,7 @@ class ForkedStore(ObjectStore):
         )
 
     def delete(self, key: str) -> None:
-        """Raises StorageError for the shared prefix."""
+        """Delete in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).delete(key)
 
     def size(self, key: str) -> int:
@@ -115,4 +117,5 @@ def _place(key: str) -> int | None:
     round = round_of(path.partition("/")[0])
     if kind not in KINDS or round is None:
         return None
+    # Round r ends with checkpoint r + 1.
     return round if kind == "checkpoints" else round + 1

@@ -45,7 +45,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """The whole object. Raises ObjectMissing, StoreUnavailable, StorageError."""
+        """Bytes of the object. Raises ObjectMissing, StoreUnavailable, StorageError."""
 
     @abstractmethod
     def put_part(self, key: str, data: bytes) -> None:
@@ -53,7 +53,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> Keys:
-        """All keys below the folder `prefix`, temporary ones included, fresh and sorted."""
+        """Keys below the folder `prefix`, temporary ones included, fresh and sorted."""
 
     @abstractmethod
     def children(self, prefix: str = "") -> Keys:
@@ -106,6 +106,7 @@ def keys_below(fs: AbstractFileSystem, base: str, prefix: str) -> Keys:
     """Keys under `base` of all objects below the folder `prefix`, sorted; no folder markers."""
     start = f"{base}/{prefix}".rstrip("/") + "/"
     paths = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
+    # `find` of an object returns the object itself, which does not lie below the folder.
     lead = "/" + start.lstrip("/")
     root = "/" + base.strip("/") + "/"
     return sorted(p.removeprefix(root) for p in paths if p.startswith(lead) and p[-1] != "/")
@@ -120,4 +121,5 @@ def children_of(fs: AbstractFileSystem, base: str, prefix: str) -> list[str]:
         ]
     except FileNotFoundError:
         return []
+    # `ls` of an object, or of a folder with a marker, returns it too.
     return sorted({path.rpartition("/")[2] for path in paths if path != folder})

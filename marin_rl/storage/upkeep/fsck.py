@@ -1,4 +1,4 @@
-"""fsck: is everything that a run committed still there, unchanged, and of one piece?
+"""fsck: check that everything a run committed is still there, unchanged and consistent.
 
 Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
 threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
@@ -59,6 +59,7 @@ from schemas.rewards import REWARDS as REWARDS_SCHEMA
 from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 from schemas.scores import SCORES as SCORES_SCHEMA
 
+# Requests mostly wait for the network, so their number does not follow the cores.
 REMOTE_WORKERS = 16
 
 
@@ -99,6 +100,7 @@ def check_run(
     own = top.at(run_id)
     if not own.children():
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
+    # A broken run.json is one fault among others: the slots can be checked without it.
     name, ancestors, faults = _identity(top, own)
     store = own
     if ancestors:
@@ -123,6 +125,7 @@ def check_run(
         lines.faults,
         lines.unclosed(store, inventory),
     )
+    # A special file has failed its own check already where it is a part; it is reported once.
     seen = {fault.place for fault in faults}
     faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
@@ -218,6 +221,7 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
         if part.name in pruned_parts(store, slot.slot, slot.sha256):
             return 0, None  # retention took it since the listing
         return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    # Sizes first: they separate truncated files from altered ones without hashing.
     if data.size != part.bytes:
         detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
         return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
@@ -231,6 +235,7 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
     assert slot.manifest is not None, "only committed slots have parts"
     manifest = slot.manifest
 
+    # Bytes that match the digest may still break the schema, if their writer erred.
     def look() -> None:
         shape = _shape_of(manifest, part, place)
         if shape is not None:
@@ -264,10 +269,11 @@ Look = Callable[[TableReader], Fault | None]
 def _loose_jobs(
     store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
 ) -> Iterator[Job]:
-    """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
+    """Checks of commits that no manifest names: only their own bytes can be checked."""
     for slot in inventory.of_kind("rollouts"):
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
         for name in slot.names:
+            # Shards that the manifest names are checked as its parts, by digest.
             if is_shard(name) and name not in named:
                 expected = {
                     "run_id": player(slot.number),
@@ -281,6 +287,7 @@ def _loose_jobs(
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
         round = round_of(key.rpartition("/")[2])
+        # `round_of` accepts the name in any folder; metrics lie in one.
         if round is not None and key == metrics_key(round):
             expected = {"run_id": player(round), "round": round}
             look = partial(_wrong_metrics, expected=expected, lines=lines)
@@ -295,7 +302,7 @@ def _loose_jobs(
 def _wrong_metrics(
     reader: TableReader, expected: Mapping[str, str | int | None], lines: MetricsLines
 ) -> Fault | None:
-    """Metrics of another round, or other ones than metrics.jsonl repeats."""
+    """Fault of metrics of another round, or of other ones than metrics.jsonl repeats."""
     check_metrics(reader)
     fault = _misplaced(reader, expected)
     return lines.compared(reader, int(expected["round"] or 0)) if fault is None else fault
@@ -311,12 +318,15 @@ def _check_loose(
     """Bytes read, and what is wrong with them, or else what `look` finds."""
     place = store.url_of(key)
     data = load(store, key)
+    # Parquet ends with its magic number: a missing end is reported as truncation, before Arrow
+    # fails on it with an error that names neither.
     if bytes(memoryview(data)[-4:]) != b"PAR1":
         return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
 
     def read() -> Fault | None:
         reader = TableReader(data, place, ladder)
         reader.check(schema)
+        # No digest of these files is stored. Their writer is deterministic: rewriting checks them.
         again = reader.rewritten()
         if again is not None and again != data.to_pybytes():
             raise CorruptObject(f"{place}: its rows, written again, give other bytes")
@@ -326,7 +336,7 @@ def _check_loose(
 
 
 def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) -> Fault | None:
-    """A whole file whose rows are not of the run, round or shard that its name says."""
+    """Fault of a file whose rows are not of the run, round or shard that its name says."""
     names = [name for name, value in expected.items() if value is not None]
     table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
     for name in names:
@@ -340,8 +350,9 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
 
 
 def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | None:
-    """A reward table about other rollouts than those that lie there."""
+    """Fault of a reward table about other rollouts than those that lie there."""
     scored = reader.stamp.get("rollouts_sha256")
+    # Rollouts without a readable manifest have no digest to compare with.
     if rollouts is None or rollouts.sha256 in (None, scored):
         return None
     detail = f"is about rollouts with SHA-256 {scored}, {rollouts.slot} has {rollouts.sha256}"
@@ -371,10 +382,9 @@ def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 
 def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
-    """Fault of a sealed record. One whose seal is broken was altered, also if it claims a newer
-    version.
-    """
+    """Fault of a sealed record: altered if the seal is broken, whichever version it claims."""
     kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
+    # A flipped bit in the version must not send the user off to upgrade.
     if kind == "newer version" and not _sealed(store.read(key)):
         kind = "altered"
     return Fault(kind, store.url_of(key), str(error))
@@ -386,4 +396,5 @@ def _sealed(data: bytes) -> bool:
         digest = record.pop("digest")
         return digest == sha256_of(canonical_json(record))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        # Any JSON is possible here: a list, no digest, or nesting beyond the parser's depth.
         return False
