@@ -1,4 +1,4 @@
-"""Every metric, once: its name, unit and formula, and whether the files give it again.
+"""Registry of metrics: its name, unit and formula, and whether the files give it again.
 
 Names are the field's own (TRL's and Huang's "N implementation details of RLHF"), so that curves can
 be laid over those of other trainers. The table is metrics.csv, the source of docs/metrics.md; a

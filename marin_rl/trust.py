@@ -178,7 +178,7 @@ def _outward_of(config: Config) -> list[str]:
 
 
 def _outward() -> list[str]:
-    """Those that are not given by where the run lies."""
+    """Outward keys but for those that say where the run lies."""
     return [key for key in outward_keys() if key not in ("root", "storage_options")]
 
 

@@ -1,4 +1,4 @@
-"""The manifest: the one record whose creation commits a slot, and its canonical JSON.
+"""The manifest: the record whose creation commits a slot, and its canonical JSON.
 
 A manifest names everything that belongs to its slot, with digests, and carries a digest of itself.
 It is written once and never changed, so equal records have equal bytes. This module only shapes and
@@ -124,7 +124,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One object of a slot: `name` is relative to the slot, `bytes` its size.
+    """An object of a slot: `name` is relative to the slot, `bytes` its size.
 
     `rows`, `minima` and `maxima` summarise tables, and are empty for other parts.
     """

@@ -144,7 +144,7 @@ class _Packer:
         self._filled += tokens
 
     def packing(self) -> Packing:
-        """All that was placed."""
+        """Places of all rollouts."""
         table = np.array(self._placed, np.int64).reshape(-1, 7).T
         step_K, row_K, segment_K, start_K, column_K, number_K, shared_K = table
         begins = np.flatnonzero(segment_K == 1)
@@ -315,7 +315,7 @@ def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """0 … n-1 for every n of `counts`, one after the other."""
+    """Ranges 0 … n-1 for every n of `counts`, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
 

@@ -1,4 +1,4 @@
-"""From YAML, recipes and `dotted.key=value` to a validated configuration, or an error that helps.
+"""Loading of configurations from YAML, recipes and `dotted.key=value`, with validation.
 
 The only code that reads files here; what is valid is said by the sections themselves.
 """

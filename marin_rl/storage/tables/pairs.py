@@ -45,7 +45,7 @@ class PairFile:
 
 
 def read_pairs(path: str | Path) -> PairFile:
-    """Every pair of a JSONL or Parquet file. Raises InputError naming the row and the field."""
+    """Pairs of a JSONL or Parquet file. Raises InputError naming the row and the field."""
     file = Path(path)
     try:
         data = file.read_bytes()

@@ -132,7 +132,7 @@ def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int
 
 
 class TableReader:
-    """One Parquet file of a known format, read by row groups.
+    """Reader of a Parquet file of a known format, by row groups.
 
     `stamp` is what the footer says of it, `schema` its columns as they are in the file.
     Raises CorruptObject where the bytes are not such a file, NewerSchema where the version is not
@@ -240,7 +240,7 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
 
 
 def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
-    """Each object as a buffer, in order; those that lie elsewhere are fetched many at once."""
+    """Objects as buffers, in order; remote ones are fetched concurrently."""
     if not keys or store.local_path(keys[0]) is not None:
         yield from (load(store, key) for key in keys)
         return

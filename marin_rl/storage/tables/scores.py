@@ -107,7 +107,7 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """One row per segment of a step, in the order of rows and segments.
+    """Scores of a step, a row per segment, in the order of rows and segments.
 
     Of version 1 where the step has no critic and no optimal token baseline.
     """

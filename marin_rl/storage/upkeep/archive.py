@@ -37,7 +37,7 @@ SAMPLE_SHARDS = 1  # of the first and of the last round
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object of an archive."""
+    """An object of an archive."""
 
     name: str
     bytes: int
@@ -70,7 +70,7 @@ class Verified:
 
 
 def root_hash_of(entries: list[Entry]) -> str:
-    """The one digest that names everything in an archive."""
+    """Root hash: the digest over all entries of an archive."""
     listed = [[entry.name, entry.bytes, entry.sha256] for entry in sorted(entries, key=_by_name)]
     return sha256_of(canonical_json(listed))
 
@@ -243,7 +243,7 @@ class _Contained:
 
 
 def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Contained:
-    """Every entry hashed, in one pass."""
+    """Hash every entry, in one pass."""
     listed = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
     own = f"{contents['run_id']}/{RUN_KEY}"
     read = _Contained()

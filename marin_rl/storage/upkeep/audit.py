@@ -69,7 +69,7 @@ class Balance:
 
 
 def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]:
-    """One per environment and policy version, sorted.
+    """Balances by environment and policy version, sorted.
 
     `generated` has what the shards say of each rollout (environment, policy_version_min and the
     token counts), `dispositions` what became of it, which is counted as it says there.

@@ -39,7 +39,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong, and the object it is wrong with.
+    """A kind of damage, and the object that has it.
 
     missing: named but not there; truncated: shorter than committed; altered: other bytes than
     committed; malformed: not what its format promises; newer version: written by newer software;

@@ -53,7 +53,7 @@ def is_shard(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One slot: `names` of its objects relative to it, its manifest if it is committed.
+    """A slot: `names` of its objects relative to it, its manifest if it is committed.
 
     `fault` says why the manifest or the tombstone, which `damaged` names, cannot be read; such a
     slot is neither committed nor uncommitted.
@@ -98,7 +98,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All keys of a run, fresh when it was taken; `slots` by name, ascending.
+    """Keys of a run, fresh when it was taken; `slots` by name, ascending.
 
     `evaluated` are rounds whose metrics tell of an evaluation that is not committed.
     """

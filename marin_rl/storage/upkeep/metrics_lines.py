@@ -1,4 +1,4 @@
-"""metrics.jsonl compared with the committed metrics: what a reader of the lines would believe.
+"""Check of metrics.jsonl against the committed metrics.
 
 The file is a convenience and no commit, and a killed process leaves a torn line in it, or none. But
 a line that says something else than the metrics of its round was altered, and a line of a round

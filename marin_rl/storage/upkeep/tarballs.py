@@ -1,4 +1,4 @@
-"""The entries of a tar file that somebody else made: regular files with plain names, and no others.
+"""Entries of an untrusted tar file: regular files with plain names, and no others.
 
 `tarfile` reads headers here, and nothing more: what it does for links, sparse files and extended
 headers takes memory and time as an entry asks for them. An export has none of these, but extended
@@ -24,7 +24,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(slots=True)
 class ArchiveEntry:
-    """One regular file of an archive, to be read before the next one is asked for."""
+    """A regular file of an archive, to be read before the next one is asked for."""
 
     name: str
     size: int
@@ -40,7 +40,7 @@ class ArchiveEntry:
         return data
 
     def read_record(self) -> bytes:
-        """All bytes of a JSON record. Raises InputError above RECORD_BYTES_MAX."""
+        """Bytes of a JSON record. Raises InputError above RECORD_BYTES_MAX."""
         if self.size > RECORD_BYTES_MAX:
             raise InputError(
                 f"{self._file.name}: {self.name}: expected a record of {RECORD_BYTES_MAX} bytes at "
