@@ -152,15 +152,15 @@ def processor_instruction_set() -> str:
 @cache
 def processor() -> str:
     """Name of the processor, as the operating system reports it."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 @cache
 def _features() -> frozenset[str]:
     """Flags of the processor."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
 
 
 @cache

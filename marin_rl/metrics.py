@@ -1,4 +1,4 @@
-"""Every metric, once: its name, unit and formula, and whether the files give it again.
+"""Registry of metrics: its name, unit and formula, and whether the files give it again.
 
 Names are the field's own (TRL's and Huang's "N implementation details of RLHF"), so that curves can
 be laid over those of other trainers. The table is metrics.csv, the source of docs/metrics.md; a
@@ -44,11 +44,11 @@ class Definition:
     over_steps: OverSteps = "mean"
     late: bool = False
 
-    def allows(self, expected: float, found: float) -> bool:
-        """True if `found` agrees with `expected` within the tolerance; NaN agrees with NaN."""
-        if np.isnan(expected) or np.isnan(found):
-            return bool(np.isnan(expected) and np.isnan(found))
-        return abs(found - expected) <= max(self.absolute, self.relative * abs(expected))
+    def allows(self, expected: float, recorded: float) -> bool:
+        """True if `recorded` agrees with `expected` within the tolerance; NaN agrees with NaN."""
+        if np.isnan(expected) or np.isnan(recorded):
+            return bool(np.isnan(expected) and np.isnan(recorded))
+        return abs(recorded - expected) <= max(self.absolute, self.relative * abs(expected))
 
 
 # Defaults of the definition's fields by the column `kind` of the table: over rollouts, in float64;

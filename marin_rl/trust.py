@@ -161,8 +161,8 @@ def _of_file(consent: Consent) -> list[Named]:
 
 def _left_out(run: Run, uses: Sequence[str]) -> list[str]:
     """Free keys as run.json has them, `dotted.key=JSON`, that `Run.open` left at their default."""
-    said, default = (read_record(run.folder) or {}).get("config"), _defaults()
-    values = {key: _at(said, key) for key in _outward() if key.startswith(tuple(uses))}
+    stored, default = (read_record(run.folder) or {}).get("config"), _defaults()
+    values = {key: _at(stored, key) for key in _outward() if key.startswith(tuple(uses))}
     return [
         f"{key}={json.dumps(value)}"
         for key, value in values.items()
@@ -178,7 +178,7 @@ def _outward_of(config: Config) -> list[str]:
 
 
 def _outward() -> list[str]:
-    """Those that are not given by where the run lies."""
+    """Outward keys but for those that say where the run lies."""
     return [key for key in outward_keys() if key not in ("root", "storage_options")]
 
 

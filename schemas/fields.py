@@ -69,8 +69,8 @@ def validated(validate: Callable[[], Value]) -> Value:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:SHOWN_MAX]
-        found = repr(first["input"])[:SHOWN_MAX]
+        shown = repr(first["input"])[:SHOWN_MAX]
         raise Malformed(
-            f"field {place or '(all)'}: {first['msg']}, found {found}; {error.error_count()} such "
+            f"field {place or '(all)'}: {first['msg']}, found {shown}; {error.error_count()} such "
             "fields: it was not written by marin-rl"
         ) from None

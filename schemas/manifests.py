@@ -1,4 +1,4 @@
-"""The manifest: the one record whose creation commits a slot, and its canonical JSON.
+"""The manifest: the record whose creation commits a slot, and its canonical JSON.
 
 A manifest names everything that belongs to its slot, with digests, and carries a digest of itself.
 It is written once and never changed, so equal records have equal bytes. This module only shapes and
@@ -69,14 +69,14 @@ def _opened(data: bytes, format: str, version: int) -> tuple[dict[str, Any], byt
     """The record without its digest, and its canonical JSON."""
     record = _parsed(data, format)
     if not isinstance(record, dict) or record.get("format") != format:
-        found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise Malformed(f"expected format {format!r}, found {_shown(found)}")
-    found = record.get("version")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise Malformed(f"expected a version from 1 to {version}, found {_shown(found)}")
-    if found > version:
+        other = record.get("format") if isinstance(record, dict) else type(record).__name__
+        raise Malformed(f"expected format {format!r}, found {_shown(other)}")
+    stored = record.get("version")
+    if not isinstance(stored, int) or isinstance(stored, bool) or stored < 1:
+        raise Malformed(f"expected a version from 1 to {version}, found {_shown(stored)}")
+    if stored > version:
         raise NewerVersion(
-            f"{format} version {_shown(found)} is newer than {version}, the newest this software "
+            f"{format} version {_shown(stored)} is newer than {version}, the newest this software "
             "reads: upgrade marin-rl"
         )
     digest = record.pop("digest", None)
@@ -124,7 +124,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One object of a slot: `name` is relative to the slot, `bytes` its size.
+    """An object of a slot: `name` is relative to the slot, `bytes` its size.
 
     `rows`, `minima` and `maxima` summarise tables, and are empty for other parts.
     """

@@ -23,7 +23,7 @@ class Ladder:
     rungs: Mapping[int, Upgrade] = field(default_factory=dict)
 
     def check(self, version: int) -> None:
-        """Raises NewerVersion above the newest version, Malformed below 1."""
+        """Raise NewerVersion above the newest version, Malformed below 1."""
         if version > self.newest:
             raise NewerVersion(
                 f"{self.format} version {version} is newer than {self.newest}, the newest this "

@@ -1,1 +1,1 @@
-"""From committed rollouts to padded training batches: NumPy and Arrow only, no JAX."""
+"""Processing of committed rollouts into padded training batches: NumPy and Arrow only, no JAX."""

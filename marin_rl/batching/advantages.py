@@ -289,12 +289,12 @@ class AdvantageChoice:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        for what, found, known in (
+        for what, value, known in (
             ("estimator", self.estimator, tuple(ESTIMATORS)),
             ("scale", self.scale, SCALES),
         ):
-            if found not in known:
-                raise ValueError(f"expected {what} of {', '.join(known)}: found {found}")
+            if value not in known:
+                raise ValueError(f"expected {what} of {', '.join(known)}: found {value}")
 
     @property
     def facts(self) -> Estimator:

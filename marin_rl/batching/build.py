@@ -1,4 +1,4 @@
-"""process(round): committed rollouts to padded training batches, with a word on every rollout.
+"""process(round): padded training batches and dispositions of committed rollouts.
 
 Two passes over the shards. The first reads the scalar columns of the whole round (no tokens) and
 decides what becomes of every rollout (plan.py). The second streams tokens row group by row group
@@ -62,9 +62,9 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     """
     parents = (parent_of(rollouts),)
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
-    found = find_commit(run.store, batches_slot(round), decided)
-    if found is not None:
-        return found
+    existing = find_commit(run.store, batches_slot(round), decided)
+    if existing is not None:
+        return existing
     manifest = rollouts_manifest(run, round, rollouts)
     scalars = _scalar_columns(run, manifest, run.config.objective)
     plan = plan_round(scalars, run.config, round)
@@ -333,6 +333,6 @@ def _padded(
 
 
 def _singletons(names: pa.Array, indices: np.ndarray) -> pa.ListArray:
-    """One list of one name per index: a padded row holds one sequence."""
+    """Lists of one name each, as a padded row holds one sequence."""
     offsets = pa.array(np.arange(len(indices) + 1, dtype=np.int32))
     return pa.ListArray.from_arrays(offsets, names.take(pa.array(indices)))

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 def failed(
     status_N: np.ndarray, reward_N: Float64[np.ndarray, " N"], sampled_N: Int64[np.ndarray, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Nothing to train on: status error or aborted, no finite reward, or no sampled token."""
+    """Rollouts of status error or aborted, without a finite reward, or without sampled tokens."""
     broken = (status_N == "error") | (status_N == "aborted")
     return broken | ~np.isfinite(reward_N) | (sampled_N == 0)
 
@@ -22,12 +22,12 @@ def failed(
 def stale(
     version_N: Int64[np.ndarray, " N"], round_number: int, rounds_max: int
 ) -> Bool[np.ndarray, " N"]:
-    """The oldest policy that sampled it is more than `rounds_max` rounds older than the round's."""
+    """Rollouts whose oldest policy is more than `rounds_max` rounds older than the round's."""
     return round_number - version_N > rounds_max
 
 
 def truncated(status_N: np.ndarray) -> Bool[np.ndarray, " N"]:
-    """Cut off at max_tokens."""
+    """Rollouts cut off at max_tokens."""
     return status_N == "truncated"
 
 
@@ -49,5 +49,5 @@ def short(valid_P: Int64[np.ndarray, " P"], members_min: int) -> Bool[np.ndarray
 
 
 def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:
-    """Groups that nothing tells the members of apart: every advantage would be exactly 0."""
+    """Groups with a spread of 0: every advantage would be exactly 0."""
     return spread_P == 0.0

@@ -78,13 +78,13 @@ def pack(
     packer = _Packer(row_tokens, share)
     if len(group_K) == 0:
         return packer.packing()
-    whole = _group_tokens(prompt_K, sampled_K, group_K, sequences_per_step)
+    group_tokens = _group_tokens(prompt_K, sampled_K, group_K, sequences_per_step)
     for k, (prompt, sampled, group) in enumerate(
         zip(prompt_K.tolist(), sampled_K.tolist(), group_K.tolist(), strict=True)
     ):
         if k and k % sequences_per_step == 0:
             packer.next_step()
-        packer.put(prompt, sampled, group, whole[k])
+        packer.put(prompt, sampled, group, group_tokens[k])
     return packer.packing()
 
 
@@ -117,13 +117,14 @@ class _Packer:
         self._row, self._filled, self._segments, self._prompts = self._row + 1, 0, 0, 0
         self._prompt = None
 
-    def put(self, prompt: int, sampled: int, group: int, whole: int) -> None:
-        """Place a rollout; `whole` is what its group needs in all."""
+    def put(self, prompt: int, sampled: int, group: int, group_tokens: int) -> None:
+        """Place a rollout whose group needs `group_tokens` in all, the prompt counted once."""
         here = self._prompt is not None and self._prompt[:2] == (group, prompt)
         if here and self._filled + sampled <= self._row_tokens:
             self._add(sampled, shared=True)
             return
-        needed = whole if self._share and whole <= self._row_tokens else prompt + sampled
+        together = self._share and group_tokens <= self._row_tokens
+        needed = group_tokens if together else prompt + sampled
         if self._filled + needed > self._row_tokens:
             self._next_row()
         if self._share:
@@ -143,7 +144,7 @@ class _Packer:
         self._filled += tokens
 
     def packing(self) -> Packing:
-        """All that was placed."""
+        """Places of all rollouts."""
         table = np.array(self._placed, np.int64).reshape(-1, 7).T
         step_K, row_K, segment_K, start_K, column_K, number_K, shared_K = table
         begins = np.flatnonzero(segment_K == 1)
@@ -314,7 +315,7 @@ def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """0 … n-1 for every n of `counts`, one after the other."""
+    """Ranges 0 … n-1 for every n of `counts`, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
 

@@ -71,35 +71,35 @@ class PairTokenizer:
 
     def _check_digests(self, pair: PreferencePair) -> None:
         for field in ("tokenizer_digest", "chat_template_digest"):
-            expected, found = getattr(self, field), getattr(pair, field)
-            if found not in (None, expected):
+            expected, digest = getattr(self, field), getattr(pair, field)
+            if digest not in (None, expected):
                 raise InputError(
-                    f"pair {pair.id}, field {field}: expected {expected[:12]}, found {found[:12]}: "
-                    "its token ids are another tokenizer's; set policy.tokenizer to that one, or "
-                    "leave tokens and digests out, so that the texts count"
+                    f"pair {pair.id}, field {field}: expected {expected[:12]}, found "
+                    f"{digest[:12]}: its token ids are another tokenizer's; set policy.tokenizer "
+                    "to that one, or leave tokens and digests out, so that the texts count"
                 )
 
     def _tokens(
-        self, pair: PreferencePair, field: str, given: Int32[np.ndarray, " T"] | None
+        self, pair: PreferencePair, field: str, token_ids: Int32[np.ndarray, " T"] | None
     ) -> Int32[np.ndarray, " T"]:
         where = f"pair {pair.id}, field {field}"
-        if given is None:
+        if token_ids is None:
             try:
                 answer = pair.chosen if field == "chosen" else pair.rejected
-                given, _ = chat_tokens(self.tokenizer, pair.messages, answer)
+                token_ids, _ = chat_tokens(self.tokenizer, pair.messages, answer)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
-        elif int(given.min()) < 0 or int(given.max()) >= self.vocab_size:
+        elif int(token_ids.min()) < 0 or int(token_ids.max()) >= self.vocab_size:
             raise InputError(
                 f"{where}_token_ids: expected ids from 0 to {self.vocab_size - 1}, found "
-                f"{int(given.min())} to {int(given.max())}"
+                f"{int(token_ids.min())} to {int(token_ids.max())}"
             )
-        if len(given) > self.context_length:
+        if len(token_ids) > self.context_length:
             raise InputError(
-                f"{where}: prompt and answer have {len(given)} tokens, but policy.context_length "
-                f"is {self.context_length}: raise it, or leave the pair out"
+                f"{where}: prompt and answer have {len(token_ids)} tokens, but "
+                f"policy.context_length is {self.context_length}: raise it, or leave the pair out"
             )
-        return given
+        return token_ids
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
@@ -115,11 +115,11 @@ def pairs_of_step(count: int, per_step: int, seed: int, step: int) -> Int64[np.n
     """
     numbers = np.arange(step * per_step, (step + 1) * per_step)
     epochs, places = np.divmod(numbers, count)
-    found = np.empty(per_step, np.int64)
+    indices = np.empty(per_step, np.int64)
     for epoch in np.unique(epochs):
         order = np.random.default_rng((seed, int(epoch))).permutation(count)
-        found[epochs == epoch] = order[places[epochs == epoch]]
-    return found
+        indices[epochs == epoch] = order[places[epochs == epoch]]
+    return indices
 
 
 def longest(pairs: Sequence[PreferencePair]) -> int:

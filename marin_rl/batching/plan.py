@@ -236,7 +236,7 @@ def _spreads(
     groups: int,
     choice: AdvantageChoice,
 ) -> Float64[np.ndarray, " P"]:
-    """Of each group's rewards; of its advantages where rewards that differ may be worth the same.
+    """Spread of each group's rewards; of advantages where unequal rewards may be worth the same.
 
     To pass_at_k they are where each of `pass_k` members, or none of them, has a success.
     """
@@ -327,7 +327,7 @@ def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
 
 
 def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
-    """One row per rollout of the round, in shard order."""
+    """Dispositions of the round, a row per rollout, in shard order."""
     dropped = ~plan.kept_N
     step_N, row_N, segment_N = plan.places_N()
     columns = {

@@ -30,7 +30,7 @@ SCALAR_COLUMNS = (
 
 
 def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
-    """Every metric that a round's rollouts and their dispositions decide, from the scalar columns.
+    """Metrics that a round's rollouts and their dispositions decide, from the scalar columns.
 
     `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
     """

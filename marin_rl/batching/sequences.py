@@ -76,14 +76,14 @@ def chats_tokens(
     conversations = list[Conversation]()
     for messages, answer in chats:
         prompt = _conversation(messages)
-        whole = [*prompt, {"role": "assistant", "content": answer}]
+        conversation = [*prompt, {"role": "assistant", "content": answer}]
         conversations.append(Conversation(messages=prompt, opening=True))
-        conversations.append(Conversation(messages=whole))
+        conversations.append(Conversation(messages=conversation))
     renderings = _rendered(template, conversations, spans=marked)
     pairs = zip(renderings[::2], renderings[1::2], chats, strict=True)
     return [
-        _trained_tokens(tokenizer, prompt, whole, answer, marked=marked)
-        for prompt, whole, (_, answer) in pairs
+        _trained_tokens(tokenizer, prompt, conversation, answer, marked=marked)
+        for prompt, conversation, (_, answer) in pairs
     ]
 
 

@@ -131,7 +131,7 @@ class TurnAdvantages:
 
     @property
     def mean_n(self) -> Float64[np.ndarray, " n"]:
-        """Of each rollout: the mean over its trained tokens; 0 where it has none."""
+        """Mean over the trained tokens of each rollout; 0 where it has none."""
         turns, trained_n = self.turns, self.turns.trained_n
         weighed_U = self.advantage_U * turns.tokens_U
         sum_n = _sums(turns.rollout_U, weighed_U, len(trained_n))
@@ -213,7 +213,7 @@ def _with_lists(table: pa.Table, name: str, values: np.ndarray, offsets: np.ndar
 
 
 def _rewarded(turns: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every turn with tokens and a reward: its rollout, where it ends, and the reward."""
+    """Rollout, end and reward of every turn that has tokens and a reward."""
     counts = np.diff(turns.offsets.to_numpy())
     each = turns.flatten()
     end, reward = (

@@ -1,4 +1,4 @@
-"""The one configuration tree: frozen, typed, ranged, resolved once and written into the run.
+"""The configuration tree: frozen, typed, ranged, resolved once and written into the run.
 
 A section a class, by topic: policy.py, sampling.py, serving.py, batching.py, objective.py,
 training.py, orchestration.py, and run.py over all of them. section.py says what a section is and

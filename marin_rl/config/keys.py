@@ -49,10 +49,10 @@ def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Return a copy of a nested mapping without the dotted `keys`."""
     heads: dict[str, list[str]] = {}
     for key in keys:
-        head, _, rest = key.partition(".")
-        heads.setdefault(head, []).append(rest)
+        head, _, subkey = key.partition(".")
+        heads.setdefault(head, []).append(subkey)
     return {
-        name: without(value, [rest for rest in heads.get(name, ()) if rest])
+        name: without(value, [subkey for subkey in heads.get(name, ()) if subkey])
         if isinstance(value, Mapping)
         else value
         for name, value in tree.items()

@@ -1,4 +1,4 @@
-"""From YAML, recipes and `dotted.key=value` to a validated configuration, or an error that helps.
+"""Loading of configurations from YAML, recipes and `dotted.key=value`, with validation.
 
 The only code that reads files here; what is valid is said by the sections themselves.
 """
@@ -29,10 +29,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path)
     own = _read_yaml(file)
-    given = [item for item in overrides if item.partition("=")[0].strip() == RECIPE]
-    others = [item for item in overrides if item not in given]
+    recipes = [item for item in overrides if item.partition("=")[0].strip() == RECIPE]
+    others = [item for item in overrides if item not in recipes]
     beneath = own.pop(RECIPE, None)
-    above = override({}, given).get(RECIPE)
+    above = override({}, recipes).get(RECIPE)
     layers = [_recipe(file, beneath), own, _recipe(file, above)]
     return parse_config(override(_overlaid(layers), others), source=str(file))
 
@@ -106,8 +106,8 @@ def _describe(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "(whole configuration)"
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_nearest(key)}"
-    found = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"
-    return f"{key}: {item['msg']}{found}"
+    shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"
+    return f"{key}: {item['msg']}{shown}"
 
 
 def _nearest(key: str) -> str:

@@ -16,7 +16,7 @@ _ORIGIN = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(
 
 
 def _key_variable(name: str) -> str:
-    """A file may be somebody else's, so it cannot choose which secret goes to an endpoint."""
+    """Require MARIN_RL_*: a file of somebody else must not choose which secret is sent out."""
     if not KEY_VARIABLE.fullmatch(name):
         raise ValueError(
             "expected the name of an environment variable that begins with MARIN_RL_; another one "

@@ -1,4 +1,4 @@
-"""Everything that touches files: the object store, commits, runs and the shapes stored in them.
+"""Storage of runs: the object store, commits, runs and the shapes stored in them.
 
 Import the module that is meant (`marin_rl.storage.commits`); nothing is re-exported here, so that
 readers of rollouts do not pay for the libraries that checkpoints need.

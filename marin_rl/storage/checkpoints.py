@@ -1,4 +1,4 @@
-"""The one door to Orbax: trees of arrays as slots, committed by our manifest like every other slot.
+"""Checkpoints: trees of arrays written by Orbax, and committed by a manifest like other slots.
 
 Orbax writes its files under a name unique to the attempt, straight into the run where that is a
 folder of this machine, else into a temporary folder whose files are then uploaded. Their digests go
@@ -44,6 +44,7 @@ from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
 
 SCHEMA_VERSION = 1
+# Each is read whole to be hashed or uploaded, so this bounds the memory of a commit.
 FILES_IN_FLIGHT_MAX = 8
 
 Tree = Mapping[str, Any]
@@ -86,6 +87,7 @@ def commit_checkpoint(
     adopted. Raises CommitConflict, and StorageError of the store.
     """
     attempt = new_attempt() if beside is None else beside.attempt
+    # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
     parts = _write(run, f"{slot}/{attempt}", attempt, arrays)
     parts += () if beside is None else beside.parts()
@@ -98,6 +100,7 @@ def commit_checkpoint(
         totals=totals,
         extra={**extra, "machine": machine_facts()},
     )
+    # Last: every part is durable by now, so a manifest never names a file that a crash lost.
     winner = commit_manifest(run.store, manifest)
     return ref_of(winner, reused=winner.attempt != attempt)
 
@@ -116,12 +119,13 @@ def restore_checkpoint(
     with _local_folder(run, manifest) as folder, explained(folder):
         tree = _handler().restore(epath.Path(folder))
     tree = {name: branch for name, branch in tree.items() if name not in unasked}
+    # Digests prove the bytes; they do not prove that the arrays fit this model.
     _check_like(tree, like, run.store.url_of(ref.slot))
     return tree
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Few files and no compression: the fastest of Orbax's layouts once every file is synced."""
+    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced."""
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
@@ -132,6 +136,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
         with explained(target, _bytes_of(arrays)):
             make_folder(target)
             _save(target, arrays)
+            # Synced here, whatever Orbax syncs: the commit must not name files a crash can lose.
             parts = _each(_files(target), lambda file: _sealed(file, target, attempt))
             sync_folders(target)
         return parts
@@ -141,6 +146,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             _save(staged, arrays)
 
         def upload(file: Path) -> Part:
+            # One read for both, so the recorded digest is that of the uploaded bytes.
             relative, data = file.relative_to(staged).as_posix(), file.read_bytes()
             run.store.put_part(f"{prefix}/{relative}", data)
             return _part(f"{attempt}/{relative}", data)
@@ -149,24 +155,26 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 
 
 def _save(folder: Path, arrays: Tree) -> None:
+    # Checked first: TensorStore's threads may report a full disk late, with some files written.
     need_room(folder, _bytes_of(arrays))
     handler = _handler()
     with _os_errors():
         handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
+        # Merges the OCDBT files of the process; only an Orbax Checkpointer calls it by itself.
         handler.finalize(epath.Path(folder))
     handler.close()
 
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Orbax reports a full disk as a ValueError with the code in its text; raise it as OSError."""
+    """Turn Orbax's ValueError of a full disk, with the code in its text, into OSError."""
     try:
         yield
     except ValueError as error:
-        found = re.search(r"os_error_code='(\d+)'", str(error))
-        if found is None:
+        match = re.search(r"os_error_code='(\d+)'", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -180,6 +188,7 @@ logging.getLogger("absl").addFilter(_is_news)
 def _sealed(file: Path, folder: Path, attempt: str) -> Part:
     """Sync one file to disk and describe it."""
     with file.open("rb") as opened:
+        # A descriptor for reading is enough: fsync flushes the file, whichever one wrote it.
         os.fsync(opened.fileno())
         data = opened.read()
     return _part(f"{attempt}/{file.relative_to(folder).as_posix()}", data)
@@ -190,7 +199,7 @@ def _part(name: str, data: bytes) -> Part:
 
 
 def _each(files: list[Path], work: Any) -> list[Part]:
-    """Hashing, syncing and uploading all let go of the interpreter, so files go side by side."""
+    """Apply `work` to files in threads: hashing, syncing and uploading release the interpreter."""
     with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
         return list(pool.map(work, files))
 
@@ -208,6 +217,7 @@ def _local_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
     """A folder of this machine that holds the verified files of the checkpoint."""
     local = run.store.local_path(f"{manifest.slot}/{manifest.attempt}")
     if local is not None:
+        # Before Orbax opens anything, because it checks no digests.
         _each_part(run, manifest, lambda name, data: None)
         _check_alone(local, manifest)
         yield local
@@ -220,6 +230,7 @@ def _local_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(memoryview(data))
 
+        # Only verified files reach the temporary folder, so nothing else needs to be ruled out.
         _each_part(run, manifest, keep)
         yield staged / manifest.attempt
 
@@ -228,6 +239,7 @@ def _check_alone(folder: Path, manifest: Manifest) -> None:
     """Raise CorruptObject for a file that Orbax might open, and that the manifest does not name."""
     named = {part.name for part in array_parts(manifest)}
     for place, folders, names in os.walk(folder):
+        # os.walk counts links to folders as folders and does not enter them; Orbax might.
         links = (name for name in folders if Path(place, name).is_symlink())
         for name in (*names, *links):
             path = Path(place, name)
@@ -244,11 +256,11 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
         data = _read_array(run, manifest.slot, key)
-        found = digest_of(data) if data.size == part.bytes else "another"
-        if found != part.sha256:
+        sha256 = digest_of(data) if data.size == part.bytes else "another"
+        if sha256 != part.sha256:
             raise CorruptObject(
                 f"{run.store.url_of(key)}: expected {part.bytes} bytes with SHA-256 {part.sha256}, "
-                f"found {data.size} bytes with {found}: the file was damaged after it was "
+                f"found {data.size} bytes with {sha256}: the file was damaged after it was "
                 "committed; restore it from a copy, or go back to an earlier round in a new run"
             )
         use(part.name, data)
@@ -262,6 +274,7 @@ def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
     try:
         return load(run.store, key)
     except ObjectMissing:
+        # Retention may have deleted the file since the manifest was read.
         if not pruned_parts(run.store, slot):
             raise
         raise ObjectMissing(
@@ -271,12 +284,12 @@ def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
 
 
 def _check_like(tree: Tree, like: Tree, source: str) -> None:
-    found, expected = _shapes(tree), _shapes(like)
-    if found != expected:
-        name = sorted(set(found.items()) ^ set(expected.items()))[0][0]
+    shapes, expected = _shapes(tree), _shapes(like)
+    if shapes != expected:
+        name = sorted(set(shapes.items()) ^ set(expected.items()))[0][0]
         raise CorruptObject(
             f"{source}: array {name} expected {expected.get(name, 'absent')}, found "
-            f"{found.get(name, 'absent')}: the checkpoint is of another model than the "
+            f"{shapes.get(name, 'absent')}: the checkpoint is of another model than the "
             "configuration describes"
         )
 

@@ -53,6 +53,7 @@ def new_attempt() -> str:
 
 def attempt_in(key: str) -> str | None:
     """The attempt that an object is named for; None for names that no attempt gives."""
+    # Anywhere in the key: files have a prefix and a suffix around the name, folders neither.
     match = _ATTEMPT.search(key)
     if match is None:
         return None
@@ -68,8 +69,8 @@ def attempt_age_s(attempt: str, now: datetime) -> float:
 
     Raises ValueError for what is not the name of an attempt.
     """
-    begun = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
-    return (now - begun).total_seconds()
+    named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
+    return (now - named_at).total_seconds()
 
 
 def fingerprint(
@@ -82,7 +83,9 @@ def fingerprint(
     record = {
         "kind": kind,
         "content": content,
+        # By digest too: a result made from other bytes under the same name must not be adopted.
         "parents": [[parent.slot, parent.sha256] for parent in parents],
+        # So that a newer format conflicts with an older commit instead of adopting it.
         "schema_version": schema_version,
     }
     return sha256_of(canonical_json(record))
@@ -169,6 +172,8 @@ def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
     except ObjectMissing:
         return None
     manifest = parse_manifest(data, store.url_of(key))
+    # A manifest copied from another slot still matches its own digest, and would vouch for files
+    # that are not its own.
     if manifest.slot != slot:
         raise CorruptObject(
             f"{store.url_of(key)}: expected the manifest of {slot}, found that of {manifest.slot}"
@@ -223,12 +228,12 @@ def find_commit(store: ObjectStore, slot: str, fingerprint: str) -> SlotRef | No
 
 
 def check_fingerprint(
-    source: str, attempt: str, found: str, expected: str, *, ours: str = "not yet begun"
+    source: str, attempt: str, committed: str, expected: str, *, ours: str = "not yet begun"
 ) -> None:
     """Raise CommitConflict, with both fingerprints and attempts, unless they are equal."""
-    if found != expected:
+    if committed != expected:
         raise CommitConflict(
-            f"{source} is committed with fingerprint {found} (attempt {attempt}); expected "
+            f"{source} is committed with fingerprint {committed} (attempt {attempt}); expected "
             f"{expected} (attempt {ours}): the configuration, a parent or the code's schema "
             "differs. Committed slots never change: use another run_id, or the configuration the "
             "run was started with"
@@ -268,16 +273,19 @@ def commit_manifest(
         deadline_s=deadline_s,
         sleep=sleep,
     )
+    # What is stored, which may be the winner's: children name its digest, not that of ours.
     return parse_manifest(data, store.url_of(key))
 
 
 def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
-    """None for an attempt that may still commit; for one that may not, what another committed."""
+    """Return None while the attempt may commit; after that, the manifest that another committed."""
+    # Not named by `new_attempt`, so it has no age; gc leaves its files alone for the same reason.
     if attempt_in(manifest.attempt) is None:
         return None
     age_s = attempt_age_s(manifest.attempt, datetime.now(UTC))
     if age_s < ATTEMPT_LIFETIME_S:
         return None
+    # Too late to create, not too late to adopt what another attempt committed.
     committed = read_manifest(store, manifest.slot)
     if committed is None:
         raise CommitExpired(
@@ -319,6 +327,7 @@ def commit_object(
     trouble = "the store did not say"
     for _ in _until(deadline_s, sleep):
         try:
+            # Before the create, which uploads all bytes: repeated tasks find the slot committed.
             committed = slot.look()
             if committed is None:
                 tried = True
@@ -345,7 +354,7 @@ def commit_object(
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One slot that is being committed: what is there, compared with what we bring."""
+    """A slot that is being committed: its bytes in the store are compared with ours."""
 
     store: ObjectStore
     key: str
@@ -373,6 +382,7 @@ class _Slot:
 
 def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[None]:
     """Yield at least once, then again after growing, jittered pauses until the deadline."""
+    # Monotonic, because the wall clock may be set during the wait.
     end = time.monotonic() + deadline_s
     pause_s = PAUSE_FIRST_S
     yield

@@ -103,10 +103,12 @@ class Run:
         store = _store_of(config)
         record = read_record(store)
         if record is not None:
+            # Before the probe, which writes: nothing is written into a run that was not meant.
             check_content(record, config, store.url_of(RUN_KEY))
         probe(store)  # of an old run too: before work is wasted on a root that became read-only
         if record is None:
             record = create_record(store, config)
+            # Another process may have created the run since the first look, with other content.
             check_content(record, config, store.url_of(RUN_KEY))
         ancestors = ancestors_in(record)
         viewed = _with_ancestors(open_store(config.root, config.storage_options), store, ancestors)
@@ -150,11 +152,14 @@ class Run:
                 f"found there: {shown}{f' and {more} more' if more > 0 else ''}"
             )
         stored = stored_config(record, store.url_of(RUN_KEY))
+        # A reference leaves out free keys that are at their default, so the free keys in run.json,
+        # which are those of the first process, are dropped before its own are applied.
         tree = (
             stored.model_dump(mode="json")
             if free is None
             else override(fingerprint_fields(stored), free)
         )
+        # The run may have been moved since run.json was written: it lies where it was opened.
         tree |= {"root": root, "storage_options": dict(storage_options)}
         ancestors = ancestors_in(record)
         return cls(
@@ -179,6 +184,7 @@ class Run:
 
     def player_of(self, round: int) -> str:
         """The name of the run that played a round: this one's, or of the ancestor that did."""
+        # A run forked at checkpoint 5 plays round 5 itself; its parent played rounds 0 to 4.
         shared = (item.run_id for item in self.ancestors if round < item.through_round)
         return next(shared, self.run_id)
 
@@ -195,6 +201,7 @@ class Run:
     @property
     def reference(self) -> RunRef:
         """The name of this run for other tasks."""
+        # Fields of the reference already.
         skip = {"root", "storage_options"}
         tree, defaults = (
             self.config.model_dump(mode="json"),
@@ -202,6 +209,7 @@ class Run:
         )
         free = {key: _dig(tree, key) for key in free_keys() if key not in skip}
         return RunRef(
+            # Absolute, because the other task may run in another working directory.
             root=open_store(self.config.root, self.config.storage_options).url,
             run_id=self.run_id,
             storage_options=dict(self.config.storage_options),
@@ -250,20 +258,21 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
     A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
     people and for starting up; the loop itself looks at the known keys of its round.
     """
-    found: dict[int, dict[str, Any]] = {}
+    slots: dict[int, dict[str, Any]] = {}
     for kind in ("rollouts", "batches", "evals", "metrics"):
         for key in run.store.list(kind):
-            _, name, *rest = key.split("/")
+            _, name, *path = key.split("/")
             round = round_of(name)
             if round is not None:
-                _mark(found.setdefault(round, {}), kind, "/".join(rest))
+                _mark(slots.setdefault(round, {}), kind, "/".join(path))
+    # Children only: a listing of all keys would name every file of every checkpoint.
     for name in run.store.children("checkpoints"):
         round = round_of(name)
         if round is None:
             continue
         if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
-            found.setdefault(round, {})["checkpoint"] = True
-    return {round: RoundProgress(round=round, **found[round]) for round in sorted(found)}
+            slots.setdefault(round, {})["checkpoint"] = True
+    return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
 
 
 def rounds_planned(run: Run, trained: int) -> int:
@@ -272,8 +281,9 @@ def rounds_planned(run: Run, trained: int) -> int:
     run.json has what was planned when the run began; `rounds` may be another at each continuation.
     """
     slot = checkpoint_slot(trained)
-    found = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
-    planned = found[0].extra.get(ROUNDS_PLANNED) if found else None
+    # A new fork starts from its parent's checkpoint, which records the parent's plan.
+    latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
+    planned = latest[0].extra.get(ROUNDS_PLANNED) if latest else None
     if planned is None:
         return max(run.config.rounds, trained)
     if not isinstance(planned, int) or not 0 <= planned < 2**31:
@@ -292,8 +302,8 @@ def as_continued(run: Run) -> dict[str, Any]:
 
 def committed(run: Run, slot: str) -> SlotRef | None:
     """The reference of a slot that a manifest commits; None while it is not committed."""
-    found = read_manifest(run.store, slot)
-    return ref_of(found[0], reused=True) if found else None
+    existing = read_manifest(run.store, slot)
+    return ref_of(existing[0], reused=True) if existing else None
 
 
 def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
@@ -341,6 +351,7 @@ def checkpoint_named(
 
 def place_named(text: str) -> tuple[str, str, str, str]:
     """ROOT, RUN_ID, KIND and NAME of such a path; empty where it is too short to have them."""
+    # From the right, because ROOT has slashes of its own and may be a URL.
     head, _, name = text.rstrip("/").removesuffix("/manifest.json").rpartition("/")
     head, _, kind = head.rpartition("/")
     root, _, run_id = head.rpartition("/")
@@ -378,6 +389,7 @@ def _may_be_run(top: ObjectStore, name: str) -> bool:
     try:
         return RUN_KEY in top.at(name).children()  # a run's own folder may be a link
     except StorageError as error:
+        # A network failure must not look like a root with fewer runs.
         if error.transient:
             raise
         return is_run_name(name)
@@ -388,12 +400,14 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
-def _mark(round: dict[str, Any], kind: str, rest: str) -> None:
+def _mark(round: dict[str, Any], kind: str, name: str) -> None:
     if kind == "metrics":
+        # A single object, committed by its own creation, without a manifest.
         round["metrics"] = True
-    elif rest == "manifest.json":
+    elif name == "manifest.json":
+        # `name` is the path below the slot: such a file in an attempt's folder is only a part.
         round["evaluation" if kind == "evals" else kind] = True
-    elif kind == "rollouts" and rest.startswith("shard-"):
+    elif kind == "rollouts" and name.startswith("shard-"):
         round["shards"] = round.get("shards", 0) + 1
 
 
@@ -407,6 +421,8 @@ def _steps(run: Run, kind: str) -> list[int]:
 
 
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:
+    # A folder without a manifest is an unfinished attempt, so the one before it is the latest.
+    # Lazy: usually the first slot is committed, and is the only one read.
     return next((ref for slot in slots if (ref := committed(run, slot))), None)
 
 

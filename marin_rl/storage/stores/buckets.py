@@ -28,9 +28,13 @@ from marin_rl.storage.stores.store import (
 
 REQUEST_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 1800.0
+# A request slower than this counts as unanswered.
 BYTES_PER_S_MIN = 2**20
+# The most that S3 takes in one PUT.
 SINGLE_REQUEST_BYTES_MAX = 5 * 2**30
+# Not refusals: 409 and 412 may answer our own create, sent twice, and the others pass with time.
 PASSING_STATUSES = (408, 409, 412, 425, 429)
+# The only retries of a read, since its filesystem sends each request once.
 READ_PAUSES_S = (0.2, 0.8)
 
 _log = logging.getLogger(__name__)
@@ -44,16 +48,18 @@ class BucketStore(ObjectStore):
         self.options = dict(options or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the filesystem, whose event loop and connections belong to this process.
         return type(self), (self.url, self.options)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """One conditional request, sent once: retrying is the protocol's."""
+        """Send one conditional request, once: the commit protocol decides on retries."""
         assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
         try:
             self._fs_once.pipe_file(
                 self._path(key),
                 data,
                 mode="create",
+                # No multipart upload: its parts would be further requests, each with its own fate.
                 chunksize=SINGLE_REQUEST_BYTES_MAX,
                 timeout=_timeout_s(len(data)),
             )
@@ -70,6 +76,7 @@ class BucketStore(ObjectStore):
 
     def put_part(self, key: str, data: bytes) -> None:
         with self._explained(key):
+            # The backend may send it again: no other attempt writes under this name.
             self._fs.pipe_file(self._path(key), data, timeout=_timeout_s(len(data)))
 
     def list(self, prefix: str = "") -> Keys:
@@ -145,14 +152,16 @@ class BucketStore(ObjectStore):
 
 @cache
 def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
-    """One filesystem per process (they do not survive a fork) and set of options.
+    """Filesystem of this process (none survives a fork) for a protocol and a set of options.
 
     With `once`, the filesystem sends each request a single time, so that no retry inside it can
     run past the deadline of a commit.
     """
+    # fsspec's own cache would return one instance for both, and `_send_once` alters it.
     settings = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol == "s3" and once:
         configured = settings.get("config_kwargs", {})
+        # botocore retries below s3fs, out of reach of `fs.retries`.
         settings["config_kwargs"] = configured | {"retries": {"total_max_attempts": 1}}
     try:
         fs: Any = filesystem("gcs" if protocol == "gs" else protocol, **settings)
@@ -180,7 +189,7 @@ def _timeout_s(n_bytes: int) -> float:
 
 @cache
 def _remote_errors(protocol: str) -> tuple[type[Exception], ...]:
-    """Everything the backend raises for what happens outside; imported only when it is used."""
+    """Exceptions of the backend for failures outside of this process; imported on first use."""
     if protocol == "gs":
         from aiohttp import ClientError as HTTPError
         from gcsfs.retry import ChecksumError, HttpError
@@ -208,6 +217,7 @@ def _refusal(error: Exception) -> str | None:
 
 def _status(error: Exception) -> int:
     """The HTTP status behind an error of gcsfs or s3fs; 0 where there is none."""
+    # s3fs raises an OSError from botocore's ClientError, which has the response.
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

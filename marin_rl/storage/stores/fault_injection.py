@@ -26,6 +26,7 @@ from marin_rl.errors import ConfigError, StoreUnavailable
 from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, on_open
 
 VARIABLE = "MARIN_RL_FAULTS"
+# Longer than the first pauses of the commit protocol, which thus looks again before it happens.
 DELAY_S = 0.3
 AMID_S_MAX = 0.03
 
@@ -64,11 +65,11 @@ def parse(text: str) -> Plan:
     """The plan in `text`: KIND:N and log:FILE, separated by commas. Raises ConfigError."""
     faults, log = list[Fault](), None
     for item in text.split(","):
-        kind, _, rest = item.strip().partition(":")
-        if kind == "log" and rest:
-            log = Path(rest)
-        elif kind in KINDS and rest.isdigit() and int(rest) > 0:
-            faults.append(Fault(kind, int(rest)))
+        kind, _, value = item.strip().partition(":")
+        if kind == "log" and value:
+            log = Path(value)
+        elif kind in KINDS and value.isdigit() and int(value) > 0:
+            faults.append(Fault(kind, int(value)))
         else:
             raise ConfigError(
                 f"{VARIABLE}: expected KIND:N with N from 1 and KIND one of {', '.join(KINDS)}, or "
@@ -88,12 +89,14 @@ class Operations:
         """Count one more operation; the kind of its fault, or None."""
         with self.lock:
             self.count += 1
+            # Under the lock, so that lines stand in the order of their numbers.
             if self._plan.log is not None:
                 with self._plan.log.open("a", encoding="utf-8") as file:
                     file.write(f"{self.count} {name} {url}\n")
             return next((f.kind for f in self._plan.faults if f.at == self.count), None)
 
 
+# By the text of the plan: N counts over all stores that a process opens.
 _of_process: dict[str, Operations] = {}
 
 
@@ -124,23 +127,26 @@ def with_faults(store: ObjectStore) -> ObjectStore:
 
 
 class FaultyStore(ObjectStore):
-    """Another store, one of whose operations goes wrong. Pickled, it is a new process's."""
+    """Wrapper of a store in which chosen operations fail; unpickled, it follows its own process."""
 
     def __init__(self, inner: ObjectStore, operations: Operations) -> None:
         self.url = inner.url
         self._inner, self._operations = inner, operations
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The other process counts from 1, by its own environment.
         return with_faults, (self._inner,)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         torn = self._torn(key, data)
         with suppress(_NoAnswer):
             return self._do("create", key, lambda: self._inner.put_if_absent(key, data), torn)
+        # What a backend reports when the reply is lost.
         return PutOutcome.UNKNOWN
 
     def put_part(self, key: str, data: bytes) -> None:
 
+        # Under the final name, as in a crash: no reader opens a part that no manifest names.
         def half() -> None:
             self._inner.put_part(key, data[: len(data) // 2])
 
@@ -192,6 +198,7 @@ class FaultyStore(ObjectStore):
         """The result of `operation`, unless it is the one. Raises _NoAnswer where none comes."""
         kind = self._operations.next(name, f"{self.url}/{key}")
         if kind == "kill-amid" and name == "path":
+            # The file is written after this call returns, by Orbax, so a timer has to kill.
             self._kill_soon()
         elif kind is not None:
             _befall(kind, operation, amid)
@@ -236,6 +243,7 @@ def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -
     if kind == "kill-amid":
         amid()
     elif kind in ("kill-after", "duplicate", "lose-reply"):
+        # For `duplicate` this is the first delivery; the caller's own call is the second.
         _quietly(operation)
     elif kind == "delay":
         time.sleep(DELAY_S)

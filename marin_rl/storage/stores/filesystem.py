@@ -1,4 +1,4 @@
-"""The one seam to files and fsspec: `open_store` gives the store behind a URL, `probe` tries it.
+"""Access to files and fsspec: `open_store` returns the store behind a URL, `probe` tests it.
 
 All stores of this library come from `open_store`; the memory backend, for tests, is here too. What
 a store is and does is in store.py. What to do about an unknown outcome is decided in commits.py.
@@ -31,6 +31,7 @@ __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
 
 BUCKET_SCHEMES = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
 
+# The memory filesystem is one per process, and check and write must be one step in it.
 _memory_lock = threading.RLock()
 
 
@@ -42,6 +43,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStor
     """
     store = _store_at(url, options)
     if on_open or os.environ.get("MARIN_RL_FAULTS"):
+        # Imported here, so that an ordinary run never loads it.
         from marin_rl.storage.stores.fault_injection import with_faults
 
         return with_faults(store)
@@ -49,21 +51,22 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStor
 
 
 def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, path = url.partition("://")
     if not separator:
-        scheme, rest = "file", url
+        scheme, path = "file", url
     if scheme in ("file", "local"):
         if options:
             raise ConfigError(
                 f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
             )
-        return LocalStore(str(Path(rest).expanduser().absolute()))
+        # Absolute, for processes with another working directory; links in it are the user's choice.
+        return LocalStore(str(Path(path).expanduser().absolute()))
     if scheme == "memory":
-        return MemoryStore(f"memory://{rest.strip('/')}", options)
+        return MemoryStore(f"memory://{path.strip('/')}", options)
     if scheme in BUCKET_SCHEMES:
-        if not rest.strip("/"):
+        if not path.strip("/"):
             raise ConfigError(f"root: expected {scheme}://BUCKET or {scheme}://BUCKET/PATH")
-        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{rest.strip('/')}", options)
+        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{path.strip('/')}", options)
     raise ConfigError(
         f"root: expected a local path or a file://, memory://, gs:// or s3:// URL, found {url!r}"
     )
@@ -74,22 +77,23 @@ def probe(store: ObjectStore) -> None:
 
     Creates one random key twice with different bytes, reads it, and removes it. Raises RootUnfit.
     """
+    # Private by its dot, so readers pass over it, and gc takes it if this process dies here.
     key = f".probe-{secrets.token_hex(8)}"
     try:
         outcomes = [store.put_if_absent(key, data) for data in (b"first", b"second")]
-        found = store.read(key)
+        content = store.read(key)
         store.delete(key)
     except StoreUnavailable:
-        raise
+        raise  # an outage says nothing about what the root is able to do
     except StorageError as error:
         raise RootUnfit(f"{store.url} cannot hold runs: {error}") from None
     if PutOutcome.UNKNOWN in outcomes:
         raise StoreUnavailable(f"{store.url}: the create-if-absent probe got no clear answer")
     # The first may say "exists" of itself, where the network sent it twice: its bytes decide.
-    if outcomes[1] is PutOutcome.CREATED or found != b"first":
+    if outcomes[1] is PutOutcome.CREATED or content != b"first":
         raise RootUnfit(
             f"{store.url} does not honour create-if-absent: expected the second create of a key to "
-            f"be refused, found {outcomes[1].value} and content {found!r}. Two processes could "
+            f"be refused, found {outcomes[1].value} and content {content!r}. Two processes could "
             "overwrite each other's results there; use a local folder, gs://, or an S3 service "
             "that supports If-None-Match"
         )
@@ -153,6 +157,7 @@ class MemoryStore(ObjectStore):
 
     @property
     def _base(self) -> str:
+        # One slash stays: paths of the memory filesystem are absolute.
         return self.url.removeprefix("memory:/")
 
     def _path(self, key: str) -> str:

@@ -45,10 +45,11 @@ class ForkedStore(ObjectStore):
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """Raises StorageError for what is absent from the shared prefix."""
+        """Create in the fork's folder. Raises ObjectMissing for what the shared prefix lacks."""
         owner = self.owner(key)
         if owner is self.own:
             return owner.put_if_absent(key, data)
+        # Never created there, even if absent: that would change the parent's history.
         owner.size(key)  # raises ObjectMissing
         return PutOutcome.EXISTS
 
@@ -56,17 +57,18 @@ class ForkedStore(ObjectStore):
         return self.owner(key).read(key)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """Raises StorageError for the shared prefix."""
+        """Write in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).put_part(key, data)
 
     def list(self, prefix: str = "") -> Keys:
-        found = [
+        keys = [
             key
             for store in (self.own, *(store for _, store in self.shared))
             for key in store.list(prefix)
+            # A parent may play on after the fork; those rounds are not the fork's.
             if self.owner(key) is store
         ]
-        return sorted(found)
+        return sorted(keys)
 
     def children(self, prefix: str = "") -> Keys:
         if not prefix:
@@ -82,7 +84,7 @@ class ForkedStore(ObjectStore):
         )
 
     def delete(self, key: str) -> None:
-        """Raises StorageError for the shared prefix."""
+        """Delete in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).delete(key)
 
     def size(self, key: str) -> int:
@@ -109,10 +111,11 @@ class ForkedStore(ObjectStore):
 
 def _place(key: str) -> int | None:
     """The checkpoint by which `key` is finished: what precedes a fork there is shared."""
-    kind, _, rest = key.partition("/")
+    kind, _, path = key.partition("/")
     if kind in BEFORE:
         return 0
-    round = round_of(rest.partition("/")[0])
+    round = round_of(path.partition("/")[0])
     if kind not in KINDS or round is None:
         return None
+    # Round r ends with checkpoint r + 1.
     return round if kind == "checkpoints" else round + 1

@@ -84,8 +84,8 @@ class LocalStore(ObjectStore):
         with explained(Path(self.url, prefix)):
             if prefix:
                 check_way(Path(self.url, checked(prefix), "below"), f"{prefix}/below")
-            found = _not_folders((start + prefix).rstrip("/"))
-            return sorted(path.removeprefix(start) for path in found)
+            paths = _not_folders((start + prefix).rstrip("/"))
+            return sorted(path.removeprefix(start) for path in paths)
 
     def children(self, prefix: str = "") -> Keys:
         folder = Path(self.url, prefix and checked(prefix))
@@ -153,6 +153,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise not_regular(path) from None
         raise
+    # Of the descriptor, because the name may lead to another file by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise not_regular(path)
@@ -234,6 +235,7 @@ def sync_folders(folder: Path) -> None:
     For parts that a library writes by itself, whose contents are synced already, before the
     manifest that names them is committed.
     """
+    # A file's name is an entry of its folder: a crash loses it until the folder is synced.
     for name, _, _ in os.walk(folder, onerror=_unless_gone):
         _sync_folder(Path(name))
 
@@ -278,6 +280,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _link(temporary: Path, path: Path) -> PutOutcome:
     try:
+        # Not a rename, which would replace a file that exists.
         os.link(temporary, path)
     except FileExistsError:
         return PutOutcome.EXISTS

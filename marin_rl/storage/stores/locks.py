@@ -18,6 +18,7 @@ from marin_rl.errors import ObjectMissing, RunLocked
 from marin_rl.storage.stores.local import explained, open_regular
 
 SIGNATURE_BYTES_MAX = 1024
+# As many digits as always fit in the C int that os.kill takes.
 _PID = re.compile(r"[0-9]{1,9}")
 
 
@@ -65,6 +66,7 @@ def is_free(path: Path) -> bool:
     """True if no process has the lock file locked now. Writes nothing, and releases it at once."""
     with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
         try:
+            # Shared, so that two processes that only look do not report each other.
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -79,6 +81,7 @@ def run_lock(path: Path) -> Iterator[None]:
     would be emptied.
     """
     with explained(path, 0):
+        # Not truncated: until the lock is ours the text is that of the process which holds it.
         descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         file = os.fdopen(descriptor, "a+", encoding="utf-8")
     with file:

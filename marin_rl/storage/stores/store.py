@@ -45,7 +45,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """The whole object. Raises ObjectMissing, StoreUnavailable, StorageError."""
+        """Bytes of the object. Raises ObjectMissing, StoreUnavailable, StorageError."""
 
     @abstractmethod
     def put_part(self, key: str, data: bytes) -> None:
@@ -53,7 +53,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> Keys:
-        """All keys below the folder `prefix`, temporary ones included, fresh and sorted."""
+        """Keys below the folder `prefix`, temporary ones included, fresh and sorted."""
 
     @abstractmethod
     def children(self, prefix: str = "") -> Keys:
@@ -105,19 +105,21 @@ def checked(key: str) -> str:
 def keys_below(fs: AbstractFileSystem, base: str, prefix: str) -> Keys:
     """Keys under `base` of all objects below the folder `prefix`, sorted; no folder markers."""
     start = f"{base}/{prefix}".rstrip("/") + "/"
-    found = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
+    paths = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
+    # `find` of an object returns the object itself, which does not lie below the folder.
     lead = "/" + start.lstrip("/")
     root = "/" + base.strip("/") + "/"
-    return sorted(p.removeprefix(root) for p in found if p.startswith(lead) and p[-1] != "/")
+    return sorted(p.removeprefix(root) for p in paths if p.startswith(lead) and p[-1] != "/")
 
 
 def children_of(fs: AbstractFileSystem, base: str, prefix: str) -> list[str]:
     """Names under `base` directly below the folder `prefix`, sorted; none where it is not."""
     folder = f"{base}/{prefix}".strip("/")
     try:
-        found = [
+        paths = [
             str(path).strip("/") for path in fs.ls(f"{base}/{prefix}".rstrip("/"), detail=False)
         ]
     except FileNotFoundError:
         return []
-    return sorted({path.rpartition("/")[2] for path in found if path != folder})
+    # `ls` of an object, or of a folder with a marker, returns it too.
+    return sorted({path.rpartition("/")[2] for path in paths if path != folder})

@@ -174,12 +174,12 @@ def read_dispositions(run: Run, round: int) -> pa.Table:
 
     Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
     """
-    found = read_manifest(run.store, batches_slot(round))
-    if found is None:
+    committed = read_manifest(run.store, batches_slot(round))
+    if committed is None:
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
         )
-    return dispositions_of(run, found[0])
+    return dispositions_of(run, committed[0])
 
 
 def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:

@@ -49,7 +49,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
         data,
         attempt=attempt,
         fingerprint=decided,
-        identify=lambda found: _identify(found, run.store.url_of(key)),
+        identify=lambda other: _identify(other, run.store.url_of(key)),
     )
     reused = committed != data
     if run.config.trackers.jsonl:
@@ -58,15 +58,15 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
 
 
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
-    """One row per committed round, ascending: run_id, round, and a float64 column per metric.
+    """Metrics of committed rounds, ascending: run_id, round, and a float64 column per metric.
 
     Only `rounds` where they are given, which spares the listing. A metric that a round lacks is
     null. Objects that lie elsewhere are fetched many at once. Raises CorruptObject, NewerSchema,
     ObjectMissing.
     """
     if rounds is None:
-        found = (round_of(name) for name in run.store.children("metrics"))
-        rounds = (round for round in found if round is not None)
+        numbers = (round_of(name) for name in run.store.children("metrics"))
+        rounds = (round for round in numbers if round is not None)
     tables = [METRICS_IDENTITY.empty_table()]
     keys = [metrics_key(round) for round in sorted(rounds)]
     for key, data in zip(keys, load_all(run.store, keys), strict=True):
@@ -127,7 +127,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Raises CorruptObject where no regular file is in the place: what it leads to is not ours."""
+    """Append the bytes to the file. Raises CorruptObject if it is no regular file of the run."""
     with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         torn = b"" if _ends_a_line(path) else b"\n"
         file.write(torn + line + b"\n")

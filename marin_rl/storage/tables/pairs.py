@@ -45,7 +45,7 @@ class PairFile:
 
 
 def read_pairs(path: str | Path) -> PairFile:
-    """Every pair of a JSONL or Parquet file. Raises InputError naming the row and the field."""
+    """Pairs of a JSONL or Parquet file. Raises InputError naming the row and the field."""
     file = Path(path)
     try:
         data = file.read_bytes()
@@ -170,9 +170,9 @@ def _pair(raw: object, where: str) -> PreferencePair:
         place = ".".join(str(part) for part in first["loc"])
         known = f" (known: {', '.join(_PairRow.model_fields)})"
         unknown = known if first["type"] == "extra_forbidden" else ""
-        found = f", found {first['input']!r:.80}" if place and not unknown else ""
+        shown = f", found {first['input']!r:.80}" if place and not unknown else ""
         field = f", field {place}" if place else ""
-        raise InputError(f"{where}{field}: {first['msg']}{unknown}{found}") from None
+        raise InputError(f"{where}{field}: {first['msg']}{unknown}{shown}") from None
     tree = row.model_dump(exclude={"prompt"})
     if row.prompt is not None:
         tree["messages"] = [{"role": "user", "content": row.prompt}]

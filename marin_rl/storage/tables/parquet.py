@@ -132,7 +132,7 @@ def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int
 
 
 class TableReader:
-    """One Parquet file of a known format, read by row groups.
+    """Reader of a Parquet file of a known format, by row groups.
 
     `stamp` is what the footer says of it, `schema` its columns as they are in the file.
     Raises CorruptObject where the bytes are not such a file, NewerSchema where the version is not
@@ -193,14 +193,14 @@ class TableReader:
         return data if ours == created_by else None
 
     def _read(self, groups: list[int], schema: pa.Schema) -> pa.Table:
-        held = set(self.schema.names)
-        columns = [name for name in schema.names if name in held]
+        stored = set(self.schema.names)
+        columns = [name for name in schema.names if name in stored]
         with corruption_named(self.source):
             check_decoded(self._buffer, self._file, groups, columns)
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
-        found = set(table.column_names)
-        missing = [name for name in schema.names if name not in found]
+        columns_read = set(table.column_names)
+        missing = [name for name in schema.names if name not in columns_read]
         if missing:
             raise CorruptObject(f"{self.source}: columns {', '.join(missing)} are missing")
         table = table.select(schema.names).replace_schema_metadata()
@@ -240,7 +240,7 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
 
 
 def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
-    """Each object as a buffer, in order; those that lie elsewhere are fetched many at once."""
+    """Objects as buffers, in order; remote ones are fetched concurrently."""
     if not keys or store.local_path(keys[0]) is not None:
         yield from (load(store, key) for key in keys)
         return
@@ -267,10 +267,10 @@ def digest_of(data: pa.Buffer | bytes) -> str:
 
 def verified(data: pa.Buffer, sha256: str, source: str) -> pa.Buffer:
     """`data` if it has this digest. Raises CorruptObject naming `source`."""
-    found = digest_of(data)
-    if found != sha256:
+    actual = digest_of(data)
+    if actual != sha256:
         raise CorruptObject(
-            f"{source}: expected SHA-256 {sha256}, found {found} over {data.size} bytes: the file "
+            f"{source}: expected SHA-256 {sha256}, found {actual} over {data.size} bytes: the file "
             "was truncated or altered after it was committed; restore it from a copy"
         )
     return data

@@ -29,7 +29,7 @@ _TURN = Struct(Turn, TURN)
 
 
 def check_groups(groups: Sequence[RolloutGroup]) -> None:
-    """Raises ValueError naming the first rollout that could not be trained on as it stands."""
+    """Raise ValueError naming the first rollout that could not be trained on as it stands."""
     seen: set[str] = set()
     for group in groups:
         for rollout in group.rollouts:
@@ -40,7 +40,7 @@ def check_groups(groups: Sequence[RolloutGroup]) -> None:
 
 
 def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) -> pa.Table:
-    """One row per rollout; `constants` are the columns that are the same for the whole shard.
+    """Table with a row per rollout; `constants` are the columns with one value for all rows.
 
     Raises InputError for what an environment gave and no file can hold.
     """
@@ -136,7 +136,7 @@ def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.A
 
 
 def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    """One NumPy view per row, int8 widened to int32; None for null."""
+    """NumPy view of each row, int8 widened to int32; None for null."""
     return [view for chunk in column.chunks for view in _views(chunk)]
 
 

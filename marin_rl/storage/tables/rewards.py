@@ -66,7 +66,7 @@ def commit_rewards(
         key = _key(round, name, version)
         source_url = run.store.url_of(key)
         try:
-            found = commit_object(
+            committed = commit_object(
                 run.store,
                 key,
                 data,
@@ -76,7 +76,8 @@ def commit_rewards(
             )
         except CommitConflict:
             continue  # another function had this name before
-        return RewardTable(key=key, version=version, sha256=digest_of(found), reused=found != data)
+        reused = committed != data
+        return RewardTable(key=key, version=version, sha256=digest_of(committed), reused=reused)
     raise ConfigError(f"all {VERSIONS_MAX} versions of {name!r} are taken: choose another name")
 
 
@@ -95,8 +96,8 @@ def committed_rewards(
         reader = TableReader(data, run.store.url_of(key), LADDER)
         if reader.stamp.get("fingerprint") == decided:
             version = int(item.rpartition("-v")[2])
-            found = RewardTable(key=key, version=version, sha256=digest_of(data), reused=True)
-            return found, reader.table(REWARDS)
+            existing = RewardTable(key=key, version=version, sha256=digest_of(data), reused=True)
+            return existing, reader.table(REWARDS)
     return None
 
 

@@ -144,7 +144,7 @@ def commit_shard(
         data,
         attempt=attempt,
         fingerprint=fingerprint,
-        identify=lambda found: identify_shard(found, run.store.url_of(key)),
+        identify=lambda other: identify_shard(other, run.store.url_of(key)),
     )
     return _shard_ref(run.store, key, committed, reused=committed != data)
 
@@ -157,8 +157,8 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
         data = load(run.store, key)
     except ObjectMissing:
         return None
-    attempt, found = identify_shard(data, source)
-    check_fingerprint(source, attempt, found, fingerprint)
+    attempt, committed = identify_shard(data, source)
+    check_fingerprint(source, attempt, committed, fingerprint)
     return _shard_ref(run.store, key, data, reused=True)
 
 
@@ -177,9 +177,9 @@ def seal_round(
     above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
     content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
     decided = fingerprint("rollouts", content, above, SCHEMA_VERSION)
-    found = read_manifest(run.store, slot)
-    if found is not None and found[0].fingerprint == decided:
-        return ref_of(found[0], reused=True)
+    existing = read_manifest(run.store, slot)
+    if existing is not None and existing[0].fingerprint == decided:
+        return ref_of(existing[0], reused=True)
     parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
     learned = run.config.environment.reward_model is not None
     ours = new_manifest(
@@ -201,10 +201,10 @@ def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manif
     Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
     """
     slot = rollouts_slot(round)
-    found = read_manifest(run.store, slot)
-    if found is None:
+    committed = read_manifest(run.store, slot)
+    if committed is None:
         raise ObjectMissing(f"{run.store.url_of(slot)}: the rollouts of this round are not sealed")
-    manifest, sha256 = found
+    manifest, sha256 = committed
     if ref is not None and (ref.slot, ref.sha256) != (slot, sha256):
         raise CorruptObject(
             f"{run.store.url_of(slot)}: expected {ref.slot} with SHA-256 {ref.sha256}, found "
@@ -251,9 +251,9 @@ def _row_groups(groups: Sequence[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
 
 def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
     expected = [shard_key(round, i) for i in range(run.config.rollouts.shards_per_round)]
-    found = [ref.slot for ref in shards]
-    if found != sorted(expected):
-        raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {found}")
+    keys = [ref.slot for ref in shards]
+    if keys != sorted(expected):
+        raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")
 
 
 def _shard_ref(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
@@ -273,8 +273,8 @@ def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
         bytes=data.size,
         sha256=ref.sha256,
         rows=table.num_rows,
-        minima={name: found[0] for name, found in bounds.items() if found},
-        maxima={name: found[1] for name, found in bounds.items() if found},
+        minima={name: bound[0] for name, bound in bounds.items() if bound},
+        maxima={name: bound[1] for name, bound in bounds.items() if bound},
     )
     return part, table
 
@@ -323,5 +323,5 @@ def _finite_bounds(column: pa.ChunkedArray) -> tuple[float, float] | None:
 
 
 def _bounds(column: pa.ChunkedArray) -> tuple[float, float]:
-    found = pc.min_max(column).as_py()
-    return float(found["min"]), float(found["max"])
+    bounds = pc.min_max(column).as_py()
+    return float(bounds["min"]), float(bounds["max"])

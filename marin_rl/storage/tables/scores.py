@@ -107,19 +107,20 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """One row per segment of a step, in the order of rows and segments.
+    """Scores of a step, a row per segment, in the order of rows and segments.
 
     Of version 1 where the step has no critic and no optimal token baseline.
     """
     schema = _schema_of(scored)
     optional = [name for name in (*VALUED, *WEIGHED) if name in schema.names]
     names = [name for row in scored.rollout_ids for name in row]
-    held = np.array([len(row) for row in scored.rollout_ids], np.int32)
-    rows, first = np.repeat(np.arange(len(held), dtype=np.int32), held), np.cumsum(held) - held
-    places = np.arange(len(names), dtype=np.int32) - np.repeat(first, held).astype(np.int32)
+    n_segments = np.array([len(row) for row in scored.rollout_ids], np.int32)
+    rows = np.repeat(np.arange(len(n_segments), dtype=np.int32), n_segments)
+    first = np.cumsum(n_segments) - n_segments
+    places = np.arange(len(names), dtype=np.int32) - np.repeat(first, n_segments).astype(np.int32)
     row_N, position_N = np.nonzero(scored.mask)
     segment_N = scored.segment_ids[row_N, position_N] - 1
-    assert (segment_N < held[row_N]).all(), "every trained segment has a name"
+    assert (segment_N < n_segments[row_N]).all(), "every trained segment has a name"
     assert (np.diff(first[row_N] + segment_N) >= 0).all(), "segments lie in the order of names"
     counts = np.bincount(first[row_N] + segment_N, minlength=len(names))
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

@@ -54,8 +54,8 @@ def commit_tombstone(
     source = store.url_of(key)
 
     def identify(data: bytes) -> tuple[str, str]:
-        found = _parsed(data, source)
-        return str(found["attempt"]), str(found["manifest"])
+        tombstone = _parsed(data, source)
+        return str(tombstone["attempt"]), str(tombstone["manifest"])
 
     data = commit_object(
         store,
@@ -79,13 +79,13 @@ def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> fr
         data = store.read(key)
     except ObjectMissing:
         return frozenset()
-    found = _parsed(data, store.url_of(key))
-    if sha256 is not None and found["manifest"] != sha256:
+    tombstone = _parsed(data, store.url_of(key))
+    if sha256 is not None and tombstone["manifest"] != sha256:
         raise CorruptObject(
             f"{store.url_of(key)}: expected the tombstone of the manifest {sha256}, found that of "
-            f"{found['manifest']}"
+            f"{tombstone['manifest']}"
         )
-    return frozenset(found["parts"])
+    return frozenset(tombstone["parts"])
 
 
 def _parsed(data: bytes, source: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ SAMPLE_SHARDS = 1  # of the first and of the last round
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object of an archive."""
+    """An object of an archive."""
 
     name: str
     bytes: int
@@ -70,7 +70,7 @@ class Verified:
 
 
 def root_hash_of(entries: list[Entry]) -> str:
-    """The one digest that names everything in an archive."""
+    """Root hash: the digest over all entries of an archive."""
     listed = [[entry.name, entry.bytes, entry.sha256] for entry in sorted(entries, key=_by_name)]
     return sha256_of(canonical_json(listed))
 
@@ -126,8 +126,8 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
         read = _read(entries, contents)
     faults = [*read.faults, *_misplaced(read, contents)]
     listed = {name for name, _, _ in contents["entries"]}
-    faults += [Fault("missing", name, CONTENTS) for name in sorted(listed - set(read.found))]
-    root_hash = root_hash_of(list(read.found.values()))
+    faults += [Fault("missing", name, CONTENTS) for name in sorted(listed - set(read.objects))]
+    root_hash = root_hash_of(list(read.objects.values()))
     promised = [("contents.json", contents["root_hash"])]
     promised += [("the promise", expected)] if expected is not None else []
     for who, value in promised:
@@ -136,12 +136,12 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
             faults.append(Fault("altered", str(path), detail))
     if contents["lineage"] != _lineage(manifest for manifest, _ in read.manifests.values()):
         faults.append(Fault("altered", CONTENTS, "its lineage is not that of the manifests"))
-    links, left_out = _links(read.manifests, read.found, complete=contents["everything"])
+    links, left_out = _links(read.manifests, read.objects, complete=contents["everything"])
     return Verified(
         root_hash=root_hash,
         run_id=contents["run_id"],
-        objects=len(read.found),
-        bytes=sum(entry.bytes for entry in read.found.values()),
+        objects=len(read.objects),
+        bytes=sum(entry.bytes for entry in read.objects.values()),
         left_out=left_out,
         faults=(*faults, *links),
     )
@@ -236,19 +236,19 @@ def _contents(path: Path, first: ArchiveEntry | None) -> dict[str, Any]:
 class _Contained:
     """Contents of an archive: entries, manifests, the ancestors of its run, and faults."""
 
-    found: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Entry] = field(default_factory=dict)
     manifests: dict[str, tuple[Manifest, str]] = field(default_factory=dict)
     ancestors: frozenset[str] = frozenset()
     faults: list[Fault] = field(default_factory=list)
 
 
 def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Contained:
-    """Every entry hashed, in one pass."""
+    """Hash every entry, in one pass."""
     listed = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
     own = f"{contents['run_id']}/{RUN_KEY}"
     read = _Contained()
     for member in entries:
-        if member.name in read.found or member.name not in listed:
+        if member.name in read.objects or member.name not in listed:
             detail = f"{CONTENTS} names no such object, or once"
             read.faults.append(Fault("orphan", member.name, detail))
             continue
@@ -258,7 +258,7 @@ def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Cont
             _read_record(read, member.name, data, own)
         else:
             entry = Entry(member.name, member.size, _streamed(member.read))
-        read.found[member.name] = entry
+        read.objects[member.name] = entry
         if (entry.bytes, entry.sha256) != listed[member.name]:
             detail = f"{CONTENTS} says SHA-256 {listed[member.name][1]}, found {entry.sha256}"
             read.faults.append(Fault("altered", member.name, detail))
@@ -282,12 +282,12 @@ def _read_record(read: _Contained, name: str, data: bytes, own: str) -> None:
 def _misplaced(read: _Contained, contents: Mapping[str, Any]) -> Iterator[Fault]:
     """Entries that unpacking would put where no file of this run belongs."""
     runs = {contents["run_id"], *read.ancestors}
-    for name in read.found:
+    for name in read.objects:
         if name.partition("/")[0] not in runs:
             detail = f"lies with neither run {contents['run_id']!r} nor one of its ancestors"
             yield Fault("orphan", name, detail)
         for folder in (name[:at] for at, sign in enumerate(name) if sign == "/"):
-            if folder in read.found:
+            if folder in read.objects:
                 yield Fault("orphan", name, f"lies below {folder}, which is a file")
     for name, (manifest, _) in read.manifests.items():
         if name.partition("/")[2] != f"{manifest.slot}/{MANIFEST}":
@@ -303,7 +303,7 @@ def _streamed(read: Callable[[int], bytes]) -> str:
 
 
 def _links(
-    manifests: Mapping[str, tuple[Manifest, str]], found: Mapping[str, Entry], *, complete: bool
+    manifests: Mapping[str, tuple[Manifest, str]], entries: Mapping[str, Entry], *, complete: bool
 ) -> tuple[list[Fault], int]:
     """Check the parts and parents that manifests name, as far as these are in the archive."""
     faults: list[Fault] = []
@@ -311,20 +311,20 @@ def _links(
     by_slot = {manifest.slot: sha256 for manifest, sha256 in manifests.values()}
     for name, (manifest, _) in manifests.items():
         folder = name.removesuffix(f"/{MANIFEST}")
-        absent = [part for part in manifest.parts if f"{folder}/{part.name}" not in found]
+        absent = [part for part in manifest.parts if f"{folder}/{part.name}" not in entries]
         left_out += len(absent)
-        if complete and f"{folder}/{PRUNED}" not in found:
-            told = f"{name} names it"
-            faults += [Fault("missing", f"{folder}/{part.name}", told) for part in absent]
-        faults += _altered_parts(name, manifest, found)
+        if complete and f"{folder}/{PRUNED}" not in entries:
+            detail = f"{name} names it"
+            faults += [Fault("missing", f"{folder}/{part.name}", detail) for part in absent]
+        faults += _altered_parts(name, manifest, entries)
         faults += _wrong_parents(name, manifest, by_slot)
     return faults, left_out
 
 
-def _altered_parts(name: str, manifest: Manifest, found: Mapping[str, Entry]) -> Iterator[Fault]:
+def _altered_parts(name: str, manifest: Manifest, entries: Mapping[str, Entry]) -> Iterator[Fault]:
     folder = name.removesuffix(f"/{MANIFEST}")
     for part in manifest.parts:
-        entry = found.get(f"{folder}/{part.name}")
+        entry = entries.get(f"{folder}/{part.name}")
         if entry is not None and entry.sha256 != part.sha256:
             detail = f"{name} says SHA-256 {part.sha256}, found {entry.sha256}"
             yield Fault("altered", entry.name, detail)

@@ -69,7 +69,7 @@ class Balance:
 
 
 def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]:
-    """One per environment and policy version, sorted.
+    """Balances by environment and policy version, sorted.
 
     `generated` has what the shards say of each rollout (environment, policy_version_min and the
     token counts), `dispositions` what became of it, which is counted as it says there.
@@ -99,12 +99,12 @@ def token_offences(generated: pa.Table, dispositions: pa.Table) -> Mapping[str, 
         n_tokens=pl.col("n_prompt_tokens") + pl.col("n_completion_tokens")
     )
     both = made.join(_frame(dispositions), on="rollout_id", suffix="_told")
-    told = {
+    mismatches = {
         "told of other tokens": pl.col("n_tokens") != pl.col("n_tokens_told"),
         "told of another environment": pl.col("environment") != pl.col("environment_told"),
         "told of another policy": pl.col("policy_version_min") != pl.col("policy_version_min_told"),
     }
-    return {kind: both.filter(wrong)["rollout_id"].to_list() for kind, wrong in told.items()}
+    return {kind: both.filter(wrong)["rollout_id"].to_list() for kind, wrong in mismatches.items()}
 
 
 def _balance(environment: str, version: int, made: pl.DataFrame, fates: pl.DataFrame) -> Balance:
@@ -126,8 +126,8 @@ def _balance(environment: str, version: int, made: pl.DataFrame, fates: pl.DataF
 
 
 def _counted(fates: pl.DataFrame, what: pl.Expr) -> dict[str, int]:
-    found = dict(fates.group_by("disposition").agg(what.alias("count")).rows())
-    return {kind: int(found.get(kind, 0)) for kind in DISPOSITION_KINDS}
+    counts = dict(fates.group_by("disposition").agg(what.alias("count")).rows())
+    return {kind: int(counts.get(kind, 0)) for kind in DISPOSITION_KINDS}
 
 
 def _dropped(fates: pl.DataFrame) -> Iterator[Dropped]:
@@ -207,8 +207,8 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
 
 
 def _rounds(run: Run, kind: str) -> set[int]:
-    found = (round_of(name) for name in run.store.children(kind))
-    return {number for number in found if number is not None}
+    numbers = (round_of(name) for name in run.store.children(kind))
+    return {number for number in numbers if number is not None}
 
 
 def _has_batches(run: Run, round: int) -> bool:
@@ -327,13 +327,14 @@ def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int
     ]
 
 
-def _places(consumed: pa.Table, found: list[tuple[str, int, int, int]]) -> Offences:
+def _places(consumed: pa.Table, placed: list[tuple[str, int, int, int]]) -> Offences:
     columns = (consumed[name].to_pylist() for name in ("rollout_id", "step", "row", "segment"))
-    told = set(zip(*columns, strict=True))
+    reported = set(zip(*columns, strict=True))
+    absent = reported - set(placed)
     return {
-        **_offence("not in the batches where told", sorted(str(x[0]) for x in told - set(found))),
-        **_offence("in the batches but not told", sorted(x[0] for x in set(found) - told)),
-        **_offence("in the batches more than once", _repeated([x[0] for x in found])),
+        **_offence("not in the batches where told", sorted(str(x[0]) for x in absent)),
+        **_offence("in the batches but not told", sorted(x[0] for x in set(placed) - reported)),
+        **_offence("in the batches more than once", _repeated([x[0] for x in placed])),
     }
 
 
@@ -367,9 +368,9 @@ def _totals(
     return _offence(
         "manifest totals",
         (
-            f"{name}: says {said}, counted {count}"
-            for name, (said, count) in expected.items()
-            if said != count
+            f"{name}: says {total}, counted {count}"
+            for name, (total, count) in expected.items()
+            if total != count
         ),
     )
 

@@ -48,10 +48,10 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     _check_closed(parent, round)
     ancestors = _chain(parent, round)
     own = open_store(config.root, config.storage_options).at(run_id)
-    found = read_record(own)
-    if found is None:
-        found = create_record(own, config, ancestors)
-    if ancestors_in(found) != ancestors:
+    record = read_record(own)
+    if record is None:
+        record = create_record(own, config, ancestors)
+    if ancestors_in(record) != ancestors:
         raise ConfigError(
             f"run {run_id!r} exists and is no fork of {parent.run_id!r} from round {round} "
             f"({own.url_of(RUN_KEY)}): choose another --run-id"
@@ -164,8 +164,8 @@ class Borrowed:
     @property
     def by(self) -> tuple[str, ...]:
         """The names of those that read anything."""
-        found = self.reaches.items()
-        return tuple(name for name, reach in found if reach.start or reach.through_round >= 0)
+        reaches = self.reaches.items()
+        return tuple(name for name, reach in reaches if reach.start or reach.through_round >= 0)
 
     def has(self, slot: str) -> bool:
         """True if some run reads this slot's files."""
@@ -189,7 +189,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
     may be one; a folder that may not be looked into is passed over if no run can have its name.
     """
     top = open_store(run.config.root, run.config.storage_options)
-    found: dict[str, Reach] = {}
+    reaches: dict[str, Reach] = {}
     for name in top.children():
         if name == run.run_id:
             continue
@@ -202,8 +202,8 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
                 raise
             continue  # a folder that is no run, such as `lost+found`
         if reach is not None:
-            found[name] = reach
-    return Borrowed(found)
+            reaches[name] = reach
+    return Borrowed(reaches)
 
 
 def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:

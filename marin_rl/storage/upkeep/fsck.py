@@ -1,4 +1,4 @@
-"""fsck: is everything that a run committed still there, unchanged, and of one piece?
+"""fsck: check that everything a run committed is still there, unchanged and consistent.
 
 Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
 threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
@@ -59,6 +59,7 @@ from schemas.rewards import REWARDS as REWARDS_SCHEMA
 from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 from schemas.scores import SCORES as SCORES_SCHEMA
 
+# Requests mostly wait for the network, so their number does not follow the cores.
 REMOTE_WORKERS = 16
 
 
@@ -99,6 +100,7 @@ def check_run(
     own = top.at(run_id)
     if not own.children():
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
+    # A broken run.json is one fault among others: the slots can be checked without it.
     name, ancestors, faults = _identity(top, own)
     store = own
     if ancestors:
@@ -111,9 +113,9 @@ def check_run(
     ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
-        found = list(pool.map(_outcome, jobs))
+        outcomes = list(pool.map(_outcome, jobs))
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
-    faults += [fault for _, fault in found if fault is not None]
+    faults += [fault for _, fault in outcomes if fault is not None]
     faults += chain(
         _unreadable(store, inventory),
         link_faults(store, inventory),
@@ -123,11 +125,12 @@ def check_run(
         lines.faults,
         lines.unclosed(store, inventory),
     )
+    # A special file has failed its own check already where it is a part; it is reported once.
     seen = {fault.place for fault in faults}
     faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
         objects=1 + len(manifests) + len(jobs),
-        bytes=sum(size for size, _ in found),
+        bytes=sum(size for size, _ in outcomes),
         seconds=time.monotonic() - began,
         pruned=sum(len(_gone(slot)) for slot in manifests),
         faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
@@ -153,15 +156,15 @@ def _identity(
     for ancestor in ancestors:
         key = f"{ancestor.run_id}/{RUN_KEY}"
         try:
-            found = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
+            sha256 = sha256_of(top.at(ancestor.run_id).read(RUN_KEY))
         except ObjectMissing:
             faults.append(Fault("missing", top.url_of(key), f"named as ancestor by {place}"))
             continue
         except CorruptObject as error:
             faults.append(Fault("malformed", top.url_of(key), str(error)))
             continue
-        if found != ancestor.sha256:
-            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {found}"
+        if sha256 != ancestor.sha256:
+            detail = f"names {key} with SHA-256 {ancestor.sha256}, found {sha256}"
             faults.append(Fault("wrong parent", place, detail))
     return record["run_id"], ancestors, faults
 
@@ -218,19 +221,21 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
         if part.name in pruned_parts(store, slot.slot, slot.sha256):
             return 0, None  # retention took it since the listing
         return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    # Sizes first: they separate truncated files from altered ones without hashing.
     if data.size != part.bytes:
         detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
         return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
-    found = digest_of(data)
-    if found != part.sha256:
+    sha256 = digest_of(data)
+    if sha256 != part.sha256:
         detail = (
             f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
-            f"{found}"
+            f"{sha256}"
         )
         return data.size, Fault("altered", place, detail)
     assert slot.manifest is not None, "only committed slots have parts"
     manifest = slot.manifest
 
+    # Bytes that match the digest may still break the schema, if their writer erred.
     def look() -> None:
         shape = _shape_of(manifest, part, place)
         if shape is not None:
@@ -264,10 +269,11 @@ Look = Callable[[TableReader], Fault | None]
 def _loose_jobs(
     store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
 ) -> Iterator[Job]:
-    """Commits that stand in no manifest: nothing but themselves can tell whether they are whole."""
+    """Checks of commits that no manifest names: only their own bytes can be checked."""
     for slot in inventory.of_kind("rollouts"):
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
         for name in slot.names:
+            # Shards that the manifest names are checked as its parts, by digest.
             if is_shard(name) and name not in named:
                 expected = {
                     "run_id": player(slot.number),
@@ -281,6 +287,7 @@ def _loose_jobs(
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
         round = round_of(key.rpartition("/")[2])
+        # `round_of` accepts the name in any folder; metrics lie in one.
         if round is not None and key == metrics_key(round):
             expected = {"run_id": player(round), "round": round}
             look = partial(_wrong_metrics, expected=expected, lines=lines)
@@ -295,7 +302,7 @@ def _loose_jobs(
 def _wrong_metrics(
     reader: TableReader, expected: Mapping[str, str | int | None], lines: MetricsLines
 ) -> Fault | None:
-    """Metrics of another round, or other ones than metrics.jsonl repeats."""
+    """Fault of metrics of another round, or of other ones than metrics.jsonl repeats."""
     check_metrics(reader)
     fault = _misplaced(reader, expected)
     return lines.compared(reader, int(expected["round"] or 0)) if fault is None else fault
@@ -311,12 +318,15 @@ def _check_loose(
     """Bytes read, and what is wrong with them, or else what `look` finds."""
     place = store.url_of(key)
     data = load(store, key)
+    # Parquet ends with its magic number: a missing end is reported as truncation, before Arrow
+    # fails on it with an error that names neither.
     if bytes(memoryview(data)[-4:]) != b"PAR1":
         return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
 
     def read() -> Fault | None:
         reader = TableReader(data, place, ladder)
         reader.check(schema)
+        # No digest of these files is stored. Their writer is deterministic: rewriting checks them.
         again = reader.rewritten()
         if again is not None and again != data.to_pybytes():
             raise CorruptObject(f"{place}: its rows, written again, give other bytes")
@@ -326,22 +336,23 @@ def _check_loose(
 
 
 def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) -> Fault | None:
-    """A whole file whose rows are not of the run, round or shard that its name says."""
+    """Fault of a file whose rows are not of the run, round or shard that its name says."""
     names = [name for name, value in expected.items() if value is not None]
     table = reader.table(pa.schema([reader.schema.field(name) for name in names]))
     for name in names:
-        found = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
-        if found:
+        foreign = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
+        if foreign:
             detail = (
-                f"expected rows of {name} {expected[name]!r}, found {found[0]!r}: it is another's"
+                f"expected rows of {name} {expected[name]!r}, found {foreign[0]!r}: it is another's"
             )
             return Fault("altered", reader.source, detail)
     return None
 
 
 def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | None:
-    """A reward table about other rollouts than those that lie there."""
+    """Fault of a reward table about other rollouts than those that lie there."""
     scored = reader.stamp.get("rollouts_sha256")
+    # Rollouts without a readable manifest have no digest to compare with.
     if rollouts is None or rollouts.sha256 in (None, scored):
         return None
     detail = f"is about rollouts with SHA-256 {scored}, {rollouts.slot} has {rollouts.sha256}"
@@ -371,10 +382,9 @@ def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 
 def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
-    """Fault of a sealed record. One whose seal is broken was altered, also if it claims a newer
-    version.
-    """
+    """Fault of a sealed record: altered if the seal is broken, whichever version it claims."""
     kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
+    # A flipped bit in the version must not send the user off to upgrade.
     if kind == "newer version" and not _sealed(store.read(key)):
         kind = "altered"
     return Fault(kind, store.url_of(key), str(error))
@@ -386,4 +396,5 @@ def _sealed(data: bytes) -> bool:
         digest = record.pop("digest")
         return digest == sha256_of(canonical_json(record))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        # Any JSON is possible here: a list, no digest, or nesting beyond the parser's depth.
         return False

@@ -44,7 +44,7 @@ from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_i
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
 
@@ -53,7 +53,7 @@ _known: dict[str, Mapping[str, Reach]] = {}  # by run: objects that other runs r
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """One object to delete: its key in the run, its bytes, and why."""
+    """An object to delete: its key in the run, its bytes, and why."""
 
     key: str
     bytes: int
@@ -99,21 +99,24 @@ def collect(
     """
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
     with _alone(run, dry_run=dry_run) as alone:
+        # Listed under the lock, so no process of this machine starts an attempt after the listing.
         inventory = take_inventory(run.folder)
         open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
-        asked = {_slot_name(key) for key, _ in open_items}
-        read_by_others, unread = _or_none(lambda: _borrowed_among(run, asked), asked)
+        open_slots = {_slot_name(key) for key, _ in open_items}
+        # If a neighbour cannot be read, every open slot counts as read by it, and stays.
+        read_by_others, unread = _or_none(lambda: _borrowed_among(run, open_slots), open_slots)
         items = [
             *_unreferenced(inventory),
             *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
+            # A process at work is still writing its temporary files.
             *(_temporary(run, inventory, rule, moment) if alone else ()),
         ]
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
-        found = [*_measured(run.folder, items), *retired]
+        garbage = [*_measured(run.folder, items), *retired]
         if not dry_run:
-            found = _delete(run, inventory, rule, found)
+            garbage = _delete(run, inventory, rule, garbage)
     return Collection(
-        garbage=tuple(sorted(found, key=lambda item: item.key)),
+        garbage=tuple(sorted(garbage, key=lambda item: item.key)),
         live=not alone,
         skipped=tuple(sorted(_damaged(inventory) | read_by_others)),
         deleted=not dry_run,
@@ -121,8 +124,8 @@ def collect(
     )
 
 
-def _or_none(look: Callable[[], Found], none: Found) -> tuple[Found, str]:
-    """Result of a look at the neighbours; `none` and the reason where one cannot be read."""
+def _or_none(look: Callable[[], Result], none: Result) -> tuple[Result, str]:
+    """Return the result of `look`; `none` and the reason where a neighbour cannot be read."""
     try:
         return look(), ""
     except StorageError as error:
@@ -145,16 +148,17 @@ def retire(run: Run) -> None:
 
 
 def _latest_checkpoints(run: Run) -> list[Slot]:
-    """From the latest checkpoint down to the first that has no arrays any more, ascending."""
+    """Checkpoints from the last that lost all its arrays up to the latest, ascending."""
     numbers = (round_of(name) for name in run.folder.children("checkpoints"))
-    found: list[Slot] = []
+    slots: list[Slot] = []
     for number in sorted((number for number in numbers if number is not None), reverse=True):
         slot = checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
-        found.append(read_slot(run.folder, slot, names))
-        if found[-1].pruned and found[-1].pruned.isdisjoint(names):
+        slots.append(read_slot(run.folder, slot, names))
+        # Older checkpoints were judged when this one was pruned, so each round looks at few.
+        if slots[-1].pruned and slots[-1].pruned.isdisjoint(names):
             break
-    return found[::-1]
+    return slots[::-1]
 
 
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
@@ -164,8 +168,8 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
     run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
     unless something is asked for: then raises CorruptObject.
     """
-    asked = {"checkpoints_last": last, "checkpoints_every": every}
-    overrides = {name: value for name, value in asked.items() if value is not None}
+    requested = {"checkpoints_last": last, "checkpoints_every": every}
+    overrides = {name: value for name, value in requested.items() if value is not None}
     try:
         own = _recorded_rule(run) or run.config.retention.model_dump(mode="json")
     except CorruptObject:
@@ -176,7 +180,7 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
 
 
 def _recorded_rule(run: Run) -> dict[str, Any] | None:
-    """That of the run's own latest checkpoint, also of its warm start; an ancestor's is not its."""
+    """Rule in the run's own latest checkpoint, or in its warm start's; never an ancestor's."""
     latest = latest_checkpoint(run) or latest_sft(run)
     if latest is None or run.owner_of(latest.slot) != run.run_id:
         return None
@@ -209,6 +213,7 @@ def _unreferenced(inventory: Inventory) -> Iterator[tuple[str, Reason]]:
     for slot in inventory.slots:
         if slot.manifest is not None:
             for name in slot.unnamed():
+                # Without an attempt in its name a file is a commit, or the user's own: it stays.
                 if attempt_in(name) is not None:
                     yield slot.key(name), "unreferenced"
 
@@ -218,6 +223,8 @@ def _uncommitted(
 ) -> Iterator[tuple[str, Reason]]:
     """Objects of attempts that can commit no more."""
     locked = alone and run.folder.local_path(LOCK_KEY) is not None
+    # The lock proves that no writer of this machine is left. Without it only age proves that,
+    # by clocks that may differ.
     oldest_s = rule.age_s if locked else ATTEMPT_LIFETIME_S + CLOCKS_APART_S
     damaged = _damaged(inventory)
     for slot in inventory.slots:
@@ -235,12 +242,13 @@ def _damaged(inventory: Inventory) -> set[str]:
 
 
 def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
-    """Those of some uncommitted slots that another run could only be made from once committed."""
-    asked = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
-    if not asked:
-        return asked
+    """Slots, of these uncommitted ones, that another run was made from, so that were committed."""
+    forkable = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
+    # Spares reading the run.json of every neighbour.
+    if not forkable:
+        return forkable
     borrowed = borrowed_from(run)
-    return {slot for slot in asked if borrowed.proves(slot)}
+    return {slot for slot in forkable if borrowed.proves(slot)}
 
 
 def _temporary(
@@ -257,18 +265,19 @@ def _temporary(
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
     """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
-    found: list[Garbage] = []
+    garbage: list[Garbage] = []
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
             there = set(slot.names)
             parts = {part.name: part.bytes for part in slot.manifest.parts}
+            # What the tombstone names, where there is one: no other part may go missing.
             names = slot.pruned or prunable_parts(slot.manifest)
-            found += [
+            garbage += [
                 Garbage(slot.key(name), parts[name], "retention")
                 for name in sorted(names)
                 if name in there
             ]
-    return _unpinned(run, inventory, found, known=_known.get(run.folder.url, {}))
+    return _unpinned(run, inventory, garbage, known=_known.get(run.folder.url, {}))
 
 
 def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
@@ -276,6 +285,7 @@ def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
     last, every = rule.checkpoints_last, rule.checkpoints_every
     if last is None:
         return True
+    # An unfinished attempt does not count, or it would push out a checkpoint that is complete.
     committed = [s.number for s in inventory.of_kind(slot.kind) if s.manifest is not None]
     if slot.number in sorted(committed)[-last:]:
         return True
@@ -287,16 +297,16 @@ def _checkpoints(inventory: Inventory) -> list[Slot]:
 
 
 def _unpinned(
-    run: Run, inventory: Inventory, found: list[Garbage], *, known: Mapping[str, Reach]
+    run: Run, inventory: Inventory, garbage: list[Garbage], *, known: Mapping[str, Reach]
 ) -> list[Garbage]:
-    """Without what the run's own objective or a fork still reads; see `borrowed_from`."""
-    if not any(item.reason == "retention" for item in found):
-        return found
+    """Garbage without what the run's own objective or a fork still reads; see `borrowed_from`."""
+    if not any(item.reason == "retention" for item in garbage):
+        return garbage
     borrowed = borrowed_from(run, known)
     _known[run.folder.url] = borrowed.reaches
     pinned = {checkpoint_slot(round) for round in _references(run, inventory)}
     pinned |= {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
-    return [i for i in found if i.reason != "retention" or _slot_name(i.key) not in pinned]
+    return [i for i in garbage if i.reason != "retention" or _slot_name(i.key) not in pinned]
 
 
 def _references(run: Run, inventory: Inventory) -> set[int]:
@@ -309,16 +319,20 @@ def _references(run: Run, inventory: Inventory) -> set[int]:
 
 
 def _delete(
-    run: Run, inventory: Inventory, rule: RetentionConfig, found: list[Garbage]
+    run: Run, inventory: Inventory, rule: RetentionConfig, garbage: list[Garbage]
 ) -> list[Garbage]:
-    """Delete, tombstones first; what was really deleted."""
+    """Delete garbage, tombstones first; returns what was really deleted."""
     slots = {slot.slot: slot for slot in inventory.slots}
-    retired = {_slot_name(item.key) for item in found if item.reason == "retention"}
+    retired = {_slot_name(item.key) for item in garbage if item.reason == "retention"}
+    # Tombstones first: a crash in between leaves arrays for the next gc to delete. In the other
+    # order it would leave a checkpoint that looks damaged.
     for name in sorted(retired):
         slot = slots[name]
         if not slot.pruned and slot.manifest is not None:
             commit_tombstone(run.folder, slot.manifest, rule.model_dump(mode="json"))
-    gone = _unpinned(run, inventory, found, known={})
+    # All neighbours are read again now that the tombstones exist: a fork made meanwhile either saw
+    # a tombstone and failed, or is seen here.
+    gone = _unpinned(run, inventory, garbage, known={})
     for item in gone:
         run.folder.delete(item.key)
         _remove_empty(run.folder, item.key)
@@ -326,7 +340,7 @@ def _delete(
 
 
 def _measured(store: ObjectStore, items: Iterable[tuple[str, Reason]]) -> Iterator[Garbage]:
-    """With sizes; what vanished meanwhile is left out."""
+    """Garbage with its sizes; what vanished meanwhile is left out."""
     for key, reason in items:
         with suppress(ObjectMissing):
             yield Garbage(key, store.size(key), reason)

@@ -39,7 +39,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong, and the object it is wrong with.
+    """A kind of damage, and the object that has it.
 
     missing: named but not there; truncated: shorter than committed; altered: other bytes than
     committed; malformed: not what its format promises; newer version: written by newer software;
@@ -70,12 +70,12 @@ def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
                 "wrong parent", place, f"cannot be made from {', '.join(names) or 'nothing'}"
             )
         for parent in slot.manifest.parents:
-            found = slots.get(parent.slot)
-            if found is None or (found.manifest is None and found.fault is None):
+            origin = slots.get(parent.slot)
+            if origin is None or (origin.manifest is None and origin.fault is None):
                 where = store.url_of(f"{parent.slot}/{MANIFEST}")
                 yield Fault("missing", where, f"{place} was made from it")
-            elif found.manifest is not None and found.sha256 != parent.sha256:
-                detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {found.sha256}"
+            elif origin.manifest is not None and origin.sha256 != parent.sha256:
+                detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {origin.sha256}"
                 yield Fault("wrong parent", place, detail)
 
 

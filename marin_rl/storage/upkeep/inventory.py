@@ -53,7 +53,7 @@ def is_shard(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One slot: `names` of its objects relative to it, its manifest if it is committed.
+    """A slot: `names` of its objects relative to it, its manifest if it is committed.
 
     `fault` says why the manifest or the tombstone, which `damaged` names, cannot be read; such a
     slot is neither committed nor uncommitted.
@@ -98,7 +98,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All keys of a run, fresh when it was taken; `slots` by name, ascending.
+    """Keys of a run, fresh when it was taken; `slots` by name, ascending.
 
     `evaluated` are rounds whose metrics tell of an evaluation that is not committed.
     """
@@ -147,12 +147,12 @@ def take_inventory(store: ObjectStore) -> Inventory:
     alone. What those prove to be committed is looked for again before it counts as absent.
     """
     keys = set(store.list())
-    found: dict[str, list[str]] = {}
+    names_by_slot: dict[str, list[str]] = {}
     for key in keys:
         slot = _slot_of(key)
         if slot is not None:
-            found.setdefault(slot, []).append(key.removeprefix(f"{slot}/"))
-    slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in found.items()}
+            names_by_slot.setdefault(slot, []).append(key.removeprefix(f"{slot}/"))
+    slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in names_by_slot.items()}
     looked: set[str] = set()
     while late := _proven(slots, keys) - looked:
         looked |= late
@@ -210,8 +210,8 @@ def made_by(round: int) -> tuple[str, ...]:
 
 def scored_slot(key: str) -> str | None:
     """The slot of the rollouts that a reward table is about; None for other keys."""
-    top, _, rest = key.partition("/")
-    round = round_of(rest.partition("/")[0])
+    top, _, path = key.partition("/")
+    round = round_of(path.partition("/")[0])
     if top != "rewards" or round is None or is_private(key) or not key.endswith(".parquet"):
         return None
     return rollouts_slot(round)
@@ -222,10 +222,10 @@ def _evaluated(
 ) -> frozenset[int]:
     """Rounds whose metrics tell of an evaluation that was not seen committed."""
     rounds = [r for r in sorted(_closed_rounds(keys)) if not _is_seen(slots, evals_slot(r))]
-    found = load_readable(store, [metrics_key(round) for round in rounds])
+    buffers = load_readable(store, [metrics_key(round) for round in rounds])
     return frozenset(
         round
-        for round, data in zip(rounds, found, strict=True)
+        for round, data in zip(rounds, buffers, strict=True)
         if data is not None and _tells_evaluation(data, store.url_of(metrics_key(round)))
     )
 
@@ -241,8 +241,8 @@ def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
 
 def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
     """True if a slot is committed, also by a manifest that cannot be read."""
-    found = slots.get(slot)
-    return found is not None and (found.manifest is not None or found.fault is not None)
+    seen = slots.get(slot)
+    return seen is not None and (seen.manifest is not None or seen.fault is not None)
 
 
 def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:

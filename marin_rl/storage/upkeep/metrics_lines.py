@@ -1,4 +1,4 @@
-"""metrics.jsonl compared with the committed metrics: what a reader of the lines would believe.
+"""Check of metrics.jsonl against the committed metrics.
 
 The file is a convenience and no commit, and a killed process leaves a torn line in it, or none. But
 a line that says something else than the metrics of its round was altered, and a line of a round
@@ -66,9 +66,9 @@ def read_lines(store: ObjectStore, inventory: Inventory) -> MetricsLines:
     by_round: dict[int, list[bytes]] = {}
     faults: list[Fault] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
-        begun = _BEGUN.match(line)
-        if begun is not None:
-            by_round.setdefault(int(begun[1]), []).append(line)
+        match = _BEGUN.match(line)
+        if match is not None:
+            by_round.setdefault(int(match[1]), []).append(line)
         elif line and _TORN.fullmatch(line) is None and not b'{"round": '.startswith(line):
             detail = f"line {number} is no metrics of a round: {line[:40]!r}"
             faults.append(Fault("altered", place, detail))

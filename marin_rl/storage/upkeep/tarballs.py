@@ -1,4 +1,4 @@
-"""The entries of a tar file that somebody else made: regular files with plain names, and no others.
+"""Entries of an untrusted tar file: regular files with plain names, and no others.
 
 `tarfile` reads headers here, and nothing more: what it does for links, sparse files and extended
 headers takes memory and time as an entry asks for them. An export has none of these, but extended
@@ -24,7 +24,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(slots=True)
 class ArchiveEntry:
-    """One regular file of an archive, to be read before the next one is asked for."""
+    """A regular file of an archive, to be read before the next one is asked for."""
 
     name: str
     size: int
@@ -40,7 +40,7 @@ class ArchiveEntry:
         return data
 
     def read_record(self) -> bytes:
-        """All bytes of a JSON record. Raises InputError above RECORD_BYTES_MAX."""
+        """Bytes of a JSON record. Raises InputError above RECORD_BYTES_MAX."""
         if self.size > RECORD_BYTES_MAX:
             raise InputError(
                 f"{self._file.name}: {self.name}: expected a record of {RECORD_BYTES_MAX} bytes at "
@@ -117,12 +117,12 @@ def _extended(file: BinaryIO, header: tarfile.TarInfo) -> Mapping[str, str]:
     if header.size > EXTENDED_BYTES_MAX:
         raise _refused(file, header.name, f"is an extended header of {header.size} bytes")
     data = file.read(header.size)
-    found: dict[str, str] = {}
+    records: dict[str, str] = {}
     while data:
-        length, _, rest = data.partition(b" ")
+        length, _, remainder = data.partition(b" ")
         if not (length.isdigit() and len(length) <= 5 and len(length) + 1 < int(length)):
             raise _refused(file, header.name, "is an extended header with a broken record")
-        record, data = rest[: int(length) - len(length) - 1], data[int(length) :]
+        record, data = remainder[: int(length) - len(length) - 1], data[int(length) :]
         key, equals, value = record.partition(b"=")
         if key not in (b"path", b"size") or not equals or not value.endswith(b"\n"):
             reason = f"is an extended header with {key[:40]!r}: expected path and size alone"
@@ -130,10 +130,10 @@ def _extended(file: BinaryIO, header: tarfile.TarInfo) -> Mapping[str, str]:
         if key == b"size" and not (value[:-1].isdigit() and len(value) < 20):
             raise _refused(file, header.name, f"has an extended header with size {value[:40]!r}")
         try:
-            found[key.decode()] = value[:-1].decode()
+            records[key.decode()] = value[:-1].decode()
         except UnicodeDecodeError:
             raise _refused(file, header.name, "has a name that is not UTF-8") from None
-    return found
+    return records
 
 
 def _check(file: BinaryIO, header: tarfile.TarInfo, name: str, seen: set[str]) -> None:
