@@ -125,8 +125,8 @@ def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | Non
     if not steps:
         return f"{url}: this round trained on nothing; `marin-rl audit` says what was dropped"
     names = {"step": step, "row": row}
-    asked = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
-    return f"{url}: no rollout stands in {asked}; expected a step below {steps}"
+    location = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+    return f"{url}: no rollout stands in {location}; expected a step below {steps}"
 
 
 def trace_forward(run: Run, rollout_id: str) -> Lineage:

@@ -216,13 +216,13 @@ def _row(raw: Any, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: expected messages as a list that is not empty")
     messages = tuple(_message(item, where) for item in raws)
     answer = raw.get("answer")
-    rest = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
+    metadata = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
     text = orjson.dumps([[message.role, message.content] for message in messages])
     return {
         "id": str(raw.get("id", hashlib.sha256(text).hexdigest()[:16])),
         "messages": messages,
         "answer": None if answer is None else str(answer),
-        "metadata": plain_json(rest, where),
+        "metadata": plain_json(metadata, where),
     }
 
 

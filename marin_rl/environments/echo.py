@@ -61,6 +61,6 @@ class Echo:
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Characters in place over the length of the longer of word and completion."""
-        expected, found = example.answer or "", completion.strip()
-        right = sum(a == b for a, b in zip(expected, found, strict=False))
-        return (RewardComponent(name="echo", value=right / max(len(expected), len(found), 1)),)
+        expected, actual = example.answer or "", completion.strip()
+        right = sum(a == b for a, b in zip(expected, actual, strict=False))
+        return (RewardComponent(name="echo", value=right / max(len(expected), len(actual), 1)),)

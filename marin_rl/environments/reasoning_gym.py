@@ -164,8 +164,8 @@ class ReasoningGym:
         tag = self._options.answer_tag
         if tag is None:
             return completion.strip()
-        _, opened, rest = completion.rpartition(f"<{tag}>")
-        answer, closed, _ = rest.partition(f"</{tag}>")
+        _, opened, remainder = completion.rpartition(f"<{tag}>")
+        answer, closed, _ = remainder.partition(f"</{tag}>")
         return answer.strip() if opened and closed else None
 
     def _entry(self, seed: int, index: int) -> dict[str, Any]:

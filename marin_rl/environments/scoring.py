@@ -143,12 +143,12 @@ class RewardWorker(KeptWorker):
     ) -> None:
         """Ask for the completions without a score; stop early, with a new worker, at a fault."""
         self._wait_until_ready()
-        asked = list(completions[len(scores) :])
+        unscored = list(completions[len(scores) :])
         nonce = secrets.token_hex(16)
-        group = {"nonce": nonce, **question, "completions": asked}
+        group = {"nonce": nonce, **question, "completions": unscored}
         try:
             self._process.send(orjson.dumps(group), SEND_TIMEOUT_S)
-            for index in range(len(asked)):
+            for index in range(len(unscored)):
                 line = self._process.receive(self._timeout_s, ANSWER_BYTES_MAX)
                 scores.append(read(_checked(line, nonce, index)))
         except TimeoutError:

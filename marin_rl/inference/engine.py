@@ -348,9 +348,9 @@ class Engine:
         runner = self._runner
         if not (self._paused or self._sleep_requested) and runner.holds_copy_of(self._policy):
             if not self._changed.wait(COPY_KEPT_S):
-                runner.rest()
+                runner.release_memory()
             return
-        runner.rest(caches=self._sleep_requested and self._batch.active == 0)
+        runner.release_memory(caches=self._sleep_requested and self._batch.active == 0)
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 
@@ -390,8 +390,8 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
-                begun = [job for job in self._in_flight if job.started_at]
-            self._fail(begun, "the device failed", error)
+                started = [job for job in self._in_flight if job.started_at]
+            self._fail(started, "the device failed", error)
             self._runner.start_over()
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:

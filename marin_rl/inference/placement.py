@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 # Axes of the mesh, as `constrain` takes them for each axis of an array.
 SLOTS = ("data", "fsdp")
 TENSOR = ("tensor",)
-WHOLE = ()
+UNDIVIDED = ()
 
 
 @dataclass(frozen=True, slots=True)

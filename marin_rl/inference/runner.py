@@ -187,14 +187,14 @@ class Runner:
             self.score(policy, np.zeros(bucket, np.int32), 0)
             give_back_freed_memory()
         self.copy([(0, 0)])
-        self.rest()
+        self.release_memory()
 
     def _compile_without_caches(
         self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
     ) -> None:
         """Compile a chunk for caches of these shapes, which are empty and not kept."""
         cache = jax.tree.map(_shape_of, self._caches[0])
-        self.rest(caches=True)
+        self.release_memory(caches=True)
         give_back_freed_memory()
         chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
         with self._placement.active():
@@ -324,7 +324,7 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def rest(self, *, caches: bool = False) -> None:
+    def release_memory(self, *, caches: bool = False) -> None:
         """Free what is only needed while work goes on: the fused copy of the weights.
 
         The `caches` too, where no slot is in use; the next prompt or chunk allocates them again.
@@ -342,9 +342,10 @@ class Runner:
             self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
 
     def _decoder(self, policy: Policy) -> Decoder:
-        """The policy's weights as the programs read them: made by its first program since `rest`.
+        """Return the policy's weights as the programs read them, fused on first use.
 
-        The copy of other weights goes before this one comes, so there is never more than one.
+        The copy of other weights goes before this one comes, so there is never more than one;
+        `release_memory` frees it.
         """
         if self._fused is None or self._fused[0] is not policy.key:
             self._fused = None
@@ -359,7 +360,7 @@ class Runner:
 
     def start_over(self) -> None:
         """New caches and a new copy of the weights, for after a failure on the device."""
-        self.rest(caches=True)
+        self.release_memory(caches=True)
 
     def _empty_cache(self) -> Cache:
         slots, length = self.lanes.size, self._context_length

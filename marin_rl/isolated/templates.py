@@ -148,9 +148,9 @@ def answer(common: bytes, item: bytes) -> bytes:
     """
     most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(item)
     try:
-        asked = json.loads(item)  # integers of any size, unlike other readers
+        request = json.loads(item)  # integers of any size, unlike other readers
         text, spans = render(
-            common.decode(), asked["variables"], spans=asked["spans"], characters_max=most
+            common.decode(), request["variables"], spans=request["spans"], characters_max=most
         )
         return json.dumps({"text": text, "spans": spans}, ensure_ascii=False).encode()
     except MemoryError:

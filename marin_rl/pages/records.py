@@ -35,7 +35,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class TurnView:
     """A turn of a conversation; `left_out` characters were cut from its end."""
 
     role: str
@@ -99,7 +99,7 @@ class Card:
     shard: str
     seconds: float
     fate: Fate
-    turns: Sequence[Said]
+    turns: Sequence[TurnView]
     tokens: Tokens
 
 

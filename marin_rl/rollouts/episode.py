@@ -187,7 +187,7 @@ class EpisodeDriver:
         reason, fault = completion.finish_reason, None
         while True:
             sampling = request.sampling_of(index, len(turns))
-            said = Message(role="assistant", content=completion.text)
+            reply = Message(role="assistant", content=completion.text)
             try:
                 result = await episode.step(_as_turn(answer, completion))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
@@ -203,7 +203,7 @@ class EpisodeDriver:
             if len(turns) == TURNS_MAX:
                 reason = MAX_TURNS
                 break
-            dialogue += [said, *result.messages]
+            dialogue += [reply, *result.messages]
             try:
                 answer = await self._go_on(request, index, dialogue, turns)
             except REQUEST_FAULTS as error:

@@ -297,13 +297,13 @@ def _signals() -> Iterator[Callable[[float], bool]]:
     reading, writing = os.pipe()
     poll = select.poll()
     poll.register(reading, select.POLLIN)
-    asked = False
+    stop_requested = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal stop_requested
+        if stop_requested:
             os._exit(1)
-        asked = True
+        stop_requested = True
         os.write(writing, b"\0")
 
     numbers = (signal.SIGTERM, signal.SIGINT)

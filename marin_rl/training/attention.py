@@ -81,11 +81,11 @@ def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> S
 
 def _blocks(array_BT: Array) -> Array:
     """A row in blocks, filled up with zeros behind: [B, T, …] to [B, N, C, …]."""
-    B, T, *rest = array_BT.shape
+    B, T, *feature_shape = array_BT.shape
     short = T <= SHORT_ROW_POSITIONS_MAX
     size = min(POSITIONS_PER_BLOCK, POSITIONS_PER_SHORT_BLOCK if short else T, T)
-    padding = [(0, 0), (0, -T % size), *((0, 0) for _ in rest)]
-    return jnp.pad(array_BT, padding).reshape(B, -1, size, *rest)
+    padding = [(0, 0), (0, -T % size), *((0, 0) for _ in feature_shape)]
+    return jnp.pad(array_BT, padding).reshape(B, -1, size, *feature_shape)
 
 
 def _seen(

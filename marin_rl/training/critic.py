@@ -30,7 +30,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
-from marin_rl.training.losses import Given, Values
+from marin_rl.training.losses import FloatArray, Values
 from marin_rl.training.model import (
     matrix_mask,
     named_parameters,
@@ -279,7 +279,7 @@ def whitened(
 
 
 def value_losses(
-    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+    values_BT: FloatArray, old_values_BT: FloatArray, returns_BT: FloatArray, clip: float | None
 ) -> Values:
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2; c None is no bound.
 
@@ -289,7 +289,7 @@ def value_losses(
 
 
 def _squares(
-    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+    values_BT: FloatArray, old_values_BT: FloatArray, returns_BT: FloatArray, clip: float | None
 ) -> tuple[Values, Values]:
     plain_BT = jnp.square(jnp.asarray(values_BT) - returns_BT)
     if clip is None:

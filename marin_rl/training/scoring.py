@@ -255,8 +255,8 @@ def _blocks(layers: Any, count: int) -> list[Any]:
     if count == 1:
         return [last]
     block = layers.Block
-    rest = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
-    shorter = dataclasses.replace(layers, stacked=rest, Block=block.resize(count - 1))
+    stacked = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
+    shorter = dataclasses.replace(layers, stacked=stacked, Block=block.resize(count - 1))
     return [partial(_fold, shorter), last]
 
 

@@ -84,12 +84,12 @@ def round_token_advantages(
             array.reshape(-1, array.shape[-1]) for array in (rows.mask, rows.segment_ids, weight)
         )
         row_N, position_N = np.nonzero(mask_BT)
-        held = np.array([len(row) for row in batch.rollout_ids], np.int64)
-        first = start + np.cumsum(held) - held
+        counts = np.array([len(row) for row in batch.rollout_ids], np.int64)
+        first = start + np.cumsum(counts) - counts
         sequences.append(first[row_N] + segments_BT[row_N, position_N] - 1)
         returns.append(batch.returns[row_N, position_N].astype(np.float64))
         flat_weights.append(weight_BT[row_N, position_N].astype(np.float64))
-        start += int(held.sum())
+        start += int(counts.sum())
     advantage_N = token_advantages(
         np.concatenate(returns), np.concatenate(flat_weights), np.concatenate(sequences), group_S
     )

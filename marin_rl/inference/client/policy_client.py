@@ -192,11 +192,11 @@ class PolicyClient:
             return 0.0
         return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
 
-    def _willing(self, turn: int) -> int:
-        """The endpoint whose turn it is, or the next that did not ask to be left alone."""
+    def _willing(self, first: int) -> int:
+        """Return endpoint `first`, or the next one after it that is not backing off."""
         count, now = len(self._endpoints), time.monotonic()
-        in_turn = [(turn + step) % count for step in range(count)]
-        return min(in_turn, key=lambda index: max(self._not_before[index], now))
+        candidates = [(first + step) % count for step in range(count)]
+        return min(candidates, key=lambda index: max(self._not_before[index], now))
 
     async def _left_alone(self, index: int) -> None:
         """Wait as long as the endpoint asked for; jitter, lest all who wait return at once."""

@@ -302,9 +302,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Say why, if nothing else was said yet, and close."""
         self.shared.on_refused(reason)
         answering = self._answering
-        begun = answering is not None and answering.response_started
+        started = answering is not None and answering.response_started
         self._abandon_cycle()
-        if answering is None or answering.response_complete or not begun:
+        if answering is None or answering.response_complete or not started:
             self.transport.write(_answer(status, message, reason))
             self._linger()
         else:

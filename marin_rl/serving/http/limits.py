@@ -112,8 +112,8 @@ def check_tokens(
         raise _too_many("max_tokens", "new tokens", new_tokens, new_max)
 
 
-def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
-    message = f"{param}: expected at most {allowed} {what}, found {found}"
+def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
+    message = f"{param}: expected at most {allowed} {what}, found {count}"
     return ApiError(400, message, param=param, code="limit_exceeded")
 
 

@@ -121,11 +121,11 @@ class Served:
     architecture: Architecture
 
 
-def check_tokenizer(expected: TokenizerIdentity, found: TokenizerIdentity) -> None:
+def check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> None:
     """Raise InputError unless texts and messages become the same ids with both."""
     pairs = {
-        "tokenizer": (expected.tokenizer_digest, found.tokenizer_digest),
-        "chat template": (expected.chat_template_digest, found.chat_template_digest),
+        "tokenizer": (expected.tokenizer_digest, other.tokenizer_digest),
+        "chat template": (expected.chat_template_digest, other.chat_template_digest),
     }
     for what, (ours, theirs) in pairs.items():
         if ours != theirs:
