@@ -59,6 +59,8 @@ from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 
+# Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
+# little.
 BUCKET_MIN = 16
 
 _log = logging.getLogger(__name__)
@@ -111,12 +113,14 @@ class Runner:
         self.buckets = _buckets(self.length)
         self._rotary = self.put(rotary_table(model, self.length))
         self.invariance = UNPROVEN
+        # the trials run the programs of one device: nothing is proven of a mesh
         if not on_mesh:
             self.invariance = invariance_of(shapes, lambda: self._prove(shapes, weights))
             self._fall_back()
         several = self.lanes.count > 1
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
+        # last: the trials needed caches of their own, and may have changed the lanes
         self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
 
     @property
@@ -143,6 +147,7 @@ class Runner:
         else:  # a second copy would cost too much memory
             fused = fuse(weights)
         outcome = Prover(shapes, fused, self._rotary, self.buckets, self.put).prove()
+        # the last reference, without which its memory is not free to be given back
         del fused
         give_back_freed_memory()
         return outcome
@@ -155,6 +160,7 @@ class Runner:
                 "every slot is computed on its own, which is slow; try another number of slots",
                 self.lanes.size,
             )
+            # a lane for each slot; no lane then has two slots that could share a prompt
             self.lanes, self._can_share = Lanes(self._config.slots, self._config.slots), False
         if not self.invariance.prompts and self._config.prefill_rows > 1:
             _log.warning("prompts side by side have other bits than alone: one is run at a time")
@@ -178,6 +184,7 @@ class Runner:
         The largest goes first, while the caches are not there, and what compiling freed goes back
         after each: so none of them needs its memory on top of another's.
         """
+        # limits are data: a chunk of 0 steps is the same program as any other
         nothing = Limits(np.int32(0), np.int32(0))
         self._wake()
         self._compile_without_caches(policy, inputs, extras, nothing)
@@ -227,6 +234,8 @@ class Runner:
         self._in_lanes(run)
 
     def _prefill(self, fused: Decoder, lane: int, bucket: int, prompts: list[Prompt]) -> None:
+        # always this many, however few prompts: another number is another program with other last
+        # bits
         rows = self._config.prefill_rows
         tokens_RP = np.zeros((rows, bucket), np.int32)
         source_S = np.full(self._config.slots, rows, np.int32)  # `rows`: the slot takes no prompt
@@ -251,6 +260,7 @@ class Runner:
             own = [(a % size, b % size) for a, b in pairs if self.lanes.of(b) == lane]
             if not own:
                 return
+            # of one size for any number of pairs, so that one program copies them all
             ends_S2 = np.zeros((size, 2), np.int32)
             ends_S2[: len(own)] = own
             source_S, target_S = np.ascontiguousarray(ends_S2.T)
@@ -273,6 +283,7 @@ class Runner:
             self._caches[lane], sampled = decode_chunk(
                 fused, self._rotary, self._caches[lane], chunk, **self._chunk_sizes
             )
+            # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
 
         sampled = self._in_lanes(run)
@@ -309,6 +320,7 @@ class Runner:
                 self._decoder(policy),
                 self._rotary,
                 tokens_P,
+                # data and not static: prompts with and without the likeliest tokens are one program
                 np.bool_(top > 0),
                 spec=self.spec,
             )
@@ -375,6 +387,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _buckets(longest: int) -> tuple[int, ...]:
     """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
+    # doubling wastes less than half of a prefill, for a number of programs that grows with log T
     sizes = [BUCKET_MIN]
     while sizes[-1] < longest:
         sizes.append(min(2 * sizes[-1], longest))

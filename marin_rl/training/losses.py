@@ -111,6 +111,7 @@ def token_weights(
     """
     mask_BT = _zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
+    # At least 1: without a trained token the weights must be 0 and not 0 / 0.
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
     # The shares of a sequence sum to 1 but for rounding, which would leak into every weight.
     sequences = jnp.maximum(jnp.round(jnp.sum(per_sequence_BT)), 1.0)
@@ -220,6 +221,8 @@ def sapo(
     tau is `positive` where A > 0, else `negative` (arXiv:2511.20347, eq. 5 and 6).
     """
     tau_BT = jnp.where(advantages_BT > 0, positive, negative)
+    # The sigmoid's slope is tau / 4 where r is 1, so 4 / tau makes the gradient on policy that of
+    # -r A for any tau.
     gate_BT = jax.nn.sigmoid(tau_BT * (jnp.exp(log_ratios_BT) - 1.0)) * 4.0 / tau_BT
     return -gate_BT * advantages_BT
 
@@ -339,6 +342,7 @@ def _k3(d_BT: Values) -> Values:
     """
     clamped_BT = jnp.minimum(-d_BT, LOG_RATIO_MAX)
     beyond_BT = jnp.maximum(-d_BT - LOG_RATIO_MAX, 0.0)
+    # expm1 keeps the digits of exp(-d) - 1 near d = 0, where most tokens are.
     return jnp.expm1(clamped_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
 
 
@@ -370,6 +374,7 @@ def correction_weights(
         weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
     if objective.rejection is not None:
         weight_BT = jnp.where(accepted_tokens(objective, *logs), weight_BT, 0.0)
+    # A factor of the loss and no part of it: a gradient through it would be another objective's.
     return jax.lax.stop_gradient(weight_BT)
 
 
@@ -390,6 +395,7 @@ def accepted_tokens(
     assert objective.rejection is not None, "asked of an objective that rejects"
     assert objective.rejection_high is not None, "it goes with rejection"
     log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
+    # The sampler takes the policy's place, so the estimators' d is -log r.
     value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
     match objective.rejection_level:
         case "sequence_sum":
@@ -424,6 +430,7 @@ def policy_losses(
         return reinforce(logprobs_BT, advantages_BT) * mask_BT
     logs = (logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT)
     if objective.surrogate == "gmpo":
+        # Clamped before the mean: GMPO bounds each token's ratio, not their geometric mean.
         log_ratio_BT = gmpo_log_ratios(
             log_ratios(*logs, "token"), advantages_BT, objective.clip_low, objective.clip_high
         )
@@ -432,9 +439,12 @@ def policy_losses(
     else:
         log_ratio_BT = log_ratios(*logs, objective.ratio_level)
     losses_BT = _surrogate(objective, logprobs_BT, log_ratio_BT, advantages_BT)
+    # Each token has the loss of the completion's one ratio here, which must count once. cispo's has
+    # the token's own log pi, so its sum over tokens is meant.
     if objective.ratio_level == "sequence" and objective.surrogate != "cispo":
         losses_BT = losses_BT / _trained_tokens(mask_BT, segment_ids_BT)
     if objective.surrogate == "dro":
+        # Added after the division: -A log pi is each token's own already.
         losses_BT = losses_BT + reinforce(logprobs_BT, advantages_BT)
     return losses_BT * mask_BT
 
