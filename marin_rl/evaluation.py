@@ -150,7 +150,7 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
 
 
 def _examples(config: Config, request: EvaluationRequest, environment: Environment) -> int:
-    """As many as are asked for; a fixed set has an end, and no example counts twice."""
+    """Return the number of examples: as requested, at most all of a fixed set."""
     wanted = request.examples or config.evaluation.examples
     if not isinstance(environment, FixedSet):
         return wanted
@@ -319,7 +319,7 @@ def _base(target: Target, request: EvaluationRequest) -> Config:
 
 
 def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> Config:
-    """Without a configuration file, as long a context as the model has, within bounds of memory."""
+    """Return the configuration of a folder; its context is, by default, the model's, bounded."""
     from marin_rl.training.model import hf_template
 
     base = _base(target, request)

@@ -89,7 +89,7 @@ class Lineage:
 
 
 def trace(run: Run, round: int, step: int | None = None, row: int | None = None) -> Lineage:
-    """From an update, or one row of its batch, back to the rollouts and all they were made from.
+    """Trace an update, or one row of its batch, back to its rollouts and what made them.
 
     Without `step`, every update of the round. Raises ObjectMissing where nothing was trained on
     there, CorruptObject, NewerSchema.
@@ -130,7 +130,7 @@ def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | Non
 
 
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
-    """From a rollout to every update of this run that it influenced.
+    """Trace a rollout to every update of this run that it influenced.
 
     The updates that trained on it, or on a row whose advantage was computed against its reward,
     are direct; all later ones started from parameters that it had changed. Raises ObjectMissing

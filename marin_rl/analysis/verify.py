@@ -40,7 +40,7 @@ CODE = ("environment", "evaluation")  # sections that name what extracts answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One metric of one round: `expected` by the files, and `found` in the metrics row.
+    """Verdict on a metric of a round: `expected` by the files, and `found` in the metrics row.
 
     Either is None where there is none. `problem` describes what is wrong, empty where nothing is;
     `unchecked` why a metric of the row was not compared, empty where it was.

@@ -33,7 +33,7 @@ class Echo:
         self._options = parse_options(EchoOptions, config)
 
     def load_examples(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A word of random letters, drawn from `seed + index`."""
@@ -57,7 +57,7 @@ class Echo:
         return example.answer
 
     def load_scorer(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Characters in place over the length of the longer of word and completion."""

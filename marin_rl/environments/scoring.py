@@ -65,7 +65,7 @@ class Scorer:
             self._pool = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
     async def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """One score per completion. Raises InputError where no worker can be started at all."""
+        """Score each completion. Raises InputError where no worker can be started at all."""
         if self._pool is None:
             return [score_here(self._environment, example, text) for text in completions]
         loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class RewardWorker(KeptWorker):
         return orjson.dumps({"nonce": self._nonce, **self._environment})
 
     def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """One score per completion, in order. Raises InputError where the worker cannot start."""
+        """Score each completion, in order. Raises InputError where the worker cannot start."""
         scores: list[Score] = []
         while len(scores) < len(completions):
             self._ask_rest({"example": example}, completions, scores, _score_of)
@@ -141,7 +141,7 @@ class RewardWorker(KeptWorker):
         scores: list[Any],
         read: Callable[[dict[str, Any]], Any],
     ) -> None:
-        """Ask for the completions without a score; stop early, with a new worker, at a fault."""
+        """Score the remaining completions; at a fault, stop early and start a new worker."""
         self._wait_until_ready()
         unscored = list(completions[len(scores) :])
         nonce = secrets.token_hex(16)

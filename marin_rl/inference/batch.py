@@ -93,7 +93,7 @@ class CachedPrefix(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningSequence:
-    """One sample in a sequence slot, and what each chunk added to it."""
+    """Sample in a sequence slot, and what each chunk added to it."""
 
     job: Job
     index: int
@@ -194,7 +194,7 @@ class RunningBatch:
         return [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
 
     def jobs(self) -> list[Job]:
-        """Every request that has a running sequence, once."""
+        """Requests that have a running sequence, each once."""
         return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
     def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:

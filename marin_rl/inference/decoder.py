@@ -179,14 +179,14 @@ def _write(
 
 
 def _write_one(block: Block, key_KH: Array, value_KH: Array, at: Array) -> Block:
-    """One slot's block, with a key and a value at position `at`."""
+    """Block of a slot, with a key and a value at position `at`."""
     keys = block.keys.at[:, :, at].set(key_KH, mode="drop", unique_indices=True)
     values = block.values.at[:, at].set(value_KH, mode="drop", unique_indices=True)
     return Block(keys, values)
 
 
 def _spread(block: Block) -> Block:
-    """On a mesh: slots over data and fsdp, heads over tensor."""
+    """Spread a cache over a mesh: slots over data and fsdp, heads over tensor."""
     return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
 
 
@@ -303,7 +303,7 @@ def hidden_states(
 
 
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
-    """Each query attends to positions up to its own: [R, P, K*G*H], by tiles of queries."""
+    """Causal attention, [R, P, K*G*H], computed by tiles of queries."""
     R, P, K, G, H = query_RPKGH.shape
     size = P if P <= QUERY_TILE else math.gcd(P, QUERY_TILE)
 

@@ -1,4 +1,4 @@
-"""From logits to a token in every row, on the device.
+"""Sampling: a token for every row of logits, on the device.
 
 Owns the logits processors (bias, penalties, a constraint's mask), temperature, min-p, top-k, top-p,
 greedy choice, the random numbers, and the logprob of what was drawn under the very distribution it
@@ -102,7 +102,7 @@ def _likeliest(logits_SV: Float32[Array, "S V"]) -> Int32[Array, " S"]:
 def uniforms(
     seed_S2: UInt32[Array | np.ndarray, "S 2"], positions_S: Int32[Array, " S"]
 ) -> Float32[Array, " S"]:
-    """One number in [0, 1) per row, a function of its seed and position alone."""
+    """A number in [0, 1) per row, a function of its seed and position alone."""
 
     def uniform(words, position):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")

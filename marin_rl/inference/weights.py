@@ -68,7 +68,7 @@ class Norm(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All layers' arrays, stacked on axis L exactly as the model holds them."""
+    """Arrays of all layers, stacked on axis L exactly as the model holds them."""
 
     query: Affine
     key: Affine
@@ -96,7 +96,7 @@ class Weights(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
+    """Layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
 
     Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
     mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.

@@ -185,7 +185,7 @@ class KeptWorker:
 
 
 class Worker(KeptWorker):
-    """One worker process of a pool."""
+    """Worker process of a pool."""
 
     def __init__(self, module: str, limits: WorkerLimits) -> None:
         self._module, self._limits = module, limits

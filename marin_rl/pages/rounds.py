@@ -1,4 +1,4 @@
-"""One round of a run for a page: its reward spread, and the rollouts that are shown of it.
+"""Round of a run for a page: its reward spread, and the rollouts that are shown of it.
 
 Read through the verifying readers: a page never shows a row whose file differs from its manifest.
 Light columns are read of all rollouts, tokens only of the row groups that hold a picked one.

@@ -61,7 +61,7 @@ Bridge = Callable[[Sequence[Message]], Int32[np.ndarray, " n"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """One group to sample: its example, its name, and the sampling with the request's seed.
+    """Request to sample a group: its example, its name, and the sampling with the request's seed.
 
     Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
     """
@@ -93,7 +93,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """One turn: the completion, the answer that it came in, and the environment's step."""
+    """Sampled turn: the completion, the answer that it came in, and the environment's step."""
 
     answer: ChatAnswer
     completion: Completion

@@ -105,7 +105,7 @@ class PolicyServer:
 
     @property
     def routes(self) -> dict[str, set[str]]:
-        """Every path, as a template, with its methods."""
+        """Paths, as templates, with their methods."""
         methods: dict[str, set[str]] = {}
         for route in self._app.routes:
             methods.setdefault(route.path, set()).update(route.methods or ())

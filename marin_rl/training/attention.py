@@ -152,7 +152,7 @@ def attend(
 
 
 class _KeyBlock(NamedTuple):
-    """One block of keys for every block of queries: which, and who sees what of it."""
+    """Block of keys for every block of queries: its index, and the mask of each query."""
 
     at_BN: Int[Array, "B N"]
     seen_BNQD: Bool[Array, "B N 1 G C D"]
@@ -256,7 +256,7 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
 
 
 def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
-    """Many blocks of queries may have looked at one block of keys."""
+    """Add gradients to the blocks of keys; several blocks of queries may share one."""
     rows = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
     return blocks.at[rows, block.at_BN].add(gradient)
 

@@ -94,7 +94,7 @@ class Backend(Protocol):
         ...
 
     def get_weights(self) -> Future[Parameters]:
-        """All parameters of the policy by path, as references: they are never written to."""
+        """Parameters of the policy by path, as references: they are never written to."""
         ...
 
     def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:

@@ -123,7 +123,7 @@ def _is_named(node: Any) -> bool:
 
 
 def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
-    """Every parameter by its path in the module, in a fixed order."""
+    """Parameters by path in the module, in a fixed order."""
     return {path: array.array for path, array in _named_arrays(model).items()}
 
 

@@ -88,7 +88,7 @@ def reward_penalty(
     ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
     coefficient: float,
 ) -> Penalty:
-    """KL of each completion as a part of its reward: `r_i - coefficient KL_i`.
+    """Penalise each completion's reward by its KL: `r_i - coefficient KL_i`.
 
     KL_i is the estimator summed over the completion, between the sampler and the reference. Since
     the advantage is linear in the rewards, what the penalty adds to it is the advantage of the
@@ -186,7 +186,7 @@ def _estimates(
 
 
 def _sums(arrays: StepArrays, values_BT: Float64[np.ndarray, "B T"]) -> Float64[np.ndarray, "B S"]:
-    """By row and segment; segment 0 is padding."""
+    """Sum values by row and segment; segment 0 is padding."""
     segments_BT = arrays.segment_ids.reshape(values_BT.shape)
     sums = np.zeros((len(values_BT), int(segments_BT.max(initial=0)) + 1))
     # `sums[...] += values` would add one token of each segment only: indexes repeat.

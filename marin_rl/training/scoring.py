@@ -131,8 +131,9 @@ def _scored(
     temperature: float = 1.0,
     packing: Packing = ALONE,
 ) -> tuple[Array, ...]:
-    """Of the masked tokens of rows (ids, segments, positions, mask) log-probability and entropy,
-    as far as `words` are asked for, and what a scalar head says, as far as there is one.
+    """Score the masked tokens of rows (ids, segments, positions, mask).
+
+    Returns log-probability and entropy if `words`, then the scalar head's output if there is one.
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
@@ -183,7 +184,7 @@ def _predecessors(
     positions_BT: Int[Array, "B T"],
     shared_prompts: bool,  # noqa: FBT001
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
-    """Of each token the flat index of the one it is predicted from, and its prompt's segment.
+    """Flat index of each token's predecessor, and the segment of its prompt.
 
     The latter only where prompts are shared, and its own segment where it has no prompt apart.
     """
@@ -306,8 +307,10 @@ class _Tail(NamedTuple):
 def _tail_scores(
     tail: _Tail, states_CE: Float[Array, "C E"], targets_C: Int[Array, " C"], temperature: float
 ) -> tuple[Float[Array, " C"], ...]:
-    """Of every state of a chunk the log-probability of the target and the entropy of the
-    prediction, as far as there are words, and the scalar head's number, as far as there is one.
+    """Score every state of a chunk against its target.
+
+    Returns log-probability and entropy if there are `words`, then the scalar head's output if there
+    is one.
     """
     states = hax.named(states_CE, ("token", "embed"))
     states = tail.final_norm(states + tail.mlp(tail.norm(states)))

@@ -213,7 +213,7 @@ class PolicyClient:
         *,
         key: str | None = None,
     ) -> bytes:
-        """One try at one endpoint. The time limit is on the whole answer, not between bytes."""
+        """Send a request once. The time limit is on the complete answer, not between bytes."""
         import httpx2
         import openai
 

@@ -75,7 +75,7 @@ def chat_routes(service: Service) -> list[ApiRoute]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """One chat request, understood: what both ways of answering it need."""
+    """Parsed chat request, for streamed and for complete answers."""
 
     service: Service
     body: ChatBody
@@ -207,7 +207,7 @@ def _parsed(chat: Chat, text: str) -> ParsedAnswer:
 
 @dataclass(slots=True)
 class _SampleState:
-    """One sample as far as it was sent."""
+    """State of a sample's stream."""
 
     text: IncrementalDetokenizer
     calls: ToolCallStream | None

@@ -242,5 +242,5 @@ def dumps(body: Mapping[str, Any]) -> bytes:
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"

@@ -338,7 +338,7 @@ def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:
 
 
 def _headers(scope: Scope) -> tuple[dict[bytes, list[bytes]], int]:
-    """Every header (names are lower case already) with all its values, and the head's bytes."""
+    """Read all headers (names are lower case already), all their values, and the head's bytes."""
     headers: dict[bytes, list[bytes]] = {}
     head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
     for name, value in scope["headers"]:

@@ -136,7 +136,7 @@ _EXTENSION = "marin_rl.client"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection: at most `header_timeout_s` idle or in the head of a request.
+    """Connection: at most `header_timeout_s` idle or in the head of a request.
 
     The parser keeps what is no body until it is complete: request lines, headers, trailers,
     extensions of chunks. So all that comes between two pieces of a body, or before the first, is
@@ -299,7 +299,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, status: int, message: str, reason: str) -> None:
-        """Say why, if nothing else was said yet, and close."""
+        """Send the refusal, if no response has started, and close."""
         self.shared.on_refused(reason)
         answering = self._answering
         started = answering is not None and answering.response_started

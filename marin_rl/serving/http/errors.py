@@ -148,7 +148,7 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @lru_cache
 def _fields(kind: type[Body]) -> frozenset[str]:
-    """Every field name of a body, at any depth.
+    """Field names of a body, at any depth.
 
     Error locations hold the names of a union's branches too; only these name fields.
     """

@@ -53,7 +53,7 @@ class TokenBucket:
 
 
 class Rates:
-    """One bucket for each kind of caller; admin is not limited, so that it can always act."""
+    """Rate limit by kind of caller; admin is not limited, so that it can always act."""
 
     def __init__(
         self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
@@ -124,7 +124,7 @@ def draining_error() -> ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """Until when a request may wait for a slot, and until when its answer must be complete.
+    """Deadlines of a request: to get a slot, and to complete its answer.
 
     Times are those of the event loop's clock, which timers go by, from the request's arrival on.
     """

@@ -24,7 +24,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """One metric: its full name, kind, labels, and what it says."""
+    """Metric: its full name, kind, labels, and what it says."""
 
     name: str
     kind: str
