@@ -220,7 +220,7 @@ _lock = threading.Lock()
 
 
 def scorer_for(environment: Environment, config: EnvironmentConfig) -> Scorer:
-    """The scorer of an environment in this process, started the first time it is asked for."""
+    """The scorer of an environment in this process, started at its first use."""
     key = config.model_dump_json() + environment.version
     with _lock:
         if key not in _scorers:

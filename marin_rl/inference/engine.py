@@ -374,7 +374,7 @@ class Engine:
                 seen = self._queue.waiting
 
     def _step(self) -> None:
-        """Take one step, as the module's head tells it."""
+        """Take one step, as described at the head of this module."""
         # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
             policy = self._policy

@@ -35,7 +35,7 @@ class Placement:
         return jax.device_put(weights, self.weights)
 
     def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
-        """Arrays spread as `axes` say for their leading dimensions; the rest is whole."""
+        """Place arrays with their leading dimensions spread over `axes`, the others undivided."""
         return jax.tree.map(lambda leaf: jax.device_put(leaf, self._sharding(leaf, axes)), arrays)
 
     def _sharding(self, leaf: Array | np.ndarray, axes: tuple[tuple[str, ...], ...]) -> Sharding:

@@ -337,7 +337,7 @@ class Runner:
             self._threads.shutdown()
 
     def release_memory(self, *, caches: bool = False) -> None:
-        """Free what is only needed while work goes on: the fused copy of the weights.
+        """Free the fused copy of the weights, which only a running batch needs.
 
         The `caches` too, where no slot is in use; the next prompt or chunk allocates them again.
         """

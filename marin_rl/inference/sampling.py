@@ -214,7 +214,7 @@ class Penalties(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Tokens that a constrained row may go on with: bit i of word w is token 32 w + i."""
+    """Mask of the tokens that a constraint allows next: bit i of word w is token 32 w + i."""
 
     asked_S: Bool[Array | np.ndarray, " S"]
     words_SW: UInt32[Array | np.ndarray, "S W"]
@@ -306,7 +306,7 @@ def count_tokens(
 
 
 def apply_mask(logits_SV: Float32[Array, "S V"], mask: Mask) -> Float32[Array, "S V"]:
-    """-inf for every token that a constrained row may not go on with."""
+    """Set to -inf every token that the constraint of a row does not allow next."""
     S, V = logits_SV.shape
     bits = jnp.asarray(mask.words_SW)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed_SV = bits.reshape(S, -1)[:, :V] == 1

@@ -50,7 +50,7 @@ class Future(Generic[T]):
         return self._fetch(self._pending.result(timeout_s))
 
     def __await__(self) -> Any:
-        """Wait in a thread, so that the event loop goes on."""
+        """Wait in a thread, so that the event loop is not blocked."""
         return asyncio.to_thread(self.result).__await__()
 
 

@@ -218,7 +218,7 @@ def _places(rows: StepArrays) -> tuple[Array, Array, Array, Array]:
 
 
 def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | None:
-    """The critic of a run whose policy looks like `template`; None where none is asked for."""
+    """The critic of a run whose policy looks like `template`; None where none is configured."""
     config = training.critic
     if config is None:
         return None

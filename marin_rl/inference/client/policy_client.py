@@ -199,7 +199,7 @@ class PolicyClient:
         return min(candidates, key=lambda index: max(self._not_before[index], now))
 
     async def _left_alone(self, index: int) -> None:
-        """Wait as long as the endpoint asked for; jitter, lest all who wait return at once."""
+        """Wait as long as the endpoint requested, plus jitter to spread retries."""
         left_s = self._not_before[index] - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S)))

@@ -147,7 +147,7 @@ class ChatAnswer:
 
 
 def decode_answer(data: bytes) -> ChatAnswer:
-    """Read a chat completion, ours or vLLM's; BadResponse says what is missing or absurd."""
+    """Read a chat completion, ours or vLLM's; BadResponse names what is missing or absurd."""
     body, choices = read_choices(data)
     return ChatAnswer(
         model=str(body.get("model", "")),

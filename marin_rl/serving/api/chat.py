@@ -242,7 +242,7 @@ class ChatStream:
         return event(chunk)
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
-        """The usage, if it was asked for, and the end."""
+        """The usage, if requested, and the end."""
         if not self._chat.body.include_usage:
             return DONE
         chunk = self._chunk(results[0])

@@ -221,7 +221,7 @@ class PlainStream:
         return event(self._chunk(delta) | {"choices": [choice]})
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
-        """Choices without tokens, the usage, if it was asked for, and the end."""
+        """Choices without tokens, the usage if requested, and the end."""
         plain, data = self._plain, b""
         for index in range(len(results) * plain.body.samples):
             if index not in self._samples:

@@ -275,7 +275,7 @@ class Service:
             )
 
     def new_tokens(self, prompt: Prompt, max_tokens: int | None, *, param: str) -> int:
-        """The limit of new tokens of one prompt: what is asked for, else what there is room for.
+        """The limit of new tokens of one prompt: the requested one, else the room in the context.
 
         ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
         """

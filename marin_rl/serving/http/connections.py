@@ -1,4 +1,4 @@
-"""Sockets: how many there may be, and how long one may take to say what it wants.
+"""Sockets: limits on their number, and on the time that a request may take to arrive.
 
 uvicorn waits for a request's head for ever, keeps every byte of a head that it is given, and
 answers malformed HTTP in its own words. The protocol here closes connections that dawdle, bounds

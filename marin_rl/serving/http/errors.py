@@ -1,4 +1,4 @@
-"""Parse request bodies: strict shapes, and errors that say which field is wrong.
+"""Parse request bodies: strict shapes, and errors that name the wrong field.
 
 Owns the base of all bodies, the reading of JSON, and the refusal as OpenAI words it. An unknown
 field is refused by name rather than ignored: an option that silently does nothing is worse than

@@ -42,7 +42,7 @@ class TokenBucket:
         self._at = clock()
 
     def take(self) -> float:
-        """Let a request in, and return 0; or the seconds after which one will be let in."""
+        """Admit a request and return 0, or return the seconds until one will be admitted."""
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._per_second)
         self._at = now
@@ -104,7 +104,7 @@ def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) ->
 def check_tokens(
     config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
 ) -> None:
-    """Refuse a prompt, or a number of new tokens asked for, beyond the configured ones (400)."""
+    """Refuse a prompt, or a requested number of new tokens, beyond the configured limits (400)."""
     prompt_max, new_max = config.prompt_tokens_max, config.new_tokens_max
     if prompt_max is not None and prompt_tokens > prompt_max:
         raise _too_many(param, "prompt tokens", prompt_tokens, prompt_max)
