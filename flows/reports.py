@@ -55,7 +55,7 @@ TEXT_CHARACTERS_MAX = 1000
 
 KEPT = ("progress", "table", "learning-curve")  # artifacts that are updated in place
 CURVE = "![Learning curve](data:image/png;base64,{})"
-BEGUN = (StateType.RUNNING, StateType.PENDING)
+ACTIVE_STATES = (StateType.RUNNING, StateType.PENDING)
 
 TABLE_COLUMNS = {
     name: METRICS[name][0] for name in (*COLUMNS[:5], "loss", "grad_norm", *COLUMNS[5:])
@@ -152,9 +152,9 @@ class Reporter:
         for artifact in client.read_artifacts(artifact_filter=named, flow_run_filter=own):
             if artifact.key is not None and artifact.id is not None:
                 self._made[keys[artifact.key]] = artifact.id
-        types = TaskRunFilterStateType(any_=list(BEGUN))
-        begun = TaskRunFilter(state=TaskRunFilterState(type=types))
-        for task in client.read_task_runs(flow_run_filter=own, task_run_filter=begun):
+        types = TaskRunFilterStateType(any_=list(ACTIVE_STATES))
+        active_tasks = TaskRunFilter(state=TaskRunFilterState(type=types))
+        for task in client.read_task_runs(flow_run_filter=own, task_run_filter=active_tasks):
             if task.flow_run_run_count < self._attempt:
                 state = Crashed(message="The process died; another one went on from the files.")
                 client.set_task_run_state(task.id, state, force=True)

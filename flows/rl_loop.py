@@ -54,7 +54,7 @@ async def first_checkpoint(run: RunRef) -> SlotRef:
 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
 async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
-    """One round: sample with checkpoint `round`, learn, and return checkpoint `round + 1`."""
+    """Run a round: sample with checkpoint `round`, learn, and return checkpoint `round + 1`."""
     stages = StageRunner(open_run(run).config.flow)
     policy, rollouts = await sample(stages, run, round, checkpoint)
     return await learn(stages, run, round, checkpoint, policy, rollouts)

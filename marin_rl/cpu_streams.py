@@ -54,23 +54,23 @@ class Lanes:
         return jax.tree.map(lambda leaf: leaf[start : start + self.size], rows)
 
 
-def lanes_for(asked: int, slots: int, *, weights_bytes: int, on_mesh: bool) -> Lanes:
-    """As many lanes as are asked for; 0: one per pool thread for a small model on a CPU, else one.
+def lanes_for(lanes: int, slots: int, *, weights_bytes: int, on_mesh: bool) -> Lanes:
+    """Return `lanes` lanes; for 0, one per pool thread for a small model on a CPU, else one.
 
     Raises InputError for a number that does not divide the slots, or for several on a mesh.
     """
-    if asked == 0:
+    if lanes == 0:
         threads = pool_threads()
         even = slots % threads == 0 and slots // threads >= LANE_SLOTS_MIN
         several = even and gains_from_lanes(weights_bytes, on_mesh=on_mesh)
         return Lanes(threads if several else 1, slots)
-    if slots % asked or (asked > 1 and on_mesh):
+    if slots % lanes or (lanes > 1 and on_mesh):
         where = "a mesh, which takes one lane" if on_mesh else "one device"
         raise InputError(
-            f"expected lanes to divide the {slots} slots on {where}, found {asked}: change "
+            f"expected lanes to divide the {slots} slots on {where}, found {lanes}: change "
             "inference.engine.lanes, or leave it at 0"
         )
-    return Lanes(asked, slots)
+    return Lanes(lanes, slots)
 
 
 def gains_from_lanes(weights_bytes: int, *, on_mesh: bool) -> bool:

@@ -193,6 +193,6 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _line(text: str) -> str:
-    """One printable line of at most TEXT_WIDTH characters."""
+    """Return a printable line of at most TEXT_WIDTH characters."""
     line = "".join(sign if sign.isprintable() else " " for sign in text)
     return line if len(line) <= TEXT_WIDTH else line[: TEXT_WIDTH - 1] + "…"

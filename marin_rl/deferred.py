@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Deferred(ModuleType):
-    """Stands in for a package until something of it is asked for, then becomes that package."""
+    """Placeholder of a package, which imports the package at its first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in _ASKED_OF_PACKAGES:  # by who looks at every module

@@ -183,7 +183,7 @@ def duration(seconds: float | int) -> str:
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` of the items, evenly spread, the first and the last among them."""
+    """Return at most `count` of the items, evenly spread, the first and the last among them."""
     if len(items) <= count:
         return list(items)
     if count == 1:
@@ -207,7 +207,7 @@ def printable(text: str) -> str:
 
 
 def formatted(name: str, metrics: Mapping[str, Any]) -> str:
-    """One of METRICS as text; empty where there is none."""
+    """Return one of METRICS as text; empty where there is none."""
     return "" if metrics.get(name) is None else METRICS[name][1].format(metrics[name])
 
 

@@ -30,7 +30,7 @@ retried. All survive pickling, because they carry nothing but their message.
 
 
 class MarinRLError(Exception):
-    """Base of all; `transient` says whether trying again can help."""
+    """Base of all; `transient` is True where trying again can help."""
 
     transient: bool = False
 

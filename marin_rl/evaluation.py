@@ -44,7 +44,7 @@ Served = tuple[ServedPolicy, type[PolicyClient]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EvaluationRequest:
     """Request for an evaluation; None means the target's configuration.
 
     `environment` is a registered name, a YAML configuration whose environment is meant, or a JSONL
@@ -96,7 +96,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class EvaluationResult:
     """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes."""
 
     model: str
@@ -106,30 +106,30 @@ class Evaluated:
     rows: bytes
 
 
-def evaluate_target(target: Target, asked: Asked) -> Evaluated:
+def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationResult:
     """Evaluate a target on held-out examples.
 
     Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
     not there, InputError for an unfit folder or prompt file, and what the client raises.
     """
     if target.endpoint is not None:
-        return _at_endpoint(target, asked)
+        return _at_endpoint(target, request)
     folder = Path(target.name)
     if (folder / MODEL_KEY).is_file() and not (folder / RUN_KEY).is_file():
-        return _of_folder(folder, target, asked)
-    return _of_run(folder, target, asked)
+        return _of_folder(folder, target, request)
+    return _of_run(folder, target, request)
 
 
-def settled(config: Config, asked: Asked) -> tuple[Config, Environment]:
+def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Config, Environment]:
     """The configuration of one evaluation, and its environment with the examples loaded.
 
     Without a word on samples there are as many as the largest k needs; without one on temperature,
     several samples are drawn at the temperature of training, for greedy ones would all be equal.
     """
     evaluation = config.evaluation
-    k = tuple(asked.k or evaluation.k)
-    samples = asked.samples or max(*k, evaluation.samples if asked.k is None else 1)
-    temperature = asked.temperature
+    k = tuple(request.k or evaluation.k)
+    samples = request.samples or max(*k, evaluation.samples if request.k is None else 1)
+    temperature = request.temperature
     if temperature is None:
         greedy = samples > 1 and evaluation.temperature == 0
         temperature = config.sampling.temperature if greedy else evaluation.temperature
@@ -137,75 +137,75 @@ def settled(config: Config, asked: Asked) -> tuple[Config, Environment]:
         "root": config.root,
         "inference": config.inference.model_dump(),
     }
-    tree["environment"] = _environment(config, asked)
+    tree["environment"] = _environment(config, request)
     tree["evaluation"] |= {"k": k, "samples": samples, "temperature": temperature, "sets": None}
-    if asked.max_tokens is not None:
-        tree["sampling"]["max_tokens"] = asked.max_tokens
-    settled = parse_config(tree, "evaluation")
-    environment = construct(settled.environment)
+    if request.max_tokens is not None:
+        tree["sampling"]["max_tokens"] = request.max_tokens
+    chosen_config = parse_config(tree, "evaluation")
+    environment = construct(chosen_config.environment)
     environment.load_examples()
-    examples = _examples(settled, asked, environment)
-    chosen = settled.evaluation.model_copy(update={"examples": examples})
-    return settled.model_copy(update={"evaluation": chosen}), environment
+    examples = _examples(chosen_config, request, environment)
+    chosen = chosen_config.evaluation.model_copy(update={"examples": examples})
+    return chosen_config.model_copy(update={"evaluation": chosen}), environment
 
 
-def _examples(config: Config, asked: Asked, environment: Environment) -> int:
-    """As many as are asked for; a fixed set has an end, and no example counts twice."""
-    wanted = asked.examples or config.evaluation.examples
+def _examples(config: Config, request: EvaluationRequest, environment: Environment) -> int:
+    """Return the number of examples: as requested, at most all of a fixed set."""
+    wanted = request.examples or config.evaluation.examples
     if not isinstance(environment, FixedSet):
         return wanted
-    if asked.examples is not None and asked.examples > environment.eval_size:
+    if request.examples is not None and request.examples > environment.eval_size:
         raise ConfigError(
-            f"--examples {asked.examples}: the environment holds out {environment.eval_size}"
+            f"--examples {request.examples}: the environment holds out {environment.eval_size}"
         )
     return min(wanted, environment.eval_size)
 
 
-def _environment(config: Config, asked: Asked) -> dict[str, Any]:
+def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
     tree = config.environment.model_dump(mode="json")
-    if asked.environment is not None:
-        path = Path(asked.environment)
+    if request.environment is not None:
+        path = Path(request.environment)
         if path.suffix in TABLES:
             options = {"path": str(path), "eval_fraction": 1.0}
             tree |= {"name": "chat", "options": options}
         elif path.suffix in (".yaml", ".yml"):
             tree = load_config(path).environment.model_dump(mode="json")
         else:
-            same = asked.environment == config.environment.name
-            tree |= {"name": asked.environment, "options": tree["options"] if same else {}}
-    return override(tree, [f"options.{item}" for item in asked.options])
+            same = request.environment == config.environment.name
+            tree |= {"name": request.environment, "options": tree["options"] if same else {}}
+    return override(tree, [f"options.{item}" for item in request.options])
 
 
-def _of_run(folder: Path, target: Target, asked: Asked) -> Evaluated:
+def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
     from marin_rl.runtime import RunRuntime
 
-    opened, found = _checkpoint(folder, target)
-    config = _run_config(opened, target, asked)
-    settings, environment = settled(config, asked)
-    if found.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
+    opened, checkpoint = _checkpoint(folder, target)
+    config = _run_config(opened, target, request)
+    settings, environment = evaluation_config(config, request)
+    if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
         from marin_rl.serving.launch import serving, weights_of_slot
 
-        with serving(weights_of_slot(opened, found), settings) as policy:
-            return _answered((policy, PolicyClient), settings, environment)
+        with serving(weights_of_slot(opened, checkpoint), settings) as policy:
+            return _evaluate((policy, PolicyClient), settings, environment)
     runtime_for = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
-        return _answered((runtime_for.serve(found), PolicyClient), settings, environment)
+        return _evaluate((runtime_for.serve(checkpoint), PolicyClient), settings, environment)
     finally:
         runtime_for.close()
 
 
-def _run_config(opened: Run, target: Target, asked: Asked) -> Config:
+def _run_config(opened: Run, target: Target, request: EvaluationRequest) -> Config:
     """The configuration of a run as this process serves it, whatever served its training.
 
     Raises ConfigError where the run is somebody else's and names what its user did not.
     """
-    options = tuple(f"environment.options.{item}" for item in asked.options)
+    options = tuple(f"environment.options.{item}" for item in request.options)
     consent = Consent(file=target.config, overrides=options, trust=target.trust)
     chosen = settings_of(opened, replace(consent, overrides=()), ())
     here = chosen.inference.model_copy(update={"endpoints": ()})
     config = chosen.model_copy(update={"inference": here})
-    own = asked.environment is not None and asked.environment != config.environment.name
-    environment = EnvironmentConfig.model_validate(_environment(config, asked))
+    own = request.environment is not None and request.environment != config.environment.name
+    environment = EnvironmentConfig.model_validate(_environment(config, request))
     sections = ("policy",) if own else ("policy", "environment.")
     check_named(opened, config.model_copy(update={"environment": environment}), consent, sections)
     return config
@@ -229,22 +229,22 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
     return run, checkpoint
 
 
-def _of_folder(folder: Path, target: Target, asked: Asked) -> Evaluated:
+def _of_folder(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
     from marin_rl.serving.launch import serving, weights_in_folder
 
-    config, environment = settled(_folder_config(folder, target, asked), asked)
+    config, environment = evaluation_config(_folder_config(folder, target, request), request)
     with serving(weights_in_folder(folder), config) as policy:
-        return _answered((policy, PolicyClient), config, environment)
+        return _evaluate((policy, PolicyClient), config, environment)
 
 
-def _at_endpoint(target: Target, asked: Asked) -> Evaluated:
+def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult:
     if target.name or not target.model:
         raise ConfigError(
             "an endpoint is evaluated by --endpoint URL --model NAME, without another target"
         )
-    base = _base(target, asked)
-    tokens = {"max_tokens": asked.max_tokens or base.sampling.max_tokens}
-    config, environment = settled(_roomy(base, tokens["max_tokens"]), asked)
+    base = _base(target, request)
+    tokens = {"max_tokens": request.max_tokens or base.sampling.max_tokens}
+    config, environment = evaluation_config(_roomy(base, tokens["max_tokens"]), request)
     if config.sampling.top_k:
         raise ConfigError("sampling.top_k: OpenAI's protocol has no such field; set it to 0")
     variable = target.api_key_variable or config.inference.api_key_variable
@@ -260,20 +260,22 @@ def _at_endpoint(target: Target, asked: Asked) -> Evaluated:
         checkpoint=SlotRef(slot=endpoint, sha256=""),
     )
     chosen = config.model_copy(update={"inference": inference})
-    return _answered((policy, TextClient), chosen, environment)
+    return _evaluate((policy, TextClient), chosen, environment)
 
 
-def _answered(served: Served, config: Config, environment: Environment) -> Evaluated:
-    """Ask, score, sum up."""
+def _evaluate(served: Served, config: Config, environment: Environment) -> EvaluationResult:
+    """Sample the held-out examples, score the samples, and summarise them."""
     policy, connect = served
     name = policy.model
-    asked = HeldOut(
+    held_out = HeldOut(
         name=None,
         config=config.environment,
         environment=environment,
         examples=config.evaluation.examples,
     )
-    requests = requests_of(config, f"eval/{name}", asked, lambda *parts: seed_from(config, *parts))
+    requests = requests_of(
+        config, f"eval/{name}", held_out, lambda *parts: seed_from(config, *parts)
+    )
     version = policy.weight_version
     groups = asyncio.run(
         sample_groups(
@@ -296,7 +298,7 @@ def _answered(served: Served, config: Config, environment: Environment) -> Evalu
         fingerprint="",
         policy=policy,
     )
-    return Evaluated(
+    return EvaluationResult(
         model=name,
         config=config,
         metrics=evaluation_metrics(
@@ -307,28 +309,28 @@ def _answered(served: Served, config: Config, environment: Environment) -> Evalu
     )
 
 
-def _base(target: Target, asked: Asked) -> Config:
+def _base(target: Target, request: EvaluationRequest) -> Config:
     """The configuration of what is no run: that of a file, or the defaults."""
     if target.config is not None:
         return load_config(target.config)
-    if asked.environment is None:
+    if request.environment is None:
         raise ConfigError("say what is to be answered: --env NAME, or --config FILE")
     return Config(run_id="evaluation")
 
 
-def _folder_config(folder: Path, target: Target, asked: Asked) -> Config:
-    """Without a configuration file, as long a context as the model has, within bounds of memory."""
+def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> Config:
+    """Return the configuration of a folder; its context is, by default, the model's, bounded."""
     from marin_rl.training.model import hf_template
 
-    base = _base(target, asked)
+    base = _base(target, request)
     tree: dict[str, Any] = fingerprint_fields(base) | {"root": base.root}
     tree["policy"] |= {"init": "hf", "hf_path": str(folder), "tokenizer": str(folder)}
     if target.config is None:
         longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
         tree["policy"]["context_length"] = longest
         tree["sampling"]["max_tokens"] = min(NEW_TOKENS_MAX, longest // 2)
-    if asked.max_tokens is not None:
-        tree["sampling"]["max_tokens"] = asked.max_tokens
+    if request.max_tokens is not None:
+        tree["sampling"]["max_tokens"] = request.max_tokens
     config = parse_config(tree, str(folder))
     return config if target.config is not None else within_memory(config)
 

@@ -211,7 +211,7 @@ class WorkerProcess:
         return line
 
     def end(self, patience_s: float = 0.0) -> str:
-        """End the worker with all that descends from it, and say how it ended.
+        """End the worker and its descendants; return how it ended.
 
         A worker has `patience_s` to end by itself, for one that has closed its end already.
         """
@@ -290,7 +290,7 @@ class Channel:
 
 
 def supervise() -> None:
-    """Run a worker as `sys.argv` says, and leave nothing of it behind.
+    """Run the worker of `sys.argv`, and end all its processes afterwards.
 
     Ends as the worker did; with 0 when the parent has let go or died.
     """

@@ -131,7 +131,7 @@ class RunRuntime:
             return trained
 
     def serve(self, checkpoint: SlotRef) -> ServedPolicy:
-        """Have a committed checkpoint served, prove that it is, and say where.
+        """Serve a committed checkpoint, verify that it is served, and return the policy.
 
         The embedded server starts on first use and then takes the trainer's own arrays, whose
         digest the checkpoint's manifest carries; remote endpoints receive a copy, or must have it

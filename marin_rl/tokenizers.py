@@ -41,7 +41,7 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline, one per role, padding and end.
+    """Tokenizer of characters: a token per printable ASCII one, newline, role, padding and end.
 
     103 ids, the special ones first; any other character becomes `<|unknown|>`.
     """

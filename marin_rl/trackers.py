@@ -170,7 +170,7 @@ class Board:
 
 
 class Trackers:
-    """Several boards as one, which never raises and waits in `close` alone."""
+    """Tracker over several boards, which never raises and waits in `close` alone."""
 
     def __init__(self, boards: Sequence[Board]) -> None:
         self._boards = list(boards)

@@ -19,7 +19,7 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message as it is sent to a model."""
+    """Chat message as it is sent to a model."""
 
     role: Role
     content: str
@@ -27,7 +27,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One problem of an environment. `answer` is the reference answer where there is one."""
+    """Problem of an environment. `answer` is the reference answer where there is one."""
 
     environment: str
     environment_version: str
@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
-    """One named part of a reward; the reward is the sum of `weight * value`."""
+    """Named part of a reward; the reward is the sum of `weight * value`."""
 
     name: str
     value: float
@@ -73,7 +73,7 @@ class InferenceMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of a rollout; `start` and `end` delimit its tokens in the rollout's token_ids.
+    """Message of a rollout; `start` and `end` delimit its tokens in the rollout's token_ids.
 
     Both are None where the server renders the turn into a prompt and does not say which tokens are
     whose. `logprobs` (nats, float32, one per token) is filled for sampled turns when the server
@@ -105,7 +105,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sampled answer to one example, with its tokens, its reward and its provenance.
+    """Sampled answer to an example, with its tokens, its reward and its provenance.
 
     `token_ids` is prompt and completion in the order the model saw them; `loss_mask` is 1 on tokens
     that the policy sampled; `logprobs` is the log-probability (nats) of each sampled token under
@@ -135,7 +135,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All rollouts of one example in one round: the unit that advantages are computed over."""
+    """Rollouts of one example in one round: the unit that advantages are computed over."""
 
     group_id: str
     example: Example

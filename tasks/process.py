@@ -49,7 +49,7 @@ def prune_old(run: Run) -> None:
 
 @lru_cache(maxsize=64)
 def _warn(run_id: str, why: str) -> None:
-    """Once per cause, not once per round."""
+    """Log each cause once, not once per round."""
     _log.warning(
         "run %s goes on, but gives up no old checkpoints: %s. What is named there may belong to a "
         "fork of this run, which needs them: mend it, move it out of the root, or upgrade",

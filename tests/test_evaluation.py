@@ -13,7 +13,13 @@ from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.environments.answers import exact_match, last_number, number_match
 from marin_rl.errors import ConfigError, ObjectMissing
-from marin_rl.evaluation import Asked, Evaluated, Target, evaluate_target, settled
+from marin_rl.evaluation import (
+    EvaluationRequest,
+    EvaluationResult,
+    Target,
+    evaluate_target,
+    evaluation_config,
+)
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.loop import init_policy
@@ -78,7 +84,8 @@ def test_an_endpoint_that_ignores_n_is_asked_again(
 ) -> None:
     endpoint.fault = lambda body: "fewer" if body["n"] > 1 else None
     found = evaluate_target(
-        Target(endpoint=endpoint.url, model="gpt-x"), Asked(environment=str(prompts), k=(2,))
+        Target(endpoint=endpoint.url, model="gpt-x"),
+        EvaluationRequest(environment=str(prompts), k=(2,)),
     )
     assert [len(group.rollouts) for group in found.groups] == [2] * 4
     seeds = sorted(body["seed"] for body in endpoint.requests)
@@ -89,22 +96,22 @@ def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Pa
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     init_policy(run, character_tokenizer())
     before = run.store.list()
-    found = evaluate_target(Target(name=str(tmp_path / "debug")), Asked())
+    found = evaluate_target(Target(name=str(tmp_path / "debug")), EvaluationRequest())
     assert found.metrics["eval/examples"] == 4
     assert 0 < found.metrics["eval/mean_length"] <= 8
     other = evaluate_target(
         Target(name="debug", root=str(tmp_path)),
-        Asked(environment=str(prompts), k=(1, 2), temperature=0.5, max_tokens=4),
+        EvaluationRequest(environment=str(prompts), k=(1, 2), temperature=0.5, max_tokens=4),
     )
     assert other.metrics["eval/examples"] == 4
     assert {r.sampling.temperature for g in other.groups for r in g.rollouts} == {0.5}
     assert max(r.n_completion_tokens for g in other.groups for r in g.rollouts) <= 4
     assert run.store.list() == before
     with pytest.raises(ObjectMissing, match="no committed checkpoint 7"):
-        evaluate_target(Target(name="debug", root=str(tmp_path), round=7), Asked())
+        evaluate_target(Target(name="debug", root=str(tmp_path), round=7), EvaluationRequest())
 
 
-def said_by(found: Evaluated) -> list[list[int]]:
+def said_by(found: EvaluationResult) -> list[list[int]]:
     """The tokens of every sample."""
     return [r.token_ids.tolist() for group in found.groups for r in group.rollouts]
 
@@ -116,9 +123,9 @@ def test_one_checkpoint_by_its_own_name(tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *sft]))
     warm = WarmStart(run, character_tokenizer()).run_segment(0)
     first = init_policy(run, character_tokenizer())
-    asked = Asked(k=(1,), samples=3, temperature=1.0, max_tokens=4)
+    request = EvaluationRequest(k=(1,), samples=3, temperature=1.0, max_tokens=4)
     ours, warms = (
-        evaluate_target(Target(name=f"{tmp_path}/debug/{slot}"), asked)
+        evaluate_target(Target(name=f"{tmp_path}/debug/{slot}"), request)
         for slot in (first.slot, f"{warm.slot}/manifest.json")
     )  # the warm start is what checkpoint 0 is
     assert ours.metrics == warms.metrics
@@ -129,9 +136,13 @@ def test_one_checkpoint_by_its_own_name(tmp_path: Path) -> None:
 def test_a_checkpoints_own_name_is_one_checkpoint(tmp_path: Path) -> None:
     Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     with pytest.raises(ConfigError, match=r"--round 0: .*round-00007 names a checkpoint already"):
-        evaluate_target(Target(name=f"{tmp_path}/debug/checkpoints/round-00007", round=0), Asked())
+        evaluate_target(
+            Target(name=f"{tmp_path}/debug/checkpoints/round-00007", round=0), EvaluationRequest()
+        )
     with pytest.raises(ConfigError, match="round-00007 is not committed"):
-        evaluate_target(Target(name=f"{tmp_path}/debug/checkpoints/round-00007/"), Asked())
+        evaluate_target(
+            Target(name=f"{tmp_path}/debug/checkpoints/round-00007/"), EvaluationRequest()
+        )
 
 
 def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +152,9 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     save_hf(build_model(load_config(DEBUG).policy, len(tokenizer), 5), tokenizer, folder)
     found = evaluate_target(
         Target(name=str(folder)),
-        Asked(environment="echo", options=["letters_max=2"], k=(1,), examples=3, max_tokens=4),
+        EvaluationRequest(
+            environment="echo", options=["letters_max=2"], k=(1,), examples=3, max_tokens=4
+        ),
     )
     assert found.metrics["eval/examples"] == 3
     assert found.config.inference.engine.slots == found.config.inference.engine.prefill_rows == 2
@@ -169,29 +182,33 @@ def test_a_run_is_distinguished_from_its_checkpoints_and_from_models(tmp_path: P
 
 def test_overrides_are_resolved_once(prompts: Path) -> None:
     config = load_config(DEBUG)
-    chosen, _ = settled(config, Asked())
+    chosen, _ = evaluation_config(config, EvaluationRequest())
     assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (1, 0.0)
-    chosen, _ = settled(config, Asked(k=(1, 8)))
+    chosen, _ = evaluation_config(config, EvaluationRequest(k=(1, 8)))
     assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (8, 1.0)
-    chosen, _ = settled(config, Asked(k=(1, 8), samples=16, temperature=0.0, examples=5))
+    chosen, _ = evaluation_config(
+        config, EvaluationRequest(k=(1, 8), samples=16, temperature=0.0, examples=5)
+    )
     assert (chosen.evaluation.samples, chosen.evaluation.temperature) == (16, 0.0)
     assert chosen.evaluation.examples == 5
-    fixed, _ = settled(config, Asked(environment=str(prompts)))
+    fixed, _ = evaluation_config(config, EvaluationRequest(environment=str(prompts)))
     assert fixed.evaluation.examples == 4
 
 
 def test_invalid_combinations_are_refused(prompts: Path) -> None:
     config = load_config(DEBUG)
     with pytest.raises(ConfigError, match="--examples 9: the environment holds out 4"):
-        settled(config, Asked(environment=str(prompts), examples=9))
+        evaluation_config(config, EvaluationRequest(environment=str(prompts), examples=9))
     with pytest.raises(ConfigError, match="k reaches 8, but samples is 2"):
-        settled(config, Asked(k=(8,), samples=2))
+        evaluation_config(config, EvaluationRequest(k=(8,), samples=2))
     with pytest.raises(ConfigError, match="did you mean echo"):
-        settled(config, Asked(environment="ecko"))
+        evaluation_config(config, EvaluationRequest(environment="ecko"))
     with pytest.raises(ConfigError, match="--endpoint URL --model NAME"):
-        evaluate_target(Target(endpoint="http://127.0.0.1:9/v1"), Asked(environment="echo"))
+        evaluate_target(
+            Target(endpoint="http://127.0.0.1:9/v1"), EvaluationRequest(environment="echo")
+        )
     with pytest.raises(ConfigError, match="say what is to be answered"):
-        evaluate_target(Target(endpoint="http://127.0.0.1:9/v1", model="m"), Asked())
+        evaluate_target(Target(endpoint="http://127.0.0.1:9/v1", model="m"), EvaluationRequest())
     assert isinstance(invoke().exception, ConfigError)
     assert "expected numbers like 1,8" in str(invoke("debug", "--k", "1;8").exception)
 

@@ -36,7 +36,7 @@ CURVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One metric of both runs: values at the last round that both have, and the largest gap."""
+    """Metric of both runs: values at the last round that both have, and the largest gap."""
 
     metric: str
     round: int
@@ -135,7 +135,7 @@ def _digest(run: Run, round: int, stage: str) -> str | None:
 
 
 def _sampled(run: Run, manifest: Manifest) -> str:
-    """One digest over all rows, independent of shards and row groups."""
+    """Digest over all rows, independent of shards and row groups."""
     table = pa.concat_tables(iter_row_groups(run, manifest, SAMPLED)).combine_chunks()
     digest = hashlib.sha256()
     for name in SAMPLED:

@@ -89,7 +89,7 @@ class Lineage:
 
 
 def trace(run: Run, round: int, step: int | None = None, row: int | None = None) -> Lineage:
-    """From an update, or one row of its batch, back to the rollouts and all they were made from.
+    """Trace an update, or one row of its batch, back to its rollouts and what made them.
 
     Without `step`, every update of the round. Raises ObjectMissing where nothing was trained on
     there, CorruptObject, NewerSchema.
@@ -125,12 +125,12 @@ def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | Non
     if not steps:
         return f"{url}: this round trained on nothing; `marin-rl audit` says what was dropped"
     names = {"step": step, "row": row}
-    asked = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
-    return f"{url}: no rollout stands in {asked}; expected a step below {steps}"
+    location = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+    return f"{url}: no rollout stands in {location}; expected a step below {steps}"
 
 
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
-    """From a rollout to every update of this run that it influenced.
+    """Trace a rollout to every update of this run that it influenced.
 
     The updates that trained on it, or on a row whose advantage was computed against its reward,
     are direct; all later ones started from parameters that it had changed. Raises ObjectMissing

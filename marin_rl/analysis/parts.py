@@ -32,7 +32,7 @@ LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One committed Parquet object, the run that wrote it, and the round of its rows."""
+    """Committed Parquet object, the run that wrote it, and the round of its rows."""
 
     store: ObjectStore
     run_id: str
@@ -90,7 +90,7 @@ def _slots(run: Run, kind: str) -> list[tuple[int, str]]:
 
 
 def frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
-    """All parts as one frame with the columns of `schema`; columns that a file lacks are null."""
+    """Read all parts as a frame with the columns of `schema`; null where a file lacks one."""
     columns = columns_of(schema)
     if not parts:
         return empty(columns)
@@ -244,5 +244,5 @@ def columns_of(schema: pa.Schema) -> Columns:
 
 
 def empty(columns: Columns) -> pl.LazyFrame:
-    """No rows."""
+    """Return an empty frame."""
     return pl.DataFrame(schema=dict(columns)).lazy()

@@ -50,7 +50,7 @@ Step32 = Float32[np.ndarray, "1 R T"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
+    """Optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
 
     `url` names the checkpoint's slot in errors.
     """

@@ -16,7 +16,7 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most"
 
 
 def configuration_markdown() -> str:
-    """One table per section: key, type, default, range, whether it is free, meaning."""
+    """Return a table per section: key, type, default, range, whether it is free, meaning."""
     lines = [
         "# Configuration reference",
         "",
@@ -45,7 +45,7 @@ def configuration_markdown() -> str:
 
 
 def metrics_markdown() -> str:
-    """One row per metric: name, unit, formula, and whether the files give it again."""
+    """Return a row per metric: name, unit, formula, and whether the files give it again."""
     lines = [
         "# Metrics",
         "",

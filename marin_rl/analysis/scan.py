@@ -79,7 +79,7 @@ def scan_dispositions(
 def scan_metrics(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """One row per run and round, one column per metric. Raises as `scan_rollouts`."""
+    """Frame with a row per run and round and a column per metric. Raises as `scan_rollouts`."""
     return VIEWS["metrics"](_runs(root, run_id, storage_options))
 
 

@@ -40,7 +40,7 @@ CODE = ("environment", "evaluation")  # sections that name what extracts answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One metric of one round: `expected` by the files, and `found` in the metrics row.
+    """Verdict on a metric of a round: `expected` by the files, and `found` in the metrics row.
 
     Either is None where there is none. `problem` describes what is wrong, empty where nothing is;
     `unchecked` why a metric of the row was not compared, empty where it was.
@@ -165,15 +165,15 @@ def _compare(
             )
         if unchecked:
             continue
-        value, found = expected.get(name), recorded.get(name)
-        if value is not None and not math.isfinite(value) and found is None:
+        value, logged = expected.get(name), recorded.get(name)
+        if value is not None and not math.isfinite(value) and logged is None:
             continue  # a row has no numbers that are not finite
         yield Finding(
             round=round,
             metric=name,
             expected=value,
-            found=found,
-            problem=_problem(definition, value, found),
+            found=logged,
+            problem=_problem(definition, value, logged),
         )
 
 
@@ -198,14 +198,14 @@ def _unchecked(
     return "" if epochs == 1 else f"scores are kept of the first of {epochs} passes"
 
 
-def _problem(definition: Definition | None, expected: float | None, found: float | None) -> str:
+def _problem(definition: Definition | None, expected: float | None, logged: float | None) -> str:
     if definition is None:
         return "is not defined"
-    if found is None:
+    if logged is None:
         return "is missing from the row"
     if expected is None:
         return "is in the row, but no file gives it"
-    return "" if definition.allows(expected, found) else "differs"
+    return "" if definition.allows(expected, logged) else "differs"
 
 
 def _contradiction(round: int, name: str, count: float) -> Finding:

@@ -24,7 +24,7 @@ from marin_rl.commands.run import flow_named
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from marin_rl.evaluation import Asked, Target
+    from marin_rl.evaluation import EvaluationRequest, Target
 
 SCHEMES = ("http://", "https://")
 
@@ -73,7 +73,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     its checkpoint. With --env, --option, --k, --examples, --samples, --temperature, --max-tokens or
     --output nothing is written into the run: rows go to a Parquet file, as for other targets.
     """
-    from marin_rl.evaluation import Asked, Target
+    from marin_rl.evaluation import EvaluationRequest, Target
 
     if endpoint is None and target.startswith(SCHEMES):
         target, endpoint = "", target
@@ -89,7 +89,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         api_key_variable=api_key_variable,
         trust=trust,
     )
-    asked = Asked(
+    request = EvaluationRequest(
         environment=env,
         options=options or (),
         k=_numbers(k),
@@ -98,7 +98,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         temperature=temperature,
         max_tokens=max_tokens,
     )
-    if asked == Asked() and output is None and where.is_run:
+    if request == EvaluationRequest() and output is None and where.is_run:
         _commit(where, overrides, as_json=as_json)
     elif overrides:
         raise ConfigError(
@@ -106,14 +106,16 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
             "--option, --k, --examples, --samples, --temperature, --max-tokens and --output"
         )
     else:
-        _write_rows(where, asked, output, as_json=as_json)
+        _write_rows(where, request, output, as_json=as_json)
 
 
-def _write_rows(target: "Target", asked: "Asked", output: Path | None, *, as_json: bool) -> None:
+def _write_rows(
+    target: "Target", request: "EvaluationRequest", output: Path | None, *, as_json: bool
+) -> None:
     """Evaluate once, and write the rows to a Parquet file."""
     from marin_rl.evaluation import evaluate_target
 
-    result = evaluate_target(target, asked)
+    result = evaluate_target(target, request)
     rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
     rows.write_bytes(result.rows)
     _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)

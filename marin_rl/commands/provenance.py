@@ -1,4 +1,4 @@
-"""Commands that say where results came from: `lineage`, `diff`. None changes a run."""
+"""Commands that trace where results came from: `lineage`, `diff`. None changes a run."""
 
 from dataclasses import asdict
 from pathlib import Path

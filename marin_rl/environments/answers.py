@@ -18,8 +18,8 @@ def exact_match(example: Example, completion: str) -> float:
 
 def number_match(example: Example, completion: str) -> float:
     """1 if the last number of the completion equals the last number of the answer."""
-    expected, found = last_number(example.answer or ""), last_number(completion)
-    return float(expected is not None and expected == found)
+    expected, actual = last_number(example.answer or ""), last_number(completion)
+    return float(expected is not None and expected == actual)
 
 
 def last_number(completion: str) -> str | None:

@@ -132,7 +132,7 @@ def extracts_here(environment: Environment) -> bool:
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:
-    """The answer that an environment extracts; the whole text, stripped, where it does not say.
+    """The answer that an environment extracts; by default the whole text, stripped.
 
     None, which is no vote, where extracting fails.
     """

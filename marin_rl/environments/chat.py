@@ -170,7 +170,7 @@ def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _rows_of(path: Path, data: bytes, eval_fraction: float) -> dict[Split, list[dict[str, Any]]]:
-    """Every row, checked, in its split. Raises InputError naming the line."""
+    """Read and check every row, by split. Raises InputError naming the line."""
     splits: dict[Split, list[dict[str, Any]]] = {"train": [], "eval": []}
     raws = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path, data)
     seen: set[str] = set()
@@ -208,7 +208,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _row(raw: Any, where: str) -> dict[str, Any]:
-    """One prompt as the example will have it. Raises InputError saying what is missing."""
+    """Return the fields of a prompt's example. Raises InputError saying what is missing."""
     if not isinstance(raw, dict) or ("messages" in raw) == ("prompt" in raw):
         raise InputError(f"{where}: expected an object with either messages or prompt")
     raws = raw.get("messages", [{"role": "user", "content": raw.get("prompt")}])
@@ -216,13 +216,13 @@ def _row(raw: Any, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: expected messages as a list that is not empty")
     messages = tuple(_message(item, where) for item in raws)
     answer = raw.get("answer")
-    rest = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
+    metadata = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
     text = orjson.dumps([[message.role, message.content] for message in messages])
     return {
         "id": str(raw.get("id", hashlib.sha256(text).hexdigest()[:16])),
         "messages": messages,
         "answer": None if answer is None else str(answer),
-        "metadata": plain_json(rest, where),
+        "metadata": plain_json(metadata, where),
     }
 
 

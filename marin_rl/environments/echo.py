@@ -33,7 +33,7 @@ class Echo:
         self._options = parse_options(EchoOptions, config)
 
     def load_examples(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A word of random letters, drawn from `seed + index`."""
@@ -57,10 +57,10 @@ class Echo:
         return example.answer
 
     def load_scorer(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Characters in place over the length of the longer of word and completion."""
-        expected, found = example.answer or "", completion.strip()
-        right = sum(a == b for a, b in zip(expected, found, strict=False))
-        return (RewardComponent(name="echo", value=right / max(len(expected), len(found), 1)),)
+        expected, actual = example.answer or "", completion.strip()
+        right = sum(a == b for a, b in zip(expected, actual, strict=False))
+        return (RewardComponent(name="echo", value=right / max(len(expected), len(actual), 1)),)

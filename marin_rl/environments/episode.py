@@ -37,7 +37,7 @@ class StepResult:
 
 @runtime_checkable
 class Episode(Protocol):
-    """One member of a group. The members of a group start alike and know nothing of each other."""
+    """Episode of a member of a group. Members start alike and know nothing of each other."""
 
     def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """The messages of the first prompt, and the tools that may be called."""

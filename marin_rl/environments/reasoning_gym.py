@@ -38,7 +38,7 @@ _DATASETS_KEPT = 8
 
 
 class MixtureItem(Section):
-    """One dataset of a mixture."""
+    """Dataset of a mixture."""
 
     dataset: str = Field(description="name of a reasoning-gym dataset")
     weight: float = Field(default=1.0, gt=0, le=1e6, description="relative share of the examples")
@@ -46,7 +46,7 @@ class MixtureItem(Section):
 
 
 class Demonstration(Section):
-    """One way in which the answer is written in supervised examples."""
+    """Way in which the answer is written in supervised examples."""
 
     text: str = Field(
         default="{answer}", description="{answer}, {question} and the item's metadata by name"
@@ -112,7 +112,7 @@ class ReasoningGym:
         self._dataset = lru_cache(maxsize=_DATASETS_KEPT)(self._make)
 
     def load_examples(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """The item at `index` of the dataset with seed `seed`."""
@@ -134,7 +134,7 @@ class ReasoningGym:
         )
 
     def demonstration(self, example: Example) -> str | None:
-        """One of the configured ways to write the answer, drawn by the example's seed."""
+        """Return one of the configured ways to write the answer, drawn by the example's seed."""
         ways = self._options.demonstrations
         if example.answer is None:
             return None
@@ -144,7 +144,7 @@ class ReasoningGym:
         return _filled(way.text, {**known, "answer": example.answer}, "demonstrations.text")
 
     def load_scorer(self) -> None:
-        """Nothing is left to load."""
+        """Do nothing: there is nothing to load."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """The dataset's score of the answer; 0 where the tag that should hold it is missing.
@@ -164,8 +164,8 @@ class ReasoningGym:
         tag = self._options.answer_tag
         if tag is None:
             return completion.strip()
-        _, opened, rest = completion.rpartition(f"<{tag}>")
-        answer, closed, _ = rest.partition(f"</{tag}>")
+        _, opened, remainder = completion.rpartition(f"<{tag}>")
+        answer, closed, _ = remainder.partition(f"</{tag}>")
         return answer.strip() if opened and closed else None
 
     def _entry(self, seed: int, index: int) -> dict[str, Any]:

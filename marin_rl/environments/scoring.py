@@ -65,7 +65,7 @@ class Scorer:
             self._pool = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
     async def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """One score per completion. Raises InputError where no worker can be started at all."""
+        """Score each completion. Raises InputError where no worker can be started at all."""
         if self._pool is None:
             return [score_here(self._environment, example, text) for text in completions]
         loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class RewardWorker(KeptWorker):
         return orjson.dumps({"nonce": self._nonce, **self._environment})
 
     def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """One score per completion, in order. Raises InputError where the worker cannot start."""
+        """Score each completion, in order. Raises InputError where the worker cannot start."""
         scores: list[Score] = []
         while len(scores) < len(completions):
             self._ask_rest({"example": example}, completions, scores, _score_of)
@@ -141,14 +141,14 @@ class RewardWorker(KeptWorker):
         scores: list[Any],
         read: Callable[[dict[str, Any]], Any],
     ) -> None:
-        """Ask for the completions without a score; stop early, with a new worker, at a fault."""
+        """Score the remaining completions; at a fault, stop early and start a new worker."""
         self._wait_until_ready()
-        asked = list(completions[len(scores) :])
+        unscored = list(completions[len(scores) :])
         nonce = secrets.token_hex(16)
-        group = {"nonce": nonce, **question, "completions": asked}
+        group = {"nonce": nonce, **question, "completions": unscored}
         try:
             self._process.send(orjson.dumps(group), SEND_TIMEOUT_S)
-            for index in range(len(asked)):
+            for index in range(len(unscored)):
                 line = self._process.receive(self._timeout_s, ANSWER_BYTES_MAX)
                 scores.append(read(_checked(line, nonce, index)))
         except TimeoutError:
@@ -220,7 +220,7 @@ _lock = threading.Lock()
 
 
 def scorer_for(environment: Environment, config: EnvironmentConfig) -> Scorer:
-    """The scorer of an environment in this process, started the first time it is asked for."""
+    """The scorer of an environment in this process, started at its first use."""
     key = config.model_dump_json() + environment.version
     with _lock:
         if key not in _scorers:

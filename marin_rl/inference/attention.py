@@ -1,4 +1,4 @@
-"""One step's attention of every sequence slot over its cache.
+"""Attention of a decode step, of every sequence slot over its cache.
 
 Owns a block of the cache and how it is read: block by block, and once for slots that share it.
 Leaves out how it is written, and everything else that a layer computes (`decoder`).

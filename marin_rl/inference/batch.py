@@ -53,6 +53,8 @@ class Job:
     prompt_scores: PromptScores | None = None
     scored_by: "WeightsKey | None" = None
     ended: bool = False
+    # Owner of its cached prefixes, which outlive it: the job itself would keep its result in
+    # memory.
     key: object = field(default_factory=object)
 
     @property
@@ -91,7 +93,7 @@ class CachedPrefix(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningSequence:
-    """One sample in a sequence slot, and what each chunk added to it."""
+    """Sample in a sequence slot, and what each chunk added to it."""
 
     job: Job
     index: int
@@ -113,6 +115,7 @@ class RunningSequence:
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(d.logprobs for d in self.deltas)]),
             finish_reason=self.finish_reason,
+            # one version is the usual case, and the result names it: no array of it in every sample
             policy_versions=None if (versions == final_version).all() else versions,
             raw_logprobs=_joined([delta.raw_logprobs for delta in self.deltas]),
             top_ids=_joined([delta.top_ids for delta in self.deltas]),
@@ -191,7 +194,7 @@ class RunningBatch:
         return [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
 
     def jobs(self) -> list[Job]:
-        """Every request that has a running sequence, once."""
+        """Requests that have a running sequence, each once."""
         return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
     def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:
@@ -244,6 +247,8 @@ class RunningBatch:
                 continue
             first = self._prefixes[seq_slot - seq_slot % share]
             if running.prefix is None or first is None or running.prefix.key != first.key:
+                # the bound is one number for all slots, so one that differs rules sharing out for
+                # all
                 return 0
             # the prompt's last position too: each slot writes the same there in its first step
             length = len(running.job.request.prompt_ids)
@@ -269,6 +274,7 @@ class RunningBatch:
                 self._empty(seq_slot)
 
     def _empty(self, seq_slot: int) -> None:
+        # `_prefixes` keeps its entry: the cache begins with it until the slot is assigned again
         self._running[seq_slot] = None
         self.inputs.remaining_S[seq_slot] = 0
         # neutral values: a filter that any row asks for is computed for every row
@@ -324,6 +330,7 @@ class RunningBatch:
     def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
         """True for each row of a chunk whose logprobs are all finite."""
         sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
+        # columns past a row's count were not sampled, and what they hold means nothing
         return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
 
     def job_in(self, seq_slot: int) -> Job | None:
@@ -337,6 +344,7 @@ def _next_mask(running: RunningSequence) -> np.ndarray:
     if running.constraint is None:
         assert running.job.request.constraint is not None
         running.constraint = running.job.request.constraint()
+    # a constraint keeps a state of its own, so that each token is passed on exactly once
     for token in running.tokens[running.accepted :]:
         running.constraint.accept(token)
     running.accepted = len(running.tokens)
@@ -347,6 +355,7 @@ def _delta(
     chunk: Chunk, report: Report | None, seq_slot: int, kept: int, running: RunningSequence
 ) -> Delta:
     """The first `kept` tokens of a row; copies, so that the chunk's large arrays can go."""
+    # a lane reports on all its rows as soon as one request wants it: only that one gets them
     request = running.job.request
     raw = top_ids = top_logprobs = None
     if report is not None and request.raw_logprobs:

@@ -107,7 +107,7 @@ def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance
 
 
 def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
-    """Every proof that is kept for this machine: the facts and shapes, and the outcome."""
+    """Proofs that are kept for this machine: facts and shapes, and the outcome."""
     folder = programs_folder()
     files = sorted((folder / "batch-invariance").glob("*.json")) if folder else []
     records = [_parsed(file) for file in files]
@@ -115,7 +115,7 @@ def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
 
 
 def _facts(shapes: Shapes) -> dict[str, Any]:
-    """All that an outcome depends on, as JSON has it."""
+    """Facts that an outcome depends on, as JSON types."""
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,

@@ -179,14 +179,14 @@ def _write(
 
 
 def _write_one(block: Block, key_KH: Array, value_KH: Array, at: Array) -> Block:
-    """One slot's block, with a key and a value at position `at`."""
+    """Block of a slot, with a key and a value at position `at`."""
     keys = block.keys.at[:, :, at].set(key_KH, mode="drop", unique_indices=True)
     values = block.values.at[:, at].set(value_KH, mode="drop", unique_indices=True)
     return Block(keys, values)
 
 
 def _spread(block: Block) -> Block:
-    """On a mesh: slots over data and fsdp, heads over tensor."""
+    """Spread a cache over a mesh: slots over data and fsdp, heads over tensor."""
     return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
 
 
@@ -251,9 +251,17 @@ def prefill_tile(rows: int, bucket: int) -> int:
 
 
 def _prefill_tile(
-    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Array, *, whole: bool = False
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    tokens_RP: Array,
+    *,
+    last_layer: bool = False,
 ) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
-    """Hidden states, after the last layer if `whole`, keys [R, K, H, P], values [R, K, P, H]."""
+    """Hidden states, and of each layer the keys [R, K, H, P] and values [R, K, P, H].
+
+    The states are after the last layer if `last_layer`, else after the one before it.
+    """
     P = tokens_RP.shape[1]
     cos, sin = rotary.cos[:P], rotary.sin[:P]
     x = _embed(spec, decoder, tokens_RP)
@@ -264,7 +272,7 @@ def _prefill_tile(
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
-        if whole or index < spec.layers - 1:
+        if last_layer or index < spec.layers - 1:
             x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
     return x, tuple(pairs)
 
@@ -291,11 +299,11 @@ def hidden_states(
     spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Int32[Array, "R P"]
 ) -> Float[Array, "R P D"]:
     """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
-    return _prefill_tile(spec, decoder, rotary, tokens_RP, whole=True)[0]
+    return _prefill_tile(spec, decoder, rotary, tokens_RP, last_layer=True)[0]
 
 
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
-    """Each query attends to positions up to its own: [R, P, K*G*H], by tiles of queries."""
+    """Causal attention, [R, P, K*G*H], computed by tiles of queries."""
     R, P, K, G, H = query_RPKGH.shape
     size = P if P <= QUERY_TILE else math.gcd(P, QUERY_TILE)
 

@@ -66,7 +66,7 @@ async def _update(inference: InferenceConfig, folder: Path, version: int, digest
 
 
 async def _model_id(inference: InferenceConfig, version: int, digest: str) -> str:
-    """The exact id where the endpoints speak of versions as we do, else the plain name.
+    """The model id with its version where the endpoints have versions, else the plain name.
 
     An endpoint that names another version did not load these weights.
     """

@@ -215,6 +215,7 @@ class Engine:
             future=Future(),
             on_delta=on_delta,
             on_scheduled=on_scheduled,
+            # sample i draws with seed + i: 48 bits leave room for it within a key's 64
             seed=secrets.randbits(48) if seed is None else seed,
             stop_tokens=self.stop_token_ids + request.stop_token_ids,
         )
@@ -223,6 +224,7 @@ class Engine:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             self._queue.append(job)
             self._in_flight[job] = None
+            # the caches are wanted again: a sleep that was asked for before this request is void
             self._sleep_requested = False
             self.stats.requests += 1
             self.stats.prompt_tokens += len(request.prompt_ids)
@@ -300,6 +302,7 @@ class Engine:
         with self._changed:
             assert not self._queue
             assert self._batch.active == 0
+            # under the lock, so that the engine's thread begins no step on the same caches
             self._runner.warm_up(self._policy, self._batch.inputs, self._batch.extras)
 
     def close(self) -> None:
@@ -319,6 +322,8 @@ class Engine:
         finally:
             self._runner.close()
             with self._changed:
+                # closing before the requests fail: one that came later would wait for a thread that
+                # is gone
                 self._closing = True
                 self._in_step = False
                 self._changed.notify_all()
@@ -334,6 +339,7 @@ class Engine:
                     continue
                 if self._batch.active == 0:
                     self._wait_to_batch()
+                # waiting released the lock, and a pause may have come meanwhile
                 if not self._paused:
                     self._in_step = not self._closing
                     return not self._closing
@@ -348,9 +354,9 @@ class Engine:
         runner = self._runner
         if not (self._paused or self._sleep_requested) and runner.holds_copy_of(self._policy):
             if not self._changed.wait(COPY_KEPT_S):
-                runner.rest()
+                runner.release_memory()
             return
-        runner.rest(caches=self._sleep_requested and self._batch.active == 0)
+        runner.release_memory(caches=self._sleep_requested and self._batch.active == 0)
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 
@@ -368,7 +374,8 @@ class Engine:
                 seen = self._queue.waiting
 
     def _step(self) -> None:
-        """Take one step, as the module's head tells it."""
+        """Take one step, as described at the head of this module."""
+        # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
             policy = self._policy
             self._drop_cancelled()
@@ -390,8 +397,9 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
-                begun = [job for job in self._in_flight if job.started_at]
-            self._fail(begun, "the device failed", error)
+                started = [job for job in self._in_flight if job.started_at]
+            self._fail(started, "the device failed", error)
+            # the failed program was given the caches to overwrite, so they are lost
             self._runner.start_over()
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
@@ -415,6 +423,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - a callback of the caller
                 _log.exception("a request's on_delta failed: the request fails")
                 self._fail([job], "its listener failed", error)
+        # after every listener: a future never resolves before its last delta was delivered
         for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
             if len(job.finished) == job.request.n and not job.ended:
                 self._finish(job, policy)
@@ -458,10 +467,12 @@ class Engine:
             self._runner.copy(plan.copies)
             self.stats.copied_prompts += len(plan.copies)
         if plan.jobs:
+            # JAX only queues the work: without this the prefill would count as time of decoding
             self._runner.wait()
         now = time.monotonic()
         self.stats.prefill_s += now - started
         for job in plan.jobs:
+            # samples may be scheduled in several steps: the first one's time counts
             job.prefilled_at = job.prefilled_at or now
 
     def _decode(self, policy: Policy) -> Chunk:
@@ -526,6 +537,7 @@ class Engine:
             return False
         job.ended = True
         self._in_flight.pop(job, None)
+        # from here on the future cannot be cancelled, so its result can be set without a race
         if job.future.set_running_or_notify_cancel():
             return True
         self.stats.cancelled += 1

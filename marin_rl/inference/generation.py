@@ -94,7 +94,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion: ids with a final stop token included, a logprob (nats) for each.
+    """Completion: ids with a final stop token included, a logprob (nats) for each.
 
     Logprobs are those of the distribution the token was drawn from; a greedy token's is that at
     temperature 1. `top_ids` are the likeliest tokens first, of the model's own distribution where
@@ -126,7 +126,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """All samples of a request, and the policy that was loaded when the last of them ended.
+    """Samples of a request, and the policy that was loaded when the last of them ended.
 
     The prompt's scores are that policy's. Durations are in seconds. With `max_tokens` 0 there are
     no samples, only the scores.

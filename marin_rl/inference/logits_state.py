@@ -30,7 +30,7 @@ class Extras(NamedTuple):
 
 
 class ExtraRows:
-    """One row per sequence slot of all lanes. `put` commits arrays to where the engine computes."""
+    """Rows of all sequence slots. `put` commits arrays to where the engine computes."""
 
     def __init__(
         self, lanes: Lanes, length: int, vocabulary: int, put: Callable[[Any], Any]

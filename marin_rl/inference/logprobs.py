@@ -119,7 +119,7 @@ def score_tokens(
     *,
     spec: DecoderSpec,
 ) -> tuple[Float32[Array, " P"], Int32[Array, "P K"], Float32[Array, "P K"]]:
-    """For each position the logprob of the token after it, and the likeliest ones there.
+    """At each position, the logprob of the token after it, and the likeliest ones there.
 
     The last position's logprob means nothing; without `wants_top` the others are zeros.
     """

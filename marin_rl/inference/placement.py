@@ -20,12 +20,12 @@ Tree = TypeVar("Tree")
 # Axes of the mesh, as `constrain` takes them for each axis of an array.
 SLOTS = ("data", "fsdp")
 TENSOR = ("tensor",)
-WHOLE = ()
+UNDIVIDED = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One device, or a mesh; `weights` says where the weights stay: where the model has them."""
+    """Placement on a device or a mesh; `weights` are the shardings of the weights."""
 
     weights: Any
     mesh: Mesh | None = None
@@ -35,7 +35,7 @@ class Placement:
         return jax.device_put(weights, self.weights)
 
     def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
-        """Arrays spread as `axes` say for their leading dimensions; the rest is whole."""
+        """Place arrays with their leading dimensions spread over `axes`, the others undivided."""
         return jax.tree.map(lambda leaf: jax.device_put(leaf, self._sharding(leaf, axes)), arrays)
 
     def _sharding(self, leaf: Array | np.ndarray, axes: tuple[tuple[str, ...], ...]) -> Sharding:
@@ -66,7 +66,7 @@ def placement_of(weights: Any) -> Placement:
 
 
 def constrain(array: Array, *axes: tuple[str, ...]) -> Array:
-    """Inside a program: how the leading dimensions are spread; on one device nothing happens."""
+    """Constrain, inside a program, how leading dimensions are spread; no change on one device."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     if not sizes:
         return array
@@ -74,7 +74,7 @@ def constrain(array: Array, *axes: tuple[str, ...]) -> Array:
 
 
 def pieces(size: int, axes: tuple[str, ...]) -> int:
-    """Inside a program: into how many pieces a dimension of `size` is cut; 1 on one device."""
+    """Number of pieces, inside a program, that a dimension of `size` is cut into; 1 on a device."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     count = int(np.prod([sizes.get(name, 1) for name in axes]))
     return 1 if size % count else count

@@ -59,6 +59,8 @@ from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 
+# Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
+# little.
 BUCKET_MIN = 16
 
 _log = logging.getLogger(__name__)
@@ -111,12 +113,14 @@ class Runner:
         self.buckets = _buckets(self.length)
         self._rotary = self.put(rotary_table(model, self.length))
         self.invariance = UNPROVEN
+        # the trials run the programs of one device: nothing is proven of a mesh
         if not on_mesh:
             self.invariance = invariance_of(shapes, lambda: self._prove(shapes, weights))
             self._fall_back()
         several = self.lanes.count > 1
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
+        # last: the trials needed caches of their own, and may have changed the lanes
         self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
 
     @property
@@ -143,6 +147,7 @@ class Runner:
         else:  # a second copy would cost too much memory
             fused = fuse(weights)
         outcome = Prover(shapes, fused, self._rotary, self.buckets, self.put).prove()
+        # the last reference, without which its memory is not free to be given back
         del fused
         give_back_freed_memory()
         return outcome
@@ -155,6 +160,7 @@ class Runner:
                 "every slot is computed on its own, which is slow; try another number of slots",
                 self.lanes.size,
             )
+            # a lane for each slot; no lane then has two slots that could share a prompt
             self.lanes, self._can_share = Lanes(self._config.slots, self._config.slots), False
         if not self.invariance.prompts and self._config.prefill_rows > 1:
             _log.warning("prompts side by side have other bits than alone: one is run at a time")
@@ -178,6 +184,7 @@ class Runner:
         The largest goes first, while the caches are not there, and what compiling freed goes back
         after each: so none of them needs its memory on top of another's.
         """
+        # limits are data: a chunk of 0 steps is the same program as any other
         nothing = Limits(np.int32(0), np.int32(0))
         self._wake()
         self._compile_without_caches(policy, inputs, extras, nothing)
@@ -187,14 +194,14 @@ class Runner:
             self.score(policy, np.zeros(bucket, np.int32), 0)
             give_back_freed_memory()
         self.copy([(0, 0)])
-        self.rest()
+        self.release_memory()
 
     def _compile_without_caches(
         self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
     ) -> None:
         """Compile a chunk for caches of these shapes, which are empty and not kept."""
         cache = jax.tree.map(_shape_of, self._caches[0])
-        self.rest(caches=True)
+        self.release_memory(caches=True)
         give_back_freed_memory()
         chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
         with self._placement.active():
@@ -227,6 +234,8 @@ class Runner:
         self._in_lanes(run)
 
     def _prefill(self, fused: Decoder, lane: int, bucket: int, prompts: list[Prompt]) -> None:
+        # always this many, however few prompts: another number is another program with other last
+        # bits
         rows = self._config.prefill_rows
         tokens_RP = np.zeros((rows, bucket), np.int32)
         source_S = np.full(self._config.slots, rows, np.int32)  # `rows`: the slot takes no prompt
@@ -251,6 +260,7 @@ class Runner:
             own = [(a % size, b % size) for a, b in pairs if self.lanes.of(b) == lane]
             if not own:
                 return
+            # of one size for any number of pairs, so that one program copies them all
             ends_S2 = np.zeros((size, 2), np.int32)
             ends_S2[: len(own)] = own
             source_S, target_S = np.ascontiguousarray(ends_S2.T)
@@ -273,6 +283,7 @@ class Runner:
             self._caches[lane], sampled = decode_chunk(
                 fused, self._rotary, self._caches[lane], chunk, **self._chunk_sizes
             )
+            # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
 
         sampled = self._in_lanes(run)
@@ -309,6 +320,7 @@ class Runner:
                 self._decoder(policy),
                 self._rotary,
                 tokens_P,
+                # data and not static: prompts with and without the likeliest tokens are one program
                 np.bool_(top > 0),
                 spec=self.spec,
             )
@@ -324,8 +336,8 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def rest(self, *, caches: bool = False) -> None:
-        """Free what is only needed while work goes on: the fused copy of the weights.
+    def release_memory(self, *, caches: bool = False) -> None:
+        """Free the fused copy of the weights, which only a running batch needs.
 
         The `caches` too, where no slot is in use; the next prompt or chunk allocates them again.
         """
@@ -342,9 +354,10 @@ class Runner:
             self._caches = [self._empty_cache() for _ in range(self.lanes.count)]
 
     def _decoder(self, policy: Policy) -> Decoder:
-        """The policy's weights as the programs read them: made by its first program since `rest`.
+        """Return the policy's weights as the programs read them, fused on first use.
 
-        The copy of other weights goes before this one comes, so there is never more than one.
+        The copy of other weights goes before this one comes, so there is never more than one;
+        `release_memory` frees it.
         """
         if self._fused is None or self._fused[0] is not policy.key:
             self._fused = None
@@ -359,7 +372,7 @@ class Runner:
 
     def start_over(self) -> None:
         """New caches and a new copy of the weights, for after a failure on the device."""
-        self.rest(caches=True)
+        self.release_memory(caches=True)
 
     def _empty_cache(self) -> Cache:
         slots, length = self.lanes.size, self._context_length
@@ -374,6 +387,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _buckets(longest: int) -> tuple[int, ...]:
     """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
+    # doubling wastes less than half of a prefill, for a number of programs that grows with log T
     sizes = [BUCKET_MIN]
     while sizes[-1] < longest:
         sizes.append(min(2 * sizes[-1], longest))

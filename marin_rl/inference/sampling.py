@@ -1,4 +1,4 @@
-"""From logits to a token in every row, on the device.
+"""Sampling: a token for every row of logits, on the device.
 
 Owns the logits processors (bias, penalties, a constraint's mask), temperature, min-p, top-k, top-p,
 greedy choice, the random numbers, and the logprob of what was drawn under the very distribution it
@@ -102,7 +102,7 @@ def _likeliest(logits_SV: Float32[Array, "S V"]) -> Int32[Array, " S"]:
 def uniforms(
     seed_S2: UInt32[Array | np.ndarray, "S 2"], positions_S: Int32[Array, " S"]
 ) -> Float32[Array, " S"]:
-    """One number in [0, 1) per row, a function of its seed and position alone."""
+    """A number in [0, 1) per row, a function of its seed and position alone."""
 
     def uniform(words, position):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -214,7 +214,7 @@ class Penalties(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Tokens that a constrained row may go on with: bit i of word w is token 32 w + i."""
+    """Mask of the tokens that a constraint allows next: bit i of word w is token 32 w + i."""
 
     asked_S: Bool[Array | np.ndarray, " S"]
     words_SW: UInt32[Array | np.ndarray, "S W"]
@@ -306,7 +306,7 @@ def count_tokens(
 
 
 def apply_mask(logits_SV: Float32[Array, "S V"], mask: Mask) -> Float32[Array, "S V"]:
-    """-inf for every token that a constrained row may not go on with."""
+    """Set to -inf every token that the constraint of a row does not allow next."""
     S, V = logits_SV.shape
     bits = jnp.asarray(mask.words_SW)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed_SV = bits.reshape(S, -1)[:, :V] == 1

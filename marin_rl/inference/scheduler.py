@@ -105,6 +105,7 @@ def _check_numbers(request: GenerationRequest) -> None:
     repetition = request.repetition_penalty
     if not (math.isfinite(repetition) and repetition > 0):
         raise InputError(f"expected a repetition_penalty above 0, found {repetition}")
+    # infinities of either sign and NaN all show in the sum
     if not math.isfinite(request.presence_penalty + request.frequency_penalty):
         raise InputError("expected finite presence and frequency penalties")
     if not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
@@ -215,6 +216,8 @@ def schedule(
         # looked up before the new slots, whose caches are not computed yet, are among them
         cached = {prefix.lane: prefix for prefix in batch.cached(key)}
         lane = _lane_of(free, cached)
+        # all in one lane, where the prompt runs once; what is left gets another lane in the next
+        # iteration
         slots = [free[lane].pop(0) for _ in range(min(job.waiting, len(free[lane])))]
         for index, seq_slot in enumerate(slots, start=job.handed_out):
             # the last prompt token goes through the first decode step, which gives its logits
@@ -236,9 +239,11 @@ def _prepare(
 ) -> int:
     """Plan how the slots get the prompt; return the padded tokens that must run for it."""
     prompt = job.request.prompt_ids[:-1]
+    # a prompt of one token has nothing to prefill: the first decode step takes that token
     if len(prompt) == 0:
         return 0
     if cached is not None:
+        # a copy runs no tokens, so it takes nothing of the step's budget
         plan.copies += [(cached.seq_slot, seq_slot) for seq_slot in slots]
         return 0
     size = bucket(len(prompt))

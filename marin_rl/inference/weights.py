@@ -30,7 +30,7 @@ from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, Qwen
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
-from marin_rl.inference.placement import TENSOR, WHOLE, constrain, pieces
+from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Norm(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All layers' arrays, stacked on axis L exactly as the model holds them."""
+    """Arrays of all layers, stacked on axis L exactly as the model holds them."""
 
     query: Affine
     key: Affine
@@ -96,7 +96,7 @@ class Weights(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
+    """Layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
 
     Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
     mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.
@@ -297,10 +297,10 @@ def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
     """The same for what has no layers: to be called inside a compiled program, on a mesh."""
     ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
     return Ends(
-        embedding=constrain(ends.embedding, TENSOR, WHOLE),
+        embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
         embedding_norm=jax.tree.map(constrain, ends.embedding_norm),
         final_norm=jax.tree.map(constrain, ends.final_norm),
-        head=constrain(ends.head, TENSOR, WHOLE),
+        head=constrain(ends.head, TENSOR, UNDIVIDED),
     )
 
 
@@ -320,11 +320,11 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
     return Layer(
         qkv=qkv.reshape(-1, spec.width),
         qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
-        output=constrain(layer.output.weight.reshape(spec.width, -1), WHOLE, TENSOR),
+        output=constrain(layer.output.weight.reshape(spec.width, -1), UNDIVIDED, TENSOR),
         output_bias=replicated.output.bias,
         gate_up=gate_up,
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
-        down=constrain(layer.down.weight, WHOLE, TENSOR),
+        down=constrain(layer.down.weight, UNDIVIDED, TENSOR),
         down_bias=replicated.down.bias,
         attention_norm=replicated.attention_norm,
         mlp_norm=replicated.mlp_norm,

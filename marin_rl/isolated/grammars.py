@@ -31,7 +31,7 @@ def as_grammar(kind: bytes, text: str) -> str:
 
 
 def matcher_of(tokenizer: LLTokenizer, kind: bytes, text: str) -> LLMatcher:
-    """Compile a form as far as its first mask; the matcher says whether it is an error."""
+    """Compile a form as far as its first mask; the matcher reports errors."""
     matcher = LLMatcher(tokenizer, as_grammar(kind, text), log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()

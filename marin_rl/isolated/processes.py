@@ -185,7 +185,7 @@ class KeptWorker:
 
 
 class Worker(KeptWorker):
-    """One worker process of a pool."""
+    """Worker process of a pool."""
 
     def __init__(self, module: str, limits: WorkerLimits) -> None:
         self._module, self._limits = module, limits
@@ -306,7 +306,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _address_space_bytes() -> int:
-    """Return the address space in use, 0 where the system does not say."""
+    """Return the address space in use, 0 where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError, IndexError):

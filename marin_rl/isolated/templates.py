@@ -30,7 +30,7 @@ class TooLong(Exception):
 
 
 class _Tracker(threading.local):
-    """The rendering of this thread, as far as it has come; None where spans are not asked for."""
+    """The rendering of this thread, as far as it has come; None where spans are not requested."""
 
     def __init__(self) -> None:
         self.pieces: list[str] | None = None
@@ -41,7 +41,7 @@ _tracker = _Tracker()
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for the loss mask."""
+    """Extension `{% generation %}`, which marks the assistant's text for the loss mask."""
 
     tags = {"generation"}  # noqa: RUF012 as Jinja declares it
 
@@ -148,9 +148,9 @@ def answer(common: bytes, item: bytes) -> bytes:
     """
     most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(item)
     try:
-        asked = json.loads(item)  # integers of any size, unlike other readers
+        request = json.loads(item)  # integers of any size, unlike other readers
         text, spans = render(
-            common.decode(), asked["variables"], spans=asked["spans"], characters_max=most
+            common.decode(), request["variables"], spans=request["spans"], characters_max=most
         )
         return json.dumps({"text": text, "spans": spans}, ensure_ascii=False).encode()
     except MemoryError:

@@ -125,7 +125,7 @@ def page_json(page: Page) -> bytes:
 
 
 def report_html(page: Page) -> str:
-    """One self-contained file, which opens without a network."""
+    """Render a self-contained file, which opens without a network."""
     hashes = " ".join(f"'{script.hash}'" for script in scripts())
     embedded = page_json(page).decode().translate(str.maketrans(_ESCAPED))
     inline = [(script, Markup(script.text), None) for script in scripts()]

@@ -31,7 +31,7 @@ class Pick:
 
 
 def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) -> list[Pick]:
-    """At most `n_groups` groups with at most `n_members` members each, the most telling first."""
+    """Pick at most `n_groups` groups of at most `n_members` members, the most telling first."""
     chosen: dict[str, str] = {}
     means = {name: mean for name, members in groups.items() if (mean := _mean(members)) is not None}
     spreads = {name: _spread(groups[name]) for name in means}

@@ -12,7 +12,7 @@ Number = float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line or one layer of bars: `y[i]` at round `x[i]`, within `low[i]` to `high[i]`."""
+    """Line, or layer of bars, of a chart: `y[i]` at round `x[i]`, within `low[i]` to `high[i]`."""
 
     name: str
     x: Sequence[int]
@@ -23,7 +23,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart. `about` describes it in a sentence, for screen readers too."""
+    """Chart. `about` describes it in a sentence, for screen readers too."""
 
     key: str
     title: str
@@ -35,7 +35,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class TurnView:
     """A turn of a conversation; `left_out` characters were cut from its end."""
 
     role: str
@@ -79,7 +79,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One rollout. `place` is its rank within the group: best, worst or empty."""
+    """Rollout as shown. `place` is its rank within the group: best, worst or empty."""
 
     id: str
     group: str
@@ -99,13 +99,13 @@ class Card:
     shard: str
     seconds: float
     fate: Fate
-    turns: Sequence[Said]
+    turns: Sequence[TurnView]
     tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCard:
-    """One group: its example, all its rewards, and its shown rollouts (`cards`).
+    """Group: its example, all its rewards, and its shown rollouts (`cards`).
 
     `why` is the reason that this group was picked; `mean` is over its valid rewards.
     """

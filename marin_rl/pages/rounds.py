@@ -1,4 +1,4 @@
-"""One round of a run for a page: its reward spread, and the rollouts that are shown of it.
+"""Round of a run for a page: its reward spread, and the rollouts that are shown of it.
 
 Read through the verifying readers: a page never shows a row whose file differs from its manifest.
 Light columns are read of all rollouts, tokens only of the row groups that hold a picked one.
@@ -16,7 +16,7 @@ import pyarrow as pa
 from marin_rl.errors import ObjectMissing
 from marin_rl.pages.charts import Spread, spread_of
 from marin_rl.pages.picks import Member, Pick, pick
-from marin_rl.pages.records import Card, Fate, GroupCard, Said, Tokens
+from marin_rl.pages.records import Card, Fate, GroupCard, Tokens, TurnView
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
@@ -220,7 +220,7 @@ def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> Card:
         shard=row["file"],
         seconds=spent.total_seconds(),
         fate=reading.fates.get(name, Fate()),
-        turns=[_said(turn, reading.amount.characters) for turn in row["turns"]],
+        turns=[_turn_view(turn, reading.amount.characters) for turn in row["turns"]],
         tokens=_tokens(row, reading),
     )
 
@@ -236,9 +236,9 @@ def _tokens(row: Mapping[str, Any], reading: _Reading) -> Tokens:
     )
 
 
-def _said(turn: Mapping[str, Any], characters: int) -> Said:
+def _turn_view(turn: Mapping[str, Any], characters: int) -> TurnView:
     content, left_out = _cut(turn["content"], characters)
-    return Said(
+    return TurnView(
         role=turn["role"],
         content=content,
         tool=turn["tool_name"] or "",

@@ -94,7 +94,7 @@ class RolloutMaker:
         )
 
     def failed(self, index: int, error: MarinRLError, text: str | None = None) -> Rollout:
-        """A rollout that says why there is none; `text` is kept for people where there is one."""
+        """A failed rollout with its reason; `text`, where there is one, is kept for inspection."""
         version = self._policy.weight_version
         turns = _turns_of(self._request.example.messages)
         if text is not None:

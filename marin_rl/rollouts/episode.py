@@ -61,7 +61,7 @@ Bridge = Callable[[Sequence[Message]], Int32[np.ndarray, " n"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """One group to sample: its example, its name, and the sampling with the request's seed.
+    """Request to sample a group: its example, its name, and the sampling with the request's seed.
 
     Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
     """
@@ -93,7 +93,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """One turn: the completion, the answer that it came in, and the environment's step."""
+    """Sampled turn: the completion, the answer that it came in, and the environment's step."""
 
     answer: ChatAnswer
     completion: Completion
@@ -187,7 +187,7 @@ class EpisodeDriver:
         reason, fault = completion.finish_reason, None
         while True:
             sampling = request.sampling_of(index, len(turns))
-            said = Message(role="assistant", content=completion.text)
+            reply = Message(role="assistant", content=completion.text)
             try:
                 result = await episode.step(_as_turn(answer, completion))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
@@ -203,7 +203,7 @@ class EpisodeDriver:
             if len(turns) == TURNS_MAX:
                 reason = MAX_TURNS
                 break
-            dialogue += [said, *result.messages]
+            dialogue += [reply, *result.messages]
             try:
                 answer = await self._go_on(request, index, dialogue, turns)
             except REQUEST_FAULTS as error:

@@ -74,14 +74,14 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     named = config.evaluation.sets
     if named is None:
         return (_held_out(None, config.environment, environment_of(config), config),)
-    used, asked = config.rounds * config.rollouts.groups_per_round, config.evaluation.examples
+    used, examples = config.rounds * config.rollouts.groups_per_round, config.evaluation.examples
     for name, chosen in named.items():
         if chosen.name == config.environment.name:
             check_seeds_apart(
                 config.environment,
                 chosen,
                 train_examples=used,
-                eval_examples=asked,
+                eval_examples=examples,
                 held_out_section=f"evaluation.sets.{name}",
             )
     return tuple(

@@ -33,10 +33,10 @@ def pairs_of_run(
                 pair = pair_of_group(group, component, margin_min, digests, run.run_id)
                 pairs += [] if pair is None else [pair]
     if not pairs:
-        asked = "the reward" if component is None else f"the component {component!r}"
+        criterion = "the reward" if component is None else f"the component {component!r}"
         raise InputError(
             f"run {run.run_id!r}: in no group of {len(chosen)} sealed rounds do two members differ "
-            f"by {asked}, and by at least {margin_min:g}; components there: "
+            f"by {criterion}, and by at least {margin_min:g}; components there: "
             f"{', '.join(sorted(names)) or 'none'}"
         )
     return pairs

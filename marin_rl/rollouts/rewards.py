@@ -81,10 +81,10 @@ def reward_model_slot_of(
         ("tokenizer_digest", tokenizer_digest),
         ("chat_template_digest", chat_template_digest),
     ):
-        if (found := str(extra[field])) != expected:
+        if (actual := str(extra[field])) != expected:
             raise InputError(
                 f"{key}: {source} was trained with another {field.removesuffix('_digest')}: "
-                f"expected digest {expected[:12]} of the policy's, found {found[:12]}; train a "
+                f"expected digest {expected[:12]} of the policy's, found {actual[:12]}; train a "
                 "reward model with the policy's tokenizer and chat template"
             )
     identity = RewardIdentity(

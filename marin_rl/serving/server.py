@@ -105,7 +105,7 @@ class PolicyServer:
 
     @property
     def routes(self) -> dict[str, set[str]]:
-        """Every path, as a template, with its methods."""
+        """Paths, as templates, with their methods."""
         methods: dict[str, set[str]] = {}
         for route in self._app.routes:
             methods.setdefault(route.path, set()).update(route.methods or ())
@@ -297,13 +297,13 @@ def _signals() -> Iterator[Callable[[float], bool]]:
     reading, writing = os.pipe()
     poll = select.poll()
     poll.register(reading, select.POLLIN)
-    asked = False
+    stop_requested = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal stop_requested
+        if stop_requested:
             os._exit(1)
-        asked = True
+        stop_requested = True
         os.write(writing, b"\0")
 
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -33,6 +33,8 @@ from levanter.layers.rotary import RotaryEmbeddings
 # prompts of 512 in rows of 1,024 it took 7 % more.
 POSITIONS_PER_BLOCK = 64
 SHORT_ROW_POSITIONS_MAX, POSITIONS_PER_SHORT_BLOCK = 576, 32
+# Not -inf: before a query sees its first key, the maximum and its scores would be -inf, and their
+# difference NaN.
 LOWEST = -1e30
 
 
@@ -67,6 +69,7 @@ def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> S
         return jnp.any(seen, axis=(2, 3))
 
     by_block = (segments_BNC.swapaxes(0, 1), prompts_BNC.swapaxes(0, 1), index_NC)
+    # One block of queries after the other: the mask of all of them at once would be [B, T, T].
     seen_BNN = jax.lax.map(row_of_blocks, by_block).swapaxes(0, 1)
     keys_BNN = jnp.argsort(~seen_BNN, axis=-1, stable=True).astype(jnp.int32)
     batch, block = Axis("batch", B), Axis("block", N)
@@ -81,11 +84,11 @@ def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> S
 
 def _blocks(array_BT: Array) -> Array:
     """A row in blocks, filled up with zeros behind: [B, T, …] to [B, N, C, …]."""
-    B, T, *rest = array_BT.shape
+    B, T, *feature_shape = array_BT.shape
     short = T <= SHORT_ROW_POSITIONS_MAX
     size = min(POSITIONS_PER_BLOCK, POSITIONS_PER_SHORT_BLOCK if short else T, T)
-    padding = [(0, 0), (0, -T % size), *((0, 0) for _ in rest)]
-    return jnp.pad(array_BT, padding).reshape(B, -1, size, *rest)
+    padding = [(0, 0), (0, -T % size), *((0, 0) for _ in feature_shape)]
+    return jnp.pad(array_BT, padding).reshape(B, -1, size, *feature_shape)
 
 
 def _seen(
@@ -149,7 +152,7 @@ def attend(
 
 
 class _KeyBlock(NamedTuple):
-    """One block of keys for every block of queries: which, and who sees what of it."""
+    """Block of keys for every block of queries: its index, and the mask of each query."""
 
     at_BN: Int[Array, "B N"]
     seen_BNQD: Bool[Array, "B N 1 G C D"]
@@ -190,6 +193,7 @@ def _attended(query: Array, keys: Array, values: Array, sight: Any) -> Array:
 
 
 def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Array, Any]:
+    # As many as the block of queries that sees most needs; `_key_block` masks them for the others.
     iterations = jnp.max(sight[1])
 
     def body(number: Array, carry: Any) -> Any:
@@ -197,6 +201,7 @@ def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Arra
         block = _key_block(sight, number)
         scores = _scores(query, _picked(keys, block.at_BN), block)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        # A query that sees nothing yet has its scores at its maximum, where exp would give 1.
         weights = _where(block, jnp.exp(scores - higher[..., None]), 0.0)
         # What is summed so far was scaled by the old maximum.
         kept = jnp.exp(highest - higher)
@@ -218,12 +223,16 @@ def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Arra
     highest, total, sums = jax.lax.fori_loop(0, iterations, body, start)
     # A query that sees nothing, such as padding, gets 0 and not 0 / 0.
     total = jnp.where(total > 0, total, 1.0)
+    # The backward pass gets each weight back from the logarithm of the sum, and keeps no [T, T]
+    # array.
     attended = (sums / total[..., None]).astype(query.dtype)
     return attended, (query, keys, values, sight, attended, highest + jnp.log(total))
 
 
 def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
     query, keys, values, sight, attended, normaliser = saved
+    # The sum over all keys in the softmax's derivative: known before the loop, for it equals the
+    # output times its gradient (D in the paper).
     inner = jnp.sum(gradient.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -247,7 +256,7 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
 
 
 def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
-    """Many blocks of queries may have looked at one block of keys."""
+    """Add gradients to the blocks of keys; several blocks of queries may share one."""
     rows = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
     return blocks.at[rows, block.at_BN].add(gradient)
 

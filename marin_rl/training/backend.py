@@ -50,7 +50,7 @@ class Future(Generic[T]):
         return self._fetch(self._pending.result(timeout_s))
 
     def __await__(self) -> Any:
-        """Wait in a thread, so that the event loop goes on."""
+        """Wait in a thread, so that the event loop is not blocked."""
         return asyncio.to_thread(self.result).__await__()
 
 
@@ -94,7 +94,7 @@ class Backend(Protocol):
         ...
 
     def get_weights(self) -> Future[Parameters]:
-        """All parameters of the policy by path, as references: they are never written to."""
+        """Parameters of the policy by path, as references: they are never written to."""
         ...
 
     def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:

@@ -30,7 +30,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
-from marin_rl.training.losses import Given, Values
+from marin_rl.training.losses import FloatArray, Values
 from marin_rl.training.model import (
     matrix_mask,
     named_parameters,
@@ -133,6 +133,7 @@ class SquaredProbabilities(eqx.Module):
 
 def trunk_of(model: LmHeadModel) -> LmHeadModel:
     """The model without an output head of its own; one of tied embeddings as it is."""
+    # A head that nothing reads would still get moments, and a place in every checkpoint.
     policy: Any = model
     return model if policy.lm_head is None else eqx.tree_at(lambda m: m.lm_head, policy, None)
 
@@ -177,6 +178,7 @@ class Critic:
         """Metrics of an update that are known before it is applied."""
         return {
             "critic/grad_norm": jnp.asarray(optax.global_norm(gradients)),
+            # The critic counts steps of its own: it also takes some while the policy waits for it.
             "critic/lr": self.schedule(state.step),
         }
 
@@ -206,6 +208,7 @@ class Critic:
         options = {"temperature": settings.temperature, "packing": settings.packing}
         if isinstance(module, ScalarHead):
             return token_logprobs_and_values(policy, module, *_places(rows), **options)
+        # A trunk of its own has other states than the policy: values need a second pass.
         scores = token_logprobs(policy, *_places(rows), **options)
         return scores, self.values(parameters, policy, rows, settings)
 
@@ -215,7 +218,7 @@ def _places(rows: StepArrays) -> tuple[Array, Array, Array, Array]:
 
 
 def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | None:
-    """The critic of a run whose policy looks like `template`; None where none is asked for."""
+    """The critic of a run whose policy looks like `template`; None where none is configured."""
     config = training.critic
     if config is None:
         return None
@@ -250,13 +253,17 @@ def token_gae(
     def body(after: tuple[Array, ...], at: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         reward_B, value_B, trained_B, segment_B = at
         advantage_after_B, value_after_B, segment_after_B = after
+        # Another segment is another trajectory: no value crosses from a neighbour in the row.
         goes_on_B = jnp.where(segment_after_B == segment_B, gamma, 0.0)
         delta_B = reward_B + goes_on_B * value_after_B - value_B
         advantage_B = delta_B + goes_on_B * lambda_ * advantage_after_B
         now = advantage_B, value_B, segment_B
+        # Tokens that were not sampled, such as a tool's, are skipped: the token before them is
+        # followed by the next trained one.
         before = tuple(jnp.where(trained_B, n, a) for n, a in zip(now, after, strict=True))
         return before, jnp.where(trained_B, advantage_B, 0.0)
 
+    # The scan starts behind the row's end, in segment 0, which no trained token has.
     nothing_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
     start = nothing_B, nothing_B, jnp.zeros(mask_BT.shape[0], segment_ids_BT.dtype)
     columns = tuple(array.T for array in (rewards_BT, values_BT, mask_BT, segment_ids_BT))
@@ -268,6 +275,7 @@ def whitened(
     advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]
 ) -> list[Float32[np.ndarray, "M R T"]]:
     """`(A - mean) / sqrt(var + 1e-8)`, ddof 1, over all trained tokens given; 0 elsewhere."""
+    # All steps together: a token's scale must not depend on the step that its row came into.
     advantage_N = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)])
     white_N = whitened_tokens(advantage_N.astype(np.float64), np.ones(len(advantage_N), np.int64))
     result, start = [np.zeros(a.shape, np.float32) for a in advantages], 0
@@ -279,7 +287,7 @@ def whitened(
 
 
 def value_losses(
-    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+    values_BT: FloatArray, old_values_BT: FloatArray, returns_BT: FloatArray, clip: float | None
 ) -> Values:
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2; c None is no bound.
 
@@ -289,7 +297,7 @@ def value_losses(
 
 
 def _squares(
-    values_BT: Given, old_values_BT: Given, returns_BT: Given, clip: float | None
+    values_BT: FloatArray, old_values_BT: FloatArray, returns_BT: FloatArray, clip: float | None
 ) -> tuple[Values, Values]:
     plain_BT = jnp.square(jnp.asarray(values_BT) - returns_BT)
     if clip is None:
@@ -312,9 +320,11 @@ def value_metrics(
         return jnp.sum(jnp.where(mask_BT, values, 0.0)) / jnp.maximum(jnp.sum(mask_BT), 1)
 
     def variance(values: Array) -> Array:
+        # Not E[x^2] - E[x]^2, which cancels in float32 where values lie far from 0.
         return mean(jnp.square(values - mean(values)))
 
     plain_BT, clipped_BT = _squares(values_BT, old_values_BT, returns_BT, config.value_clip)
+    # Returns that are all equal have variance 0: the constant keeps the quotient finite.
     unexplained = variance(returns_BT - values_BT) / (variance(returns_BT) + EXPLAINED_VARIANCE_MIN)
     return {
         "loss/value_avg": mean(jnp.maximum(plain_BT, clipped_BT)) / 2,

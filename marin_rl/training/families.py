@@ -145,9 +145,9 @@ def checked_hf_config(tree: dict[str, Any], path: Path) -> PretrainedConfig:
         **(tree | {"rope_theta": rope_theta, "rope_scaling": rope_scaling})
     )
     problems = _unsupported(name, tree, hf_config) + _unsupported_attention(name, tree, hf_config)
-    for expected, found in problems:
+    for expected, actual in problems:
         raise InputError(
-            f"{path}: a {name} model with {found} is not supported, expected {expected}: it "
+            f"{path}: a {name} model with {actual} is not supported, expected {expected}: it "
             "would load and silently compute something else; choose another model"
         )
     return hf_config
@@ -173,7 +173,7 @@ def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, 
         (partial not in (None, 1, 1.0), "full rotary", f"partial rotary {partial}"),
         (tied, "tie_word_embeddings false", "tie_word_embeddings true"),
     ]
-    return [(expected, found) for wrong, expected, found in rules if wrong]
+    return [(expected, actual) for wrong, expected, actual in rules if wrong]
 
 
 def _unsupported_attention(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
@@ -188,7 +188,7 @@ def _unsupported_attention(family: str, tree: dict[str, Any], hf: Any) -> list[t
         (layer_types != {"full_attention"}, "full attention", f"layer types {layer_types}"),
         (odd_head, f"head_dim {head_size} (hidden/heads)", f"head_dim {declared}"),
     ]
-    return [(expected, found) for wrong, expected, found in rules if wrong]
+    return [(expected, actual) for wrong, expected, actual in rules if wrong]
 
 
 def _has_window(family: str, hf: Any) -> bool:

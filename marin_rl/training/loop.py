@@ -109,7 +109,7 @@ class Trainer:
             self.identity = Identity.of(self._committed.load(checkpoint), self._names)
 
     def init_policy(self) -> SlotRef:
-        """Commit checkpoint 0 as the configuration says, or return it if it is there."""
+        """Commit the configured checkpoint 0, or return the existing one."""
         run, program = self._run, self._program
         parents = (sft_result(run),) if run.config.policy.init == "sft" else ()
         slot = self._slot(0, self._first_content(), parents)

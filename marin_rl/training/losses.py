@@ -21,9 +21,9 @@ from marin_rl.config import ObjectiveConfig
 
 FloatBT = Float[Array, "B T"]
 Values = Float[Array, "*shape"]
-# What may be given: arrays of JAX or NumPy; of any shape where each token is by itself.
-Given = Float[Array | np.ndarray, "*shape"]
-GivenBT = Float[Array | np.ndarray, "B T"]
+# Arguments may be arrays of JAX or NumPy, of any shape where each token is by itself.
+FloatArray = Float[Array | np.ndarray, "*shape"]
+FloatArrayBT = Float[Array | np.ndarray, "B T"]
 IntBT = Int[Array | np.ndarray, "B T"]
 MaskBT = Shaped[Array | np.ndarray, "B T"]
 
@@ -34,17 +34,19 @@ LOG_RATIO_MAX = 20.0
 OTHERS_MIN = 1e-8
 
 
-def segment_sums(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
+def segment_sums(values_BT: FloatArrayBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the sum of `values` over the position's own segment."""
     return _by_segment(jax.ops.segment_sum, values_BT, segment_ids_BT)
 
 
-def segment_maxima(values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
+def segment_maxima(values_BT: FloatArrayBT, segment_ids_BT: IntBT) -> FloatBT:
     """At every position, the largest of `values` in the position's own segment."""
     return _by_segment(jax.ops.segment_max, values_BT, segment_ids_BT)
 
 
-def _by_segment(reduce: Callable[..., Array], values_BT: GivenBT, segment_ids_BT: IntBT) -> FloatBT:
+def _by_segment(
+    reduce: Callable[..., Array], values_BT: FloatArrayBT, segment_ids_BT: IntBT
+) -> FloatBT:
     # A row of T positions has at most T segments, and 0 for padding: one size, so one program.
     segments = segment_ids_BT.shape[1] + 1
 
@@ -69,12 +71,12 @@ def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""
     return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
-def on_mask(values: Given, mask: Shaped[Array | np.ndarray, "*shape"]) -> Values:
+def on_mask(values: FloatArray, mask: Shaped[Array | np.ndarray, "*shape"]) -> Values:
     """The values on the mask, 0 elsewhere, whatever stands there; so are their gradients."""
     return jnp.where(jnp.asarray(mask) != 0, values, 0.0)
 
 
-def weighted_sum(weights: Given, losses: Given) -> Float[Array, ""]:
+def weighted_sum(weights: FloatArray, losses: FloatArray) -> Float[Array, ""]:
     """Sum of `weights * losses` where weights are not 0.
 
     A product alone would give NaN for a loss of NaN or infinity that has no weight.
@@ -109,6 +111,7 @@ def token_weights(
     """
     mask_BT = _zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
+    # At least 1: without a trained token the weights must be 0 and not 0 / 0.
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
     # The shares of a sequence sum to 1 but for rounding, which would leak into every weight.
     sequences = jnp.maximum(jnp.round(jnp.sum(per_sequence_BT)), 1.0)
@@ -130,8 +133,8 @@ def token_weights(
 
 
 def log_ratios(
-    logprobs_BT: GivenBT,
-    old_logprobs_BT: GivenBT,
+    logprobs_BT: FloatArrayBT,
+    old_logprobs_BT: FloatArrayBT,
     mask_BT: MaskBT,
     segment_ids_BT: IntBT,
     level: str,
@@ -158,14 +161,14 @@ def _trained_tokens(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
     return jnp.maximum(segment_sums(_zeros_and_ones(mask_BT), segment_ids_BT), 1.0)
 
 
-def reinforce(logprobs_BT: Given, advantages_BT: Given) -> Values:
+def reinforce(logprobs_BT: FloatArray, advantages_BT: FloatArray) -> Values:
     """-A log pi: the policy gradient without importance ratio (Williams 1992)."""
     return -jnp.asarray(advantages_BT) * logprobs_BT
 
 
 def ppo_clip(
-    log_ratios_BT: Given,
-    advantages_BT: Given,
+    log_ratios_BT: FloatArray,
+    advantages_BT: FloatArray,
     clip_low: float,
     clip_high: float,
     clip_dual: float | None = None,
@@ -193,9 +196,9 @@ def _clamped(ratio_BT: Values, low: float, high: float) -> Values:
 
 
 def cispo(
-    logprobs_BT: Given,
-    log_ratios_BT: Given,
-    advantages_BT: Given,
+    logprobs_BT: FloatArray,
+    log_ratios_BT: FloatArray,
+    advantages_BT: FloatArray,
     clip_high: float,
     clip_low: float | None = None,
 ) -> Values:
@@ -210,20 +213,24 @@ def cispo(
     return -ratio_BT * advantages_BT * logprobs_BT
 
 
-def sapo(log_ratios_BT: Given, advantages_BT: Given, positive: float, negative: float) -> Values:
+def sapo(
+    log_ratios_BT: FloatArray, advantages_BT: FloatArray, positive: float, negative: float
+) -> Values:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of clipping.
 
     tau is `positive` where A > 0, else `negative` (arXiv:2511.20347, eq. 5 and 6).
     """
     tau_BT = jnp.where(advantages_BT > 0, positive, negative)
+    # The sigmoid's slope is tau / 4 where r is 1, so 4 / tau makes the gradient on policy that of
+    # -r A for any tau.
     gate_BT = jax.nn.sigmoid(tau_BT * (jnp.exp(log_ratios_BT) - 1.0)) * 4.0 / tau_BT
     return -gate_BT * advantages_BT
 
 
 def dppo(
-    logprobs_BT: Given,
-    log_ratios_BT: Given,
-    advantages_BT: Given,
+    logprobs_BT: FloatArray,
+    log_ratios_BT: FloatArray,
+    advantages_BT: FloatArray,
     low: float,
     high: float,
 ) -> Values:
@@ -240,9 +247,9 @@ def dppo(
 
 
 def dppo_kl(
-    logprobs_BT: Given,
-    log_ratios_BT: Given,
-    advantages_BT: Given,
+    logprobs_BT: FloatArray,
+    log_ratios_BT: FloatArray,
+    advantages_BT: FloatArray,
     low: float,
     high: float,
 ) -> Values:
@@ -259,14 +266,16 @@ def dppo_kl(
 
 
 def _unless(
-    beyond_BT: Bool[Array | np.ndarray, "*shape"], log_ratios_BT: Given, advantages_BT: Given
+    beyond_BT: Bool[Array | np.ndarray, "*shape"],
+    log_ratios_BT: FloatArray,
+    advantages_BT: FloatArray,
 ) -> Values:
     """-r A, and 0 with no gradient where a token is beyond its bound."""
     kept_BT = jax.lax.stop_gradient(jnp.where(beyond_BT, 0.0, 1.0))
     return -kept_BT * jnp.exp(log_ratios_BT) * advantages_BT
 
 
-def binary_kl(logprobs_BT: Given, log_ratios_BT: Given) -> Values:
+def binary_kl(logprobs_BT: FloatArray, log_ratios_BT: FloatArray) -> Values:
     """KL of old to new probability of the token against all others; no gradient is taken of it.
 
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), with 1 - p of at least 1e-8.
@@ -283,7 +292,7 @@ def binary_kl(logprobs_BT: Given, log_ratios_BT: Given) -> Values:
 
 
 def gmpo_log_ratios(
-    log_ratios_BT: Given, advantages_BT: Given, clip_low: float, clip_high: float
+    log_ratios_BT: FloatArray, advantages_BT: FloatArray, clip_low: float, clip_high: float
 ) -> Values:
     """Log-ratios of tokens, clamped where their advantage drives them further; 0 where that is 0.
 
@@ -295,7 +304,7 @@ def gmpo_log_ratios(
     return sign_BT * jnp.minimum(sign_BT * log_ratios_BT, sign_BT * clamped_BT)
 
 
-def dro_penalty(log_ratios_BT: Given, beta: float) -> Values:
+def dro_penalty(log_ratios_BT: FloatArray, beta: float) -> Values:
     """`beta / 2 (log r)^2`: what DRO adds to -A log pi, so that the policy stays near the sampler.
 
     Tinker's `dro`, after Richemond et al. 2024, arXiv:2405.19107.
@@ -303,7 +312,9 @@ def dro_penalty(log_ratios_BT: Given, beta: float) -> Values:
     return beta / 2 * jnp.square(jnp.asarray(log_ratios_BT))
 
 
-def kl_estimate(logprobs_BT: Given, reference_logprobs_BT: Given, estimator: str) -> Values:
+def kl_estimate(
+    logprobs_BT: FloatArray, reference_logprobs_BT: FloatArray, estimator: str
+) -> Values:
     """Per-token estimate of KL(policy || reference) from tokens of the policy.
 
     With d = log pi - log ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) + d - 1
@@ -331,13 +342,14 @@ def _k3(d_BT: Values) -> Values:
     """
     clamped_BT = jnp.minimum(-d_BT, LOG_RATIO_MAX)
     beyond_BT = jnp.maximum(-d_BT - LOG_RATIO_MAX, 0.0)
+    # expm1 keeps the digits of exp(-d) - 1 near d = 0, where most tokens are.
     return jnp.expm1(clamped_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
 
 
 def correction_weights(
     objective: ObjectiveConfig,
-    old_logprobs_BT: GivenBT,
-    sampler_logprobs_BT: GivenBT,
+    old_logprobs_BT: FloatArrayBT,
+    sampler_logprobs_BT: FloatArrayBT,
     mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
@@ -362,13 +374,14 @@ def correction_weights(
         weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
     if objective.rejection is not None:
         weight_BT = jnp.where(accepted_tokens(objective, *logs), weight_BT, 0.0)
+    # A factor of the loss and no part of it: a gradient through it would be another objective's.
     return jax.lax.stop_gradient(weight_BT)
 
 
 def accepted_tokens(
     objective: ObjectiveConfig,
-    old_logprobs_BT: GivenBT,
-    sampler_logprobs_BT: GivenBT,
+    old_logprobs_BT: FloatArrayBT,
+    sampler_logprobs_BT: FloatArrayBT,
     mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> Bool[Array, "B T"]:
@@ -382,6 +395,7 @@ def accepted_tokens(
     assert objective.rejection is not None, "asked of an objective that rejects"
     assert objective.rejection_high is not None, "it goes with rejection"
     log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
+    # The sampler takes the policy's place, so the estimators' d is -log r.
     value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
     match objective.rejection_level:
         case "sequence_sum":
@@ -396,9 +410,9 @@ def accepted_tokens(
 
 def policy_losses(
     objective: ObjectiveConfig,
-    logprobs_BT: GivenBT,
-    old_logprobs_BT: GivenBT,
-    advantages_BT: GivenBT,
+    logprobs_BT: FloatArrayBT,
+    old_logprobs_BT: FloatArrayBT,
+    advantages_BT: FloatArrayBT,
     mask_BT: MaskBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
@@ -416,6 +430,7 @@ def policy_losses(
         return reinforce(logprobs_BT, advantages_BT) * mask_BT
     logs = (logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT)
     if objective.surrogate == "gmpo":
+        # Clamped before the mean: GMPO bounds each token's ratio, not their geometric mean.
         log_ratio_BT = gmpo_log_ratios(
             log_ratios(*logs, "token"), advantages_BT, objective.clip_low, objective.clip_high
         )
@@ -424,18 +439,21 @@ def policy_losses(
     else:
         log_ratio_BT = log_ratios(*logs, objective.ratio_level)
     losses_BT = _surrogate(objective, logprobs_BT, log_ratio_BT, advantages_BT)
+    # Each token has the loss of the completion's one ratio here, which must count once. cispo's has
+    # the token's own log pi, so its sum over tokens is meant.
     if objective.ratio_level == "sequence" and objective.surrogate != "cispo":
         losses_BT = losses_BT / _trained_tokens(mask_BT, segment_ids_BT)
     if objective.surrogate == "dro":
+        # Added after the division: -A log pi is each token's own already.
         losses_BT = losses_BT + reinforce(logprobs_BT, advantages_BT)
     return losses_BT * mask_BT
 
 
 def _surrogate(
     objective: ObjectiveConfig,
-    logprobs_BT: GivenBT,
+    logprobs_BT: FloatArrayBT,
     log_ratios_BT: FloatBT,
-    advantages_BT: GivenBT,
+    advantages_BT: FloatArrayBT,
 ) -> FloatBT:
     low, high = objective.clip_low, objective.clip_high
     match objective.surrogate:

@@ -62,7 +62,7 @@ class Layout:
     def constrain_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
     ) -> Any:
-        """Inside the step: keep everything where `place_state` puts it."""
+        """Keep everything, inside the step, where `place_state` puts it."""
         if self.mesh is None:
             return state
         return self._state(state, template, optimizer, critic, jax.lax.with_sharding_constraint)
@@ -70,7 +70,7 @@ class Layout:
     def constrain_gradients(
         self, gradients: TrainableParams, template: eqx.Module, critic: Critic | None = None
     ) -> TrainableParams:
-        """Inside the backward pass: keep each gradient where `place_state` puts its parameter."""
+        """Keep each gradient, in the backward pass, where `place_state` puts its parameter."""
         if self.mesh is None:
             return gradients
         put = jax.lax.with_sharding_constraint

@@ -123,7 +123,7 @@ def _is_named(node: Any) -> bool:
 
 
 def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
-    """Every parameter by its path in the module, in a fixed order."""
+    """Parameters by path in the module, in a fixed order."""
     return {path: array.array for path, array in _named_arrays(model).items()}
 
 
@@ -224,22 +224,22 @@ def _check_tensors(template: LmHeadModel, path: Path) -> None:
         name: tuple(array.shape)
         for name, array in eqx.filter_eval_shape(_exported, template).items()
     }
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(str(file), framework="numpy") as tensors:
                 names = tensors.keys()
-                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot read {file}: {error}; copy it again") from error
-    wrong = sorted(name for name in expected if found.get(name) != expected[name])
+    wrong = sorted(name for name in expected if shapes.get(name) != expected[name])
     # A checkpoint of tied embeddings may hold the head a second time; a norm or bias that the
     # configuration does not speak of would be dropped silently.
-    surplus = sorted(name for name in set(found) - set(expected) if "lm_head" not in name)
+    surplus = sorted(name for name in set(shapes) - set(expected) if "lm_head" not in name)
     for name in (*wrong, *surplus):
         raise InputError(
             f"{path} does not fit its config.json: tensor {name} expected "
-            f"{expected.get(name, 'absent')}, found {found.get(name, 'absent')} "
+            f"{expected.get(name, 'absent')}, found {shapes.get(name, 'absent')} "
             f"({len(wrong) + len(surplus)} such tensors)"
         )
 

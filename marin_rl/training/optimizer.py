@@ -77,7 +77,9 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
         factor = jnp.minimum(1.0, (t + 1.0) / max(warmup, 1))
         if settings.schedule != "constant":
             assert settings.decay_steps is not None
+            # A schedule that ends with its warm-up would divide by 0.
             span = max(settings.decay_steps - warmup, 1)
+            # Clipped, so that the rate stays 0 after the last step; the cosine would rise again.
             passed = jnp.clip((t - warmup) / span, 0.0, 1.0)
             linear = settings.schedule == "linear"
             factor *= 1.0 - passed if linear else 0.5 * (1.0 + jnp.cos(jnp.pi * passed))
@@ -95,9 +97,11 @@ def make_optimizer(
     """
 
     def mask(parameters: Mapping[str, Any]) -> dict[str, bool]:
+        # Of the tree that optax has: its names may be only some of `decays`.
         return {name: decays[name] for name in parameters}
 
     return optax.chain(
+        # First in the chain: a gradient that is clipped only after Adam would stay in its moments.
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(
             learning_rate_schedule(settings),
@@ -122,6 +126,7 @@ def guarded_update(
     Multiplying an update by 0 would keep its NaN; `where` does not.
     """
     updates, after = optimizer.update(gradients, moments, parameters)
+    # The moments are guarded too: a NaN in them would spoil every later update.
     moved = optax.apply_updates(parameters, updates)
     return jax.tree.map(
         lambda new, old: jnp.where(ok, new, old), (moved, after), (parameters, moments)

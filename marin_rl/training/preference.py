@@ -67,6 +67,7 @@ def preference_totals(
     """Loss, accuracy (a tie is wrong) and mean difference of scored pairs, in float64."""
     difference_P = chosen_P - rejected_P
     return {
+        # logaddexp, since exp of a large difference would overflow.
         "loss": float(np.logaddexp(0.0, margins_P - difference_P).mean()),
         "accuracy": float((difference_P > 0).mean()),
         "margin": float(difference_P.mean()),
@@ -80,6 +81,7 @@ def pair_arrays(
 
     The rows of a microbatch are a multiple that the devices of the layout share evenly.
     """
+    # A multiple of 2 for each device: no pair is split between two.
     rows = layout.whole_rows(2 * min(microbatch_pairs, pairs_max), together=2)
     microbatches = -(-2 * pairs_max // rows)
     count = len(batch.token_ids)
@@ -105,6 +107,8 @@ def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards
     """
 
     def rewards(parameters: Parameters, token_ids_RT: Array, segment_ids_RT: Array) -> Array:
+        # The head stays in float32: the loss is of differences of rewards, whose digits bfloat16
+        # loses.
         cast = {
             name: array if name.startswith(HEAD) else array.astype(compute_dtype)
             for name, array in parameters.items()
@@ -112,6 +116,7 @@ def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards
         positions_RT = jnp.broadcast_to(jnp.arange(token_ids_RT.shape[1]), token_ids_RT.shape)
         model = with_parameters(template, cast)
         numbers_RT = model(token_ids_RT, segment_ids_RT, positions_RT * segment_ids_RT)
+        # An empty row has no last token and is read at 0; `_pairs` gives it no weight.
         last_R = jnp.maximum(jnp.sum(segment_ids_RT, axis=1) - 1, 0)
         return jnp.take_along_axis(numbers_RT, last_R[:, None], axis=1)[:, 0]
 
@@ -140,6 +145,7 @@ def make_preference_step(
         new = layout.constrain_state(_updated(optimizer, state, gradients, ok), template, optimizer)
         return new, metrics
 
+    # All of the state: unlike a policy's, these parameters are served by no engine.
     return jax.jit(step, donate_argnums=(0,))
 
 
@@ -147,6 +153,7 @@ def _accumulate(
     rewards: Rewards, parameters: Parameters, arrays: PairArrays, used: Array
 ) -> tuple[Parameters, Metrics]:
     """The gradient of the mean loss, and the means of loss, accuracy and difference."""
+    # Pairs of all microbatches: their weighted sums then add up to the step's mean.
     pairs = jnp.maximum(jnp.sum(_pairs(arrays)), 1.0)
 
     def loss(parameters: Parameters, rows: PairArrays) -> tuple[Array, Metrics]:
@@ -192,6 +199,7 @@ def _updated(
     )
 
 
+# Bounds of a scoring program, which bound the memory of its activations.
 ROWS_MAX = 64
 TOKENS_MAX = 16_384
 BUCKETS = BatchingConfig()  # the default's
@@ -221,6 +229,7 @@ class SequenceScorer:
         rewards_N = np.zeros(len(sequences), np.float64)
         lengths = np.array([padded_length(len(ids), self._longest) for ids in sequences], np.int64)
         for length in np.unique(lengths).tolist():
+            # By the length alone: a program of another number of rows could give other last bits.
             rows = max(1, min(ROWS_MAX, TOKENS_MAX // length))
             indices = np.flatnonzero(lengths == length)
             for start in range(0, len(indices), rows):

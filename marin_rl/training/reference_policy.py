@@ -61,6 +61,7 @@ def _before(manifest: Manifest) -> SlotRef | None:
     if manifest.slot == checkpoint_slot(0):
         return None
     folder = checkpoint_slot(0).partition("/")[0]
+    # A checkpoint's parents are also the batches it was trained on, in another folder.
     (parent,) = (each for each in manifest.parents if each.slot.startswith(folder))
     return SlotRef(slot=parent.slot, sha256=parent.sha256)
 
@@ -87,7 +88,7 @@ def reward_penalty(
     ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
     coefficient: float,
 ) -> Penalty:
-    """KL of each completion as a part of its reward: `r_i - coefficient KL_i`.
+    """Penalise each completion's reward by its KL: `r_i - coefficient KL_i`.
 
     KL_i is the estimator summed over the completion, between the sampler and the reference. Since
     the advantage is linear in the rewards, what the penalty adds to it is the advantage of the
@@ -96,6 +97,7 @@ def reward_penalty(
     """
     kl = _kl_of(objective, batches, arrays, ref_logprobs)
     group_N, count = group_numbers(groups, batches)
+    # Not scaled: divided by its own spread, the penalty would be the same for any coefficient.
     choice = AdvantageChoice(estimator=objective.advantage, scale="none")
     advantage_N = round_advantages(-coefficient * kl.completions_N, group_N, count, choice)
     changes, start = [], 0
@@ -168,6 +170,7 @@ def _kl_of(
     tokens = [_estimates(objective, *pair) for pair in zip(arrays, ref_logprobs, strict=True)]
     sums = [_sums(*pair) for pair in zip(arrays, tokens, strict=True)]
     places = [_places(batch) for batch in batches]
+    # In the order of the batches' ids, which is the order of `group_numbers` too.
     kl_N = np.concatenate([step[place] for step, place in zip(sums, places, strict=True)])
     return _Kl(tokens=tokens, sums=sums, places=places, completions_N=kl_N)
 
@@ -178,13 +181,15 @@ def _estimates(
     length = ref_logprobs.shape[-1]
     sampled_BT, ref_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, ref_logprobs))
     values_BT = kl_estimate(jnp.asarray(sampled_BT), jnp.asarray(ref_BT), objective.kl_estimator)
+    # In float64, since thousands of small estimates are summed over a completion.
     return np.asarray(values_BT, np.float64) * arrays.mask.reshape(-1, length)
 
 
 def _sums(arrays: StepArrays, values_BT: Float64[np.ndarray, "B T"]) -> Float64[np.ndarray, "B S"]:
-    """By row and segment; segment 0 is padding."""
+    """Sum values by row and segment; segment 0 is padding."""
     segments_BT = arrays.segment_ids.reshape(values_BT.shape)
     sums = np.zeros((len(values_BT), int(segments_BT.max(initial=0)) + 1))
+    # `sums[...] += values` would add one token of each segment only: indexes repeat.
     np.add.at(sums, (np.arange(len(values_BT))[:, None], segments_BT), values_BT)
     return sums
 
@@ -194,6 +199,7 @@ def _places(batch: TrainingBatch) -> tuple[Int64[np.ndarray, " N"], Int64[np.nda
     counts = np.array([len(ids) for ids in batch.rollout_ids], np.int64)
     rows = np.repeat(np.arange(len(counts)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
+    # Segments of a row count from 1: 0 is padding.
     return rows, np.arange(len(rows)) - first + 1
 
 
@@ -210,6 +216,7 @@ def group_numbers(
 ) -> tuple[Int64[np.ndarray, " N"], int]:
     """The group of each completion as a number, and how many there are."""
     of_each = [groups[name] for batch in batches for row in batch.rollout_ids for name in row]
+    # Numbered by first appearance, not by a set's order, which differs between processes.
     numbers = {group: number for number, group in enumerate(dict.fromkeys(of_each))}
     return np.array([numbers[group] for group in of_each], np.int64), len(numbers)
 

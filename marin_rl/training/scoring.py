@@ -27,7 +27,9 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
 from marin_rl.training.losses import scores_of_logits
 
+# A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
 TOKENS_PER_CHUNK = 256
+# More layers than this are scanned: see `_blocks` for what either way costs.
 UNROLLED_LAYERS_MAX = 8
 
 Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
@@ -129,14 +131,18 @@ def _scored(
     temperature: float = 1.0,
     packing: Packing = ALONE,
 ) -> tuple[Array, ...]:
-    """Of the masked tokens of rows (ids, segments, positions, mask) log-probability and entropy,
-    as far as `words` are asked for, and what a scalar head says, as far as there is one.
+    """Score the masked tokens of rows (ids, segments, positions, mask).
+
+    Returns log-probability and entropy if `words`, then the scalar head's output if there is one.
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
     if packing.packed_rows and prompts_BT is None and _is_plain(model):
+        # Levanter's plain attention computes all T x T pairs of a packed row; attention by blocks
+        # computes only those in sight.
         prompts_BT = segment_ids_BT
     states_BTE = _before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, prompts_BT)
+    # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
         states_BTE.reshape(-1, states_BTE.shape[-1]),
         _Tail.of(model, head, words=words),
@@ -152,6 +158,7 @@ def _scored(
 def _row_axes() -> tuple[str, ...]:
     """The axes of the mesh that rows are spread over; none without a mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
+    # An axis of size 1 spreads nothing: left out, the program is that of a single device.
     return tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
 
 
@@ -177,7 +184,7 @@ def _predecessors(
     positions_BT: Int[Array, "B T"],
     shared_prompts: bool,  # noqa: FBT001
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
-    """Of each token the flat index of the one it is predicted from, and its prompt's segment.
+    """Flat index of each token's predecessor, and the segment of its prompt.
 
     The latter only where prompts are shared, and its own segment where it has no prompt apart.
     """
@@ -185,12 +192,16 @@ def _predecessors(
     index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     rows_B1 = T * jnp.arange(B, dtype=jnp.int32)[:, None]
     if not shared_prompts:
+        # Nothing precedes position 0. Any index in range does, for the mask is False there.
         return rows_B1 + jnp.maximum(index_BT - 1, 0), None
+    # -1 is no segment's id, so that position 0 always begins one.
     before_BT = jnp.pad(segment_ids_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     begins_BT = segment_ids_BT != before_BT
     roots_BT = jnp.where(begins_BT & (positions_BT == 0), index_BT, 0)
+    # Indexes of roots ascend, so a running maximum carries the last one forward.
     root_BT = jax.lax.cummax(roots_BT, axis=1)
     prompts_BT = jnp.take_along_axis(segment_ids_BT, root_BT, axis=1)
+    # A completion's positions go on from its prompt's, which count from the root.
     continues_BT = begins_BT & (positions_BT > 0)
     sources_BT = jnp.where(continues_BT, root_BT + positions_BT - 1, jnp.maximum(index_BT - 1, 0))
     return rows_B1 + sources_BT, prompts_BT
@@ -217,6 +228,7 @@ def _before_last_mlp(
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
         states = block(states, mask, pos_ids=positions)
+    # The last MLP is left out: it works on each token alone, so `_Tail` runs it on the mask only.
     seen = last.self_attn(last.input_layernorm(states), mask, pos_ids=positions)
     return (states + seen).rearrange((batch, position, model.Embed)).array
 
@@ -255,8 +267,8 @@ def _blocks(layers: Any, count: int) -> list[Any]:
     if count == 1:
         return [last]
     block = layers.Block
-    rest = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
-    shorter = dataclasses.replace(layers, stacked=rest, Block=block.resize(count - 1))
+    stacked = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
+    shorter = dataclasses.replace(layers, stacked=stacked, Block=block.resize(count - 1))
     return [partial(_fold, shorter), last]
 
 
@@ -295,20 +307,25 @@ class _Tail(NamedTuple):
 def _tail_scores(
     tail: _Tail, states_CE: Float[Array, "C E"], targets_C: Int[Array, " C"], temperature: float
 ) -> tuple[Float[Array, " C"], ...]:
-    """Of every state of a chunk the log-probability of the target and the entropy of the
-    prediction, as far as there are words, and the scalar head's number, as far as there is one.
+    """Score every state of a chunk against its target.
+
+    Returns log-probability and entropy if there are `words`, then the scalar head's output if there
+    is one.
     """
     states = hax.named(states_CE, ("token", "embed"))
     states = tail.final_norm(states + tail.mlp(tail.norm(states)))
     numbers = () if tail.scalar is None else (tail.scalar(states.array),)
     if tail.words is None:
         return numbers
+    # Summed in float32 for any dtype of the weights: the 8 bits of a bfloat16 logit are too few for
+    # a log-probability.
     logits_CV = jnp.einsum(
         "ce,ve->cv", states.array, tail.words, preferred_element_type=jnp.float32
     )
     return *scores_of_logits(logits_CV, targets_C, temperature), *numbers
 
 
+# JAX has no reverse derivative of a loop whose length depends on data: it is written out below.
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _scores_where(
     states_NE: Float[Array, "N E"],
@@ -339,6 +356,7 @@ def _scores_where(
 
         zero = jnp.zeros(mask_N.shape, jnp.float32)
         scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
+        # The last chunk may reach past the masked tokens, and scores others too.
         return tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
 
     run = _on_each_device(score, axes, PartitionSpec(axes))
@@ -375,6 +393,7 @@ def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Arr
     """
     size = mask_N.shape[0]
     chunk = min(TOKENS_PER_CHUNK, size)
+    # Stable, so that the mask alone decides the order in which gradients are summed.
     order_N = jnp.argsort(~mask_N, stable=True).astype(jnp.int32)
     # The last chunk is filled up with an index past the end: reads give 0, writes are dropped.
     order_N = jnp.pad(order_N, (0, -size % chunk), constant_values=size)
@@ -410,6 +429,7 @@ def _scores_backward(
     ) -> tuple[Array, _Tail]:
         order_N, chunks, chunk = _masked_first(mask_N, axes)
         sources_N = _own(sources_N, axes)
+        # The forward pass returned a constant 0 off the mask: no gradient may pass there.
         by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
         def body(index: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -427,6 +447,8 @@ def _scores_backward(
             # several completions may be predicted from the last state of one prompt
             return by_states_NE.at[sources].add(by_states_CE), by_tail
 
+        # Summed over chunks in float32: bfloat16 would round small gradients away next to a large
+        # sum.
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tail)
         start = (jnp.zeros_like(states_NE), nothing)
         by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)

@@ -196,7 +196,7 @@ class Identity:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is kept in a manifest's `extra`."""
+        """Return the fields as a manifest's `extra` keeps them."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value is not None}
 

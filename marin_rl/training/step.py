@@ -122,6 +122,7 @@ class ForwardBackward:
             metrics = step_metrics(settings, scores, ref_logprobs, coefficient, values, arrays)
             return metrics, token_measures(settings, scores, ref_logprobs, values, arrays)
 
+        # Two programs: lanes each run the first, and the metrics are of what all lanes gave.
         self._gather = compiled_apart(jax.jit(gather))
         self._measure = jax.jit(measure)
         self._lanes = lanes
@@ -140,6 +141,8 @@ class ForwardBackward:
         are not trained, all of them where `trainable.policy` is None.
         """
         arrays = jax.device_put(arrays)  # once, not for every program
+        # By M, not by `used`: the number of lanes decides the order of sums, and must not change
+        # with the rows of a batch.
         lanes = self._lanes if len(arrays.mask) >= self._lanes else 1
 
         def of_lane(lane: int) -> tuple[TrainableParams, ForwardOutputs]:
@@ -183,13 +186,18 @@ def make_update(
         warming = gradients.policy is None
         metrics: Metrics = {
             "grad_norm": jnp.asarray(optax.global_norm(gradients.policy or {})),
+            # While the critic warms up the policy is not updated, and its schedule stands still.
             "lr": jnp.zeros(()) if warming else schedule(state.step),
         }
+        # The norm is finite only if every gradient is: one number checks them all.
         ok: Array = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         if critic is not None and state.critic is not None and gradients.critic is not None:
             metrics |= critic.update_metrics(state.critic, gradients.critic)
+            # Before either update: policy and critic are both updated or neither, so that a state
+            # is never of two steps.
             ok &= jnp.isfinite(metrics["critic/grad_norm"])
             state = state._replace(critic=critic.updated(state.critic, gradients.critic, ok))
+        # Counts refusals in a row, which the loop ends a run at; any good update clears it.
         state = state._replace(refused=jnp.where(ok, 0, state.refused + 1))
         if gradients.policy is not None:
             state = _updated_policy(optimizer, state, gradients.policy, ok, average_decay)
@@ -198,6 +206,8 @@ def make_update(
         metrics["updates/steps"] = state.step
         return state, metrics
 
+    # Donation is by argument, so the state is passed in parts: moments and critic are donated,
+    # parameters are not, for the engine may be sampling from these arrays.
     jitted = compiled_apart(jax.jit(update, donate_argnums=(1, 2)))
 
     def run(
@@ -220,6 +230,7 @@ def _updated_policy(
     parameters, moments = guarded_update(
         optimizer, gradients, state.parameters, state.optimizer, ok
     )
+    # A refused update must leave the average too: the old parameters would count in it twice.
     average = state.average
     if average is not None and average_decay is not None:
         average = {
@@ -228,6 +239,7 @@ def _updated_policy(
             )
             for name, new in parameters.items()
         }
+    # `step` drives the schedule: a refused update takes no step of it.
     return state._replace(
         parameters=parameters, optimizer=moments, step=state.step + ok, average=average
     )
@@ -267,6 +279,7 @@ def rows_pass(
             rows = jax.tree.map(lambda array: array[index], arrays)
             return kept.at[index].set(of_rows(policy, cast.critic, rows))
 
+        # `used` is data and no shape: one program serves any number of rows.
         return jax.lax.fori_loop(0, used, body, jnp.zeros(arrays.mask.shape, jnp.float32))
 
     return jax.jit(run)

@@ -44,7 +44,7 @@ IntBT = Int[Array, "B T"]
 
 
 class TokenMeasures(NamedTuple):
-    """Of every trained token, before the update; what stands elsewhere means nothing.
+    """Measures of every trained token before the update; undefined elsewhere.
 
     `reference_logprobs` is None without a reference policy, `old_logprobs` where the ratio is taken
     against the sampler's, `values` without a critic. Arrays have the shape of the step's.

@@ -42,6 +42,8 @@ def squared_score_norms(
         temperature=settings.temperature,
         packing=settings.packing,
     )
+    # Where p(y) is nearly 1 the difference may round to less than 0; for the same reason 1 - p(y)
+    # is computed by expm1, which keeps its digits.
     others = jnp.maximum(squares - jnp.exp(2 * scores.logprobs), 0.0)
     return jnp.where(rows.mask, jnp.square(jnp.expm1(scores.logprobs)) + others, 0.0)
 
@@ -84,12 +86,13 @@ def round_token_advantages(
             array.reshape(-1, array.shape[-1]) for array in (rows.mask, rows.segment_ids, weight)
         )
         row_N, position_N = np.nonzero(mask_BT)
-        held = np.array([len(row) for row in batch.rollout_ids], np.int64)
-        first = start + np.cumsum(held) - held
+        counts = np.array([len(row) for row in batch.rollout_ids], np.int64)
+        first = start + np.cumsum(counts) - counts
+        # Segments of a row count from 1: 0 is padding.
         sequences.append(first[row_N] + segments_BT[row_N, position_N] - 1)
         returns.append(batch.returns[row_N, position_N].astype(np.float64))
         flat_weights.append(weight_BT[row_N, position_N].astype(np.float64))
-        start += int(held.sum())
+        start += int(counts.sum())
     advantage_N = token_advantages(
         np.concatenate(returns), np.concatenate(flat_weights), np.concatenate(sequences), group_S
     )
@@ -116,8 +119,10 @@ def token_advantages(
     count_S = np.bincount(sequence_N, minlength=len(group_S))
     first_N = (np.cumsum(count_S) - count_S)[sequence_N]
     index_N = np.arange(len(sequence_N)) - first_N
+    # Running sums of each completion, as differences of one over all; in float64, for they cancel.
     before_N = np.append(0.0, np.cumsum(weight_N))
     total_N = before_N[1:] - before_N[first_N]
+    # A number for each group and index: no index reaches the factor.
     places = group_S[sequence_N] * (int(count_S.max(initial=0)) + 1) + index_N
     _, place_N = np.unique(places, return_inverse=True)
     count_P = np.bincount(place_N)
@@ -128,5 +133,6 @@ def token_advantages(
     total_P = np.bincount(place_N, weights=total_N)
     weighed_P = np.bincount(place_N, weights=total_N * above_N)
     plain_P = np.bincount(place_N, weights=above_N) / count_P
+    # `np.where` computes both branches: the inner one keeps 0 / 0 out of the first.
     mean_P = np.where(total_P > 0, weighed_P / np.where(total_P > 0, total_P, 1.0), plain_P)
     return above_N - mean_P[place_N]

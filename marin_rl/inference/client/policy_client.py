@@ -192,14 +192,14 @@ class PolicyClient:
             return 0.0
         return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
 
-    def _willing(self, turn: int) -> int:
-        """The endpoint whose turn it is, or the next that did not ask to be left alone."""
+    def _willing(self, first: int) -> int:
+        """Return endpoint `first`, or the next one after it that is not backing off."""
         count, now = len(self._endpoints), time.monotonic()
-        in_turn = [(turn + step) % count for step in range(count)]
-        return min(in_turn, key=lambda index: max(self._not_before[index], now))
+        candidates = [(first + step) % count for step in range(count)]
+        return min(candidates, key=lambda index: max(self._not_before[index], now))
 
     async def _left_alone(self, index: int) -> None:
-        """Wait as long as the endpoint asked for; jitter, lest all who wait return at once."""
+        """Wait as long as the endpoint requested, plus jitter to spread retries."""
         left_s = self._not_before[index] - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S)))
@@ -213,7 +213,7 @@ class PolicyClient:
         *,
         key: str | None = None,
     ) -> bytes:
-        """One try at one endpoint. The time limit is on the whole answer, not between bytes."""
+        """Send a request once. The time limit is on the complete answer, not between bytes."""
         import httpx2
         import openai
 

@@ -109,7 +109,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sample: its text without the stop token, its ids with it, one logprob (nats) per id.
+    """Completion: its text without the stop token, its ids with it, one logprob (nats) per id.
 
     `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
     were swapped while this sample was drawn.
@@ -135,7 +135,7 @@ class ServerTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """All that an endpoint says about one request; completions in the order of their `index`."""
+    """Answer of an endpoint to a request; completions in the order of their `index`."""
 
     model: str
     prompt_token_ids: Int32[np.ndarray, " P"]
@@ -147,7 +147,7 @@ class ChatAnswer:
 
 
 def decode_answer(data: bytes) -> ChatAnswer:
-    """Read a chat completion, ours or vLLM's; BadResponse says what is missing or absurd."""
+    """Read a chat completion, ours or vLLM's; BadResponse names what is missing or absurd."""
     body, choices = read_choices(data)
     return ChatAnswer(
         model=str(body.get("model", "")),

@@ -75,7 +75,7 @@ def chat_routes(service: Service) -> list[ApiRoute]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """One chat request, understood: what both ways of answering it need."""
+    """Parsed chat request, for streamed and for complete answers."""
 
     service: Service
     body: ChatBody
@@ -158,8 +158,8 @@ def _constraint(chat: Chat) -> MakeWalker | None:
             "response_format: expected none together with a tool_choice that asks for a call",
             param="response_format",
         )
-    asked = body.tool_choice
-    named = None if isinstance(asked, str | None) else asked.function.name
+    tool_choice = body.tool_choice
+    named = None if isinstance(tool_choice, str | None) else tool_choice.function.name
     tools = [tool for tool in chat.tools if named in (None, tool["function"]["name"])]
     several = body.parallel_tool_calls is not False and named is None
     grammar = forced_calls_grammar(chat.form, tools, chat.service.tokenizer, several=several)
@@ -207,11 +207,11 @@ def _parsed(chat: Chat, text: str) -> ParsedAnswer:
 
 @dataclass(slots=True)
 class _SampleState:
-    """One sample as far as it was sent."""
+    """State of a sample's stream."""
 
     text: IncrementalDetokenizer
     calls: ToolCallStream | None
-    begun: bool = False
+    started: bool = False
     called: int = 0
 
 
@@ -242,7 +242,7 @@ class ChatStream:
         return event(chunk)
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
-        """The usage, if it was asked for, and the end."""
+        """The usage, if requested, and the end."""
         if not self._chat.body.include_usage:
             return DONE
         chunk = self._chunk(results[0])
@@ -258,10 +258,10 @@ class ChatStream:
         ids = delta.token_ids.tolist()
         text = self._chat.decoding.new_text(state.text, ids, delta.finish_reason)
         fields: dict[str, Any] = {}
-        if not state.begun:
+        if not state.started:
             fields["role"] = "assistant"
         if state.calls is None:
-            return fields | ({"content": text} if text or not state.begun else {})
+            return fields | ({"content": text} if text or not state.started else {})
         pieces = state.calls.feed(text) if text else []
         if delta.finish_reason:
             pieces += state.calls.finish()
@@ -282,7 +282,7 @@ class ChatStream:
         self, state: _SampleState, delta: Delta, fields: dict[str, Any]
     ) -> dict[str, Any] | None:
         body = self._chat.body
-        state.begun = True
+        state.started = True
         if not (fields or delta.finish_reason or body.logprobs or body.return_token_ids):
             return None
         reason = finish_reason(delta.finish_reason, state.called) or None

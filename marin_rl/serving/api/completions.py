@@ -53,7 +53,7 @@ def completions_routes(service: Service) -> list[ApiRoute]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """One request for plain completions, understood: what both ways of answering it need."""
+    """Parsed request for completions, for streamed and for complete answers."""
 
     service: Service
     body: CompletionBody
@@ -184,7 +184,7 @@ _NOTHING = Sample(
 
 @dataclass(slots=True)
 class _SampleState:
-    """One sample as far as it was sent."""
+    """State of a sample's stream."""
 
     text: IncrementalDetokenizer
     offsets: Offsets
@@ -221,7 +221,7 @@ class PlainStream:
         return event(self._chunk(delta) | {"choices": [choice]})
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
-        """Choices without tokens, the usage, if it was asked for, and the end."""
+        """Choices without tokens, the usage if requested, and the end."""
         plain, data = self._plain, b""
         for index in range(len(results) * plain.body.samples):
             if index not in self._samples:

@@ -1,4 +1,4 @@
-"""One request's way through the server: prepare, submit, schedule, write, send.
+"""Request handling: prepare, submit, schedule, write, send.
 
 In order, with the thread that does each step:
 
@@ -136,7 +136,7 @@ async def _send_error_event(error: ApiError, scope: Scope, send: Send) -> None:
 
 
 class RequestHandler:
-    """One request on its way through the engine and back. Made and closed on the event loop."""
+    """Request in the engine, and its response. Made and closed on the event loop."""
 
     def __init__(self, service: Service, scope: Scope) -> None:
         self.queue = ResponseQueue()

@@ -71,7 +71,7 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Tokens with their log-probabilities, of the distribution that was asked for."""
+    """Tokens with their log-probabilities, of the requested distribution."""
 
     ids: list[int]
     logprobs: list[float]
@@ -232,7 +232,7 @@ def call_delta(index: int, call: ToolCall) -> dict[str, Any]:
 
 
 def finish_reason(reason: str, calls: int) -> str:
-    """Why a sample ended, as OpenAI says it."""
+    """The finish reason of a sample, in OpenAI's words."""
     return "tool_calls" if calls and reason == "stop" else reason
 
 
@@ -242,5 +242,5 @@ def dumps(body: Mapping[str, Any]) -> bytes:
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"

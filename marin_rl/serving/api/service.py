@@ -274,16 +274,16 @@ class Service:
                 param=param,
             )
 
-    def new_tokens(self, prompt: Prompt, asked: int | None, *, param: str) -> int:
-        """The limit of new tokens of one prompt: what is asked for, else what there is room for.
+    def new_tokens(self, prompt: Prompt, max_tokens: int | None, *, param: str) -> int:
+        """The limit of new tokens of one prompt: the requested one, else the room in the context.
 
         ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
         """
         length = len(prompt)
-        check_tokens(self.limits, prompt_tokens=length, new_tokens=asked, param=param)
+        check_tokens(self.limits, prompt_tokens=length, new_tokens=max_tokens, param=param)
         context = self.engine.context_length
         room = context - length
-        least = 1 if asked is None else asked
+        least = 1 if max_tokens is None else max_tokens
         if room < least:
             raise ApiError(
                 400,
@@ -293,8 +293,8 @@ class Service:
                 code="context_length_exceeded",
                 param=param,
             )
-        if asked is not None:
-            return asked
+        if max_tokens is not None:
+            return max_tokens
         return min(room, self.limits.new_tokens_max or room)
 
 

@@ -1,4 +1,4 @@
-"""Routes that speak in token ids: /tokenize, /detokenize, and generation from ids to ids.
+"""Routes for token ids: /tokenize, /detokenize, and generation from ids to ids.
 
 Owns `POST /inference/v1/generate` as vLLM has it and the `verifiers` library reads it: a prompt's
 ids in, each sample's ids and one log-probability per id out, and no text.

@@ -160,9 +160,9 @@ class ResponseWriter:
         self._thread.start()
 
     def put(self, queue: ResponseQueue, write: Write) -> None:
-        """Have `write` make a response's next bytes, and say if they are the last; thread safe.
+        """Queue `write`, which makes a response's next bytes and marks if they are the last.
 
-        Returns at once. What `write` raises becomes the queue's error.
+        Thread safe, and returns at once. What `write` raises becomes the queue's error.
         """
         self._waiting.put((queue, write))
 

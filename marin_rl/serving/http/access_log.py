@@ -1,4 +1,4 @@
-"""One record a request: its id, what it cost, how it ended; and the log that shows it.
+"""Access log: a record per request, with its id, its cost and its outcome.
 
 Owns request ids, the record that routes fill in, the outermost middleware, which also answers for
 faults of ours, and the access log's thread. Leaves out the metrics (`prometheus`).

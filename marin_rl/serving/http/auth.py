@@ -192,21 +192,21 @@ class Guard:
         share = self._budget.share()
         scope["state"] |= {"deadline": deadline, "body_share": share}
         body = BoundedBody(receive, self._config, client_of(scope), share)
-        begun = False
+        response_started = False
         timeout = asyncio.timeout_at(deadline.total_at)
         try:
             async with timeout:
 
                 async def send_on(message: Message) -> None:
-                    nonlocal begun
-                    if not begun:
-                        begun = True
+                    nonlocal response_started
+                    if not response_started:
+                        response_started = True
                         timeout.reschedule(deadline.total_at + ENDING_S)
                     await send(message)
 
                 await self._app(scope, body, send_on)
         except TimeoutError:
-            if begun or not timeout.expired():
+            if response_started or not timeout.expired():
                 raise
             await Refusal(request_timeout())(scope, receive, send)
         finally:
@@ -338,7 +338,7 @@ def _unknown_coding(headers: dict[bytes, list[bytes]]) -> ApiError | None:
 
 
 def _headers(scope: Scope) -> tuple[dict[bytes, list[bytes]], int]:
-    """Every header (names are lower case already) with all its values, and the head's bytes."""
+    """Read all headers (names are lower case already), all their values, and the head's bytes."""
     headers: dict[bytes, list[bytes]] = {}
     head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
     for name, value in scope["headers"]:

@@ -1,4 +1,4 @@
-"""Sockets: how many there may be, and how long one may take to say what it wants.
+"""Sockets: limits on their number, and on the time that a request may take to arrive.
 
 uvicorn waits for a request's head for ever, keeps every byte of a head that it is given, and
 answers malformed HTTP in its own words. The protocol here closes connections that dawdle, bounds
@@ -136,7 +136,7 @@ _EXTENSION = "marin_rl.client"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection: at most `header_timeout_s` idle or in the head of a request.
+    """Connection: at most `header_timeout_s` idle or in the head of a request.
 
     The parser keeps what is no body until it is complete: request lines, headers, trailers,
     extensions of chunks. So all that comes between two pieces of a body, or before the first, is
@@ -299,12 +299,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, status: int, message: str, reason: str) -> None:
-        """Say why, if nothing else was said yet, and close."""
+        """Send the refusal, if no response has started, and close."""
         self.shared.on_refused(reason)
         answering = self._answering
-        begun = answering is not None and answering.response_started
+        started = answering is not None and answering.response_started
         self._abandon_cycle()
-        if answering is None or answering.response_complete or not begun:
+        if answering is None or answering.response_complete or not started:
             self.transport.write(_answer(status, message, reason))
             self._linger()
         else:

@@ -1,4 +1,4 @@
-"""Parse request bodies: strict shapes, and errors that say which field is wrong.
+"""Parse request bodies: strict shapes, and errors that name the wrong field.
 
 Owns the base of all bodies, the reading of JSON, and the refusal as OpenAI words it. An unknown
 field is refused by name rather than ignored: an option that silently does nothing is worse than
@@ -148,7 +148,7 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @lru_cache
 def _fields(kind: type[Body]) -> frozenset[str]:
-    """Every field name of a body, at any depth.
+    """Field names of a body, at any depth.
 
     Error locations hold the names of a union's branches too; only these name fields.
     """

@@ -42,7 +42,7 @@ class TokenBucket:
         self._at = clock()
 
     def take(self) -> float:
-        """Let a request in, and return 0; or the seconds after which one will be let in."""
+        """Admit a request and return 0, or return the seconds until one will be admitted."""
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._per_second)
         self._at = now
@@ -53,7 +53,7 @@ class TokenBucket:
 
 
 class Rates:
-    """One bucket for each kind of caller; admin is not limited, so that it can always act."""
+    """Rate limit by kind of caller; admin is not limited, so that it can always act."""
 
     def __init__(
         self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
@@ -104,7 +104,7 @@ def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) ->
 def check_tokens(
     config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
 ) -> None:
-    """Refuse a prompt, or a number of new tokens asked for, beyond the configured ones (400)."""
+    """Refuse a prompt, or a requested number of new tokens, beyond the configured limits (400)."""
     prompt_max, new_max = config.prompt_tokens_max, config.new_tokens_max
     if prompt_max is not None and prompt_tokens > prompt_max:
         raise _too_many(param, "prompt tokens", prompt_tokens, prompt_max)
@@ -112,8 +112,8 @@ def check_tokens(
         raise _too_many("max_tokens", "new tokens", new_tokens, new_max)
 
 
-def _too_many(param: str, what: str, found: int, allowed: int) -> ApiError:
-    message = f"{param}: expected at most {allowed} {what}, found {found}"
+def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
+    message = f"{param}: expected at most {allowed} {what}, found {count}"
     return ApiError(400, message, param=param, code="limit_exceeded")
 
 
@@ -124,7 +124,7 @@ def draining_error() -> ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """Until when a request may wait for a slot, and until when its answer must be complete.
+    """Deadlines of a request: to get a slot, and to complete its answer.
 
     Times are those of the event loop's clock, which timers go by, from the request's arrival on.
     """

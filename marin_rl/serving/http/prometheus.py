@@ -24,7 +24,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """One metric: its full name, kind, labels, and what it says."""
+    """Metric: its full name, kind, labels, and description."""
 
     name: str
     kind: str
@@ -191,7 +191,7 @@ class Telemetry:
         self._updated_at = time.monotonic()
 
     def weights_failed(self, *, source: str) -> None:
-        """An update was refused or failed, and the old weights go on."""
+        """Count an update that was refused or failed; the old weights are kept."""
         self._failures.labels(source).inc()
 
     def exposition(self) -> bytes:
@@ -259,7 +259,7 @@ def _invariance(proven: Invariance) -> Metric:
 
 
 class _AtScrape(Collector):
-    """A collector that makes its metrics when they are asked for."""
+    """A collector that makes its metrics when they are scraped."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect

@@ -43,7 +43,7 @@ _trials = WorkerPool("marin_rl.isolated.grammars", LIMITS, TRIALS_MAX)
 
 
 class Walker:
-    """One sample's way through a grammar: what may come next, and what came.
+    """State of a sample in a grammar: the tokens allowed next, and those accepted.
 
     Stop tokens are allowed exactly where the text may end. Used by one thread.
     """

@@ -1,4 +1,4 @@
-"""From token ids back to text: whole, token by token, and as it grows.
+"""Detokenizer, from token ids to text: whole, token by token, and as it grows.
 
 Owns the use of the tokenizer's decoder: what single tokens read as, in characters and in bytes, and
 which part of an unfinished text can be shown because nothing that follows can change it. Leaves out

@@ -1,4 +1,4 @@
-"""From messages to token ids, by the chat template of the model folder and no other.
+"""Rendering of messages to token ids, by the chat template of the model folder and no other.
 
 Owns the shape in which templates expect messages and tools, and how their failures are answered.
 Rendering itself, in a process with limits, is `chat_templates`'; reading a completion back into

@@ -28,7 +28,7 @@ ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that a completion makes; `arguments` is a JSON object as text."""
+    """Tool call of a completion; `arguments` is a JSON object as text."""
 
     id: str
     name: str

@@ -78,8 +78,8 @@ class Gap:
 
 def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
     """Largest allowed difference of an engine in `dtype` from the trainer, in nats."""
-    asked = config.canary_tolerance
-    return TOLERANCES[jnp.dtype(dtype).name] if asked is None else asked
+    tolerance = config.canary_tolerance
+    return TOLERANCES[jnp.dtype(dtype).name] if tolerance is None else tolerance
 
 
 def prove(

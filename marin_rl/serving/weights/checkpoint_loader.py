@@ -56,7 +56,7 @@ _LOCAL_SCHEMES = ("file", "local")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """All that decides what a model computes, but its weights.
+    """Architecture of a model: everything that decides its outputs except the weights.
 
     Models that are equal here run the same compiled programs with the same rotary table, so their
     weights may take each other's place. `rotary` is the SHA-256 of the table of the first
@@ -70,7 +70,7 @@ class Architecture:
 
     @classmethod
     def of(cls, model: LmHeadModel, positions: int) -> "Architecture":
-        """That of a model, or of a template without weights.
+        """Return the architecture of a model, or of a template without weights.
 
         Raises InputError for a model that the engine cannot decode, or one made for less positions.
         """
@@ -121,11 +121,11 @@ class Served:
     architecture: Architecture
 
 
-def check_tokenizer(expected: TokenizerIdentity, found: TokenizerIdentity) -> None:
+def check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> None:
     """Raise InputError unless texts and messages become the same ids with both."""
     pairs = {
-        "tokenizer": (expected.tokenizer_digest, found.tokenizer_digest),
-        "chat template": (expected.chat_template_digest, found.chat_template_digest),
+        "tokenizer": (expected.tokenizer_digest, other.tokenizer_digest),
+        "chat template": (expected.chat_template_digest, other.chat_template_digest),
     }
     for what, (ours, theirs) in pairs.items():
         if ours != theirs:
