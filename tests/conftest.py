@@ -82,7 +82,7 @@ LONGEST = (
     "inference/test_batch_invariance.py",
     "inference/test_lanes.py",
     "training/test_loop.py",
-    "training/test_scoring.py",
+    "training/test_logprobs.py",
     "test_rounds.py",
     "analysis/test_verify.py",
     "serving/test_admin.py",

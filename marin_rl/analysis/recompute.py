@@ -26,11 +26,11 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import dispositions_of, read_batches
 from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.training.compiled_step import rows_compiled_for
+from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import log_ratios
 from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import kl_coefficient
-from marin_rl.training.scoring import TokenScores
 from marin_rl.training.step import step_arrays
 from marin_rl.training.step_metrics import step_metrics
 from marin_rl.training.step_types import StepArrays, StepRows, StepSettings

@@ -3,9 +3,9 @@
 Scorers hang in C code, catch every exception, exhaust the interpreter lock; nothing in this process
 could stop them. A worker (`worker.py`) is a fresh interpreter that imports the environment and
 never JAX; it is started before it is needed, scores a group per message, is killed at the time
-limit with whatever it started (`marin_rl.process`), and started again for the rest. Whatever goes
-wrong with one completion is a RewardFault, returned and not raised, so that it costs one rollout.
-What cannot hang is scored right here.
+limit with whatever it started (`marin_rl.worker_process`), and started again for the rest. Whatever
+goes wrong with one completion is a RewardFault, returned and not raised, so that it costs one
+rollout. What cannot hang is scored right here.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, answer_in, checked_components, extracts_here
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.isolated.processes import EXIT_PATIENCE_S, KeptWorker
-from marin_rl.process import clean_environment
 from marin_rl.types import Example, RewardComponent
+from marin_rl.worker_process import clean_environment
 
 SEND_TIMEOUT_S = 60.0  # for a worker to take in a group, which it does at once
 ANSWER_BYTES_MAX = 4 << 20

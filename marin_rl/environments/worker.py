@@ -1,6 +1,6 @@
 """The process that scores: reads a group per line, writes an answer per completion.
 
-Started by `scoring` through `marin_rl.process`, which ends it and whatever it started.
+Started by `scoring` through `marin_rl.worker_process`, which ends it and whatever it started.
 """
 
 import importlib
@@ -13,8 +13,8 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, answer_in, construct
 from marin_rl.environments.scoring import score_here
 from marin_rl.errors import InputError, MarinRLError, RewardFault
-from marin_rl.process import Channel
 from marin_rl.types import Example, Message
+from marin_rl.worker_process import Channel
 
 Answer = Callable[[str], dict[str, Any]]
 

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Literal
 
 from marin_rl.errors import InputError
-from marin_rl.process import Channel, LineTooLong, PrintedText, WorkerProcess, clean_environment
+from marin_rl.worker_process import (
+    Channel,
+    LineTooLong,
+    PrintedText,
+    WorkerProcess,
+    clean_environment,
+)
 
 STARTUP_TIMEOUT_S = 120.0
 EXIT_PATIENCE_S = 5.0  # between the end of a worker's pipe and its exit status

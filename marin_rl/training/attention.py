@@ -4,7 +4,7 @@ A row is cut into blocks of positions. The blocks of keys that a block of querie
 determined once for all layers; attention then takes one of them after the other, for all blocks of
 queries together, with a running maximum and sum (FlashAttention, arXiv:2205.14135, algorithm 1).
 Time and memory so go with what is seen, not with the square of the row. The backward pass computes
-the weights again (ibid., algorithm 4). Visibility between tokens is defined in scoring.py.
+the weights again (ibid., algorithm 4). Visibility between tokens is defined in logprobs.py.
 
 Also rotary embedding by a table of cosines and sines that all layers of a pass share: Levanter
 computes both from the positions in every layer, for queries and keys each, and XLA again in the

@@ -30,6 +30,13 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
+from marin_rl.training.logprobs import (
+    TokenScores,
+    final_states,
+    token_logprobs,
+    token_logprobs_and_values,
+    token_values,
+)
 from marin_rl.training.losses import FloatArray, Values
 from marin_rl.training.model import (
     matrix_mask,
@@ -43,13 +50,6 @@ from marin_rl.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,
     policy_adamw,
-)
-from marin_rl.training.scoring import (
-    TokenScores,
-    final_states,
-    token_logprobs,
-    token_logprobs_and_values,
-    token_values,
 )
 from marin_rl.training.step_types import CriticState, Parameters, StepArrays, StepSettings
 

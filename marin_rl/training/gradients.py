@@ -17,9 +17,9 @@ from jaxtyping import Array, Int
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.training.critic import Critic
+from marin_rl.training.logprobs import TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.model import with_parameters
-from marin_rl.training.scoring import TokenScores, token_logprobs
 from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
 from marin_rl.training.step_types import (
     ForwardOutputs,

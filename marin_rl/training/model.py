@@ -2,7 +2,7 @@
 
 A policy is one of Levanter's own modules, layers stacked, master weights in float32. Which families
 there are and which Hugging Face configurations are refused is in families.py; running a model over
-tokens is in scoring.py.
+tokens is in logprobs.py.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses
+from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     correction_weights,
     kl_estimate,
@@ -22,7 +23,6 @@ from marin_rl.training.losses import (
     token_weights,
     weighted_sum,
 )
-from marin_rl.training.scoring import TokenScores
 from marin_rl.training.step_types import StepArrays, StepSettings
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import value_metrics
+from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     accepted_tokens,
     binary_kl,
@@ -28,7 +29,6 @@ from marin_rl.training.losses import (
     trained_sequences,
     weighted_sum,
 )
-from marin_rl.training.scoring import TokenScores
 from marin_rl.training.step_loss import (
     corrections,
     critic_targets,

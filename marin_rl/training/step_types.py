@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int32
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
-from marin_rl.training.scoring import ALONE, Packing, TokenScores
+from marin_rl.training.logprobs import ALONE, Packing, TokenScores
 
 Parameters = dict[str, jax.Array]
 

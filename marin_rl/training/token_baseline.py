@@ -17,9 +17,9 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import SquaredProbabilities
+from marin_rl.training.logprobs import token_logprobs_and_values
 from marin_rl.training.losses import correction_weights
 from marin_rl.training.reference_policy import group_numbers
-from marin_rl.training.scoring import token_logprobs_and_values
 from marin_rl.training.step_types import StepArrays, StepSettings
 from marin_rl.types import TrainingBatch
 

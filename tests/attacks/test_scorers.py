@@ -13,8 +13,8 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import make_environment, reward_of
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import RewardFault
-from marin_rl.process import PRINTED_BYTES_MAX
 from marin_rl.types import Example
+from marin_rl.worker_process import PRINTED_BYTES_MAX
 
 REWARDS = r"""
 import os, subprocess, sys, time

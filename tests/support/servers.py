@@ -20,7 +20,7 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.scoring import token_logprobs
+from marin_rl.training.logprobs import token_logprobs
 
 CONTEXT = 96
 ENGINE = EngineConfig(slots=8, chunk_steps=4, prefill_rows=4)

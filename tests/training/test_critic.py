@@ -28,6 +28,7 @@ from marin_rl.training.critic import (
     value_metrics,
     whitened,
 )
+from marin_rl.training.logprobs import final_states, token_values
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
     build_model,
@@ -37,7 +38,6 @@ from marin_rl.training.model import (
 )
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
 from marin_rl.training.precompute import RowPrecompute, token_rewards
-from marin_rl.training.scoring import final_states, token_values
 from marin_rl.training.state import (
     first_parameters,
     fresh_state,

@@ -11,6 +11,7 @@ from support.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig
 from marin_rl.training.critic import ScalarHead, ScalarModel
+from marin_rl.training.logprobs import final_states
 from marin_rl.training.mesh import Layout, layout_of
 from marin_rl.training.model import (
     build_model,
@@ -22,7 +23,6 @@ from marin_rl.training.model import (
     parameter_shapes,
     with_parameters,
 )
-from marin_rl.training.scoring import final_states
 
 
 def test_a_head_is_a_linear_map_in_float32_and_begins_at_nothing():

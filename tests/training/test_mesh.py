@@ -18,13 +18,13 @@ from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training import scoring
+from marin_rl.training import logprobs as trainer_logprobs
 from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.critic import ScalarHead
+from marin_rl.training.logprobs import Packing, token_logprobs_and_values
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.scoring import Packing, token_logprobs_and_values
 from marin_rl.training.state import first_parameters, fresh_state
 from marin_rl.training.step_types import Reference, StepSettings
 
@@ -107,7 +107,7 @@ def after_three_steps(config, mesh, *, packed=False):
 def drifts(root):
     """Of each mesh, the largest difference to one device: called where there are eight."""
     enable_compilation_cache()
-    scoring.TOKENS_PER_CHUNK = 7  # several chunks, not as many on every device
+    trainer_logprobs.TOKENS_PER_CHUNK = 7  # several chunks, not as many on every device
     config = load_config(DEBUG, [f"root={root}", *EIGHT])
     expected, metrics = after_three_steps(config, MeshConfig())
     start = first_parameters(config, character_tokenizer())

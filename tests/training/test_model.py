@@ -13,6 +13,7 @@ from support.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
+from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,
     check_hf_support,
@@ -26,7 +27,6 @@ from marin_rl.training.model import (
     save_hf,
     with_parameters,
 )
-from marin_rl.training.scoring import token_logprobs
 
 FAMILIES = {
     "llama": {},

@@ -22,9 +22,9 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches
+from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
-from marin_rl.training.scoring import token_logprobs
 from marin_rl.training.state import fresh_state
 from marin_rl.training.step import as_array, make_score, step_arrays
 from marin_rl.training.step_types import Reference, StepSettings, TrainableParams

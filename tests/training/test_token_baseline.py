@@ -16,12 +16,12 @@ from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
 from marin_rl.storage.tables.scores import iter_scores
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
+from marin_rl.training.logprobs import final_states, packing_of
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.precompute import RowPrecompute
 from marin_rl.training.reprocess import reprocess_round
-from marin_rl.training.scoring import final_states, packing_of
 from marin_rl.training.state import Identity, first_parameters, identity_of
 from marin_rl.training.step import as_array, make_score_norms, step_arrays
 from marin_rl.training.step_types import StepSettings, TrainableParams

@@ -25,8 +25,8 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
+from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import LmHeadModel
-from marin_rl.training.scoring import token_logprobs
 from marin_rl.types import Message, Sampling, ServedPolicy
 
 PROMPT = (Message(role="user", content="Which policy are you?"),)

@@ -11,7 +11,8 @@ from levanter.layers.attention import AttentionMask
 from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 
-from marin_rl.training import scoring
+from marin_rl.training import logprobs as trainer_logprobs
+from marin_rl.training.logprobs import Packing, token_logprobs
 from marin_rl.training.model import (
     build_model,
     matrix_mask,
@@ -19,7 +20,6 @@ from marin_rl.training.model import (
     with_gradient_checkpointing,
     with_parameters,
 )
-from marin_rl.training.scoring import Packing, token_logprobs
 
 
 def model_of(**sizes):
@@ -108,8 +108,8 @@ def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
     expected = gradients_of(whole, model, batch)
     assert_close(gradients_of(ours, model, batch), expected)
     # Many chunks, the last one partly empty; layers in a scan, recomputed in the backward pass.
-    monkeypatch.setattr(scoring, "TOKENS_PER_CHUNK", 7)
-    monkeypatch.setattr(scoring, "UNROLLED_LAYERS_MAX", 0)
+    monkeypatch.setattr(trainer_logprobs, "TOKENS_PER_CHUNK", 7)
+    monkeypatch.setattr(trainer_logprobs, "UNROLLED_LAYERS_MAX", 0)
     assert_close(gradients_of(ours, with_gradient_checkpointing(model), batch), expected)
 
 

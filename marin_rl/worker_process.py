@@ -141,7 +141,7 @@ class WorkerProcess:
                 [
                     sys.executable,
                     "-c",
-                    "from marin_rl.process import supervise; supervise()",
+                    "from marin_rl.worker_process import supervise; supervise()",
                     target,
                     *map(str, numbers),
                 ],
