@@ -84,7 +84,7 @@ TASK = {
 
 
 def task(root: Path, name: str, **sections: object) -> Config:
-    options = {"path": str(root / "prompts.jsonl"), "reward": "word_forms:bare"}
+    options = {"path": str(root / "prompts.jsonl"), "reward": "support.word_forms:bare"}
     environment = {"name": "chat", "options": options}
     tree = {**TASK, "environment": environment, **sections}
     return parse_config({**tree, "root": str(root), "run_id": name})
