@@ -26,6 +26,7 @@ from marin_rl.storage.upkeep.forks import fork_run
 
 pytestmark = pytest.mark.slow
 
+HANG_S = 300.0  # against hanging alone: a browser shares the cores with other work
 SIZES = [(1280, 900), (400, 860)]
 
 
@@ -58,6 +59,7 @@ class Opened:
             viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
         )
         self.page = self.context.new_page()
+        self.page.set_default_timeout(HANG_S * 1000)
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))
@@ -78,7 +80,7 @@ class Opened:
 
     def wait_for_count(self, expected: str) -> None:
         """Until the page shows it; by looking, for the page's policy forbids to evaluate text."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while self.count() != expected and time.monotonic() < deadline:
             self.page.wait_for_timeout(50)
         assert self.count() == expected
