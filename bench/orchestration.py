@@ -116,12 +116,12 @@ async def train(run: RunRef, round: int, batches: SlotRef, checkpoint: SlotRef) 
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
 async def play(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
     """A round of flows/rl_loop.py with trivial stages."""
-    attempt = StageRunner(FlowConfig())
-    policy = await attempt(serve, run, round, checkpoint)
-    parts = await attempt.each(generate, [(run, round, n, policy) for n in range(SHARDS)])
-    rollouts = await attempt(seal, run, round, parts)
-    batches = await attempt(process, run, round, rollouts)
-    return await attempt(train, run, round, batches, checkpoint)
+    stages = StageRunner(FlowConfig())
+    policy = await stages.run(serve, run, round, checkpoint)
+    parts = await stages.each(generate, [(run, round, n, policy) for n in range(SHARDS)])
+    rollouts = await stages.run(seal, run, round, parts)
+    batches = await stages.run(process, run, round, rollouts)
+    return await stages.run(train, run, round, batches, checkpoint)
 
 
 async def plain(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
