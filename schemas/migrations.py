@@ -57,7 +57,33 @@ def _unweighed(table: pa.Table) -> pa.Table:
     return _without(table, scores.WEIGHED)
 
 
-ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION)
+def _untimed(table: pa.Table) -> pa.Table:
+    """Upgrade rollouts of version 1: their turns have neither calls of tools nor times.
+
+    The times of a rollout may be null from version 2 on.
+    """
+    return _with_new_fields(table)
+
+
+def _uncut(table: pa.Table) -> pa.Table:
+    """Upgrade rollouts of version 2, each of which is one segment."""
+    table = _with_new_fields(table)
+    for name in ("segment_lengths", "start_s"):
+        kind = rollouts.ROLLOUTS.field(name)
+        table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
+    return table
+
+
+def _with_new_fields(table: pa.Table) -> pa.Table:
+    """Cast columns to the newest types, where what a struct gained is null."""
+    for index, name in enumerate(table.column_names):
+        field = rollouts.ROLLOUTS.field(name)
+        if not table.schema.field(index).equals(field):
+            table = table.set_column(index, field, table[name].cast(field.type))
+    return table
+
+
+ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _untimed, 2: _uncut})
 BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
 DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
 METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from schemas.fields import Integer, Key, Moment, Name, Round, Sha256, Size, Text
 
 ANCESTORS_MAX = 1000  # of a fork of a fork …: each is a folder that every listing looks into
+CODE_NAMES_MAX = 1000  # keys of a configuration that name code
 
 
 class Record(BaseModel):
@@ -48,6 +49,7 @@ class RunRecord(Record):
     libraries: dict[str, Text]
     created_at: Moment
     attempt: Name
+    user_code: Annotated[list[dict[str, Text]], Field(max_length=CODE_NAMES_MAX)] = []
     ancestors: Annotated[list[AncestorRecord], Field(max_length=ANCESTORS_MAX)] = []
 
     @model_validator(mode="after")

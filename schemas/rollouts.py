@@ -1,4 +1,4 @@
-"""The shape of a rollout shard on disk: one Parquet row per rollout, version 1.
+"""The shape of a rollout shard on disk: one Parquet row per rollout, version 3.
 
 The rows of a group are adjacent, in one file and one row group. Token arrays lie flat next to the
 readable turns, so a query over rewards never touches tokens. Evolution is add-only and nullable;
@@ -8,7 +8,12 @@ what each version added is in `schemas.migrations`. Writing and reading is `mari
 import pyarrow as pa
 
 FORMAT = "marin-rl/rollouts"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 3
+
+# What fingerprints cover. Versions 2 and 3 add measurements, what token ids say already, and what
+# only a new configuration key can bring about, so that shards of all versions are interchangeable
+# and a run that was begun with version 1 goes on.
+CONTENT_VERSION = 1
 
 STATUSES = ("complete", "truncated", "aborted", "error")
 
@@ -33,6 +38,8 @@ REWARD_COMPONENT = pa.struct(
     ]
 )
 
+NAMED_REWARD = pa.struct([_required("name", pa.string()), _required("value", pa.float64())])
+
 SAMPLING_FIELDS = [
     _required("temperature", pa.float64()),
     _required("top_p", pa.float64()),
@@ -54,6 +61,14 @@ INFERENCE_METADATA = pa.struct(
     ]
 )
 
+TOOL_CALL = pa.struct(
+    [
+        _required("id", pa.string()),
+        _required("name", pa.string()),
+        _required("arguments", pa.string()),
+    ]
+)
+
 TURN = pa.struct(
     [
         _required("role", pa.string()),
@@ -64,9 +79,21 @@ TURN = pa.struct(
         pa.field("tool_name", pa.string()),
         pa.field("tool_call_id", pa.string()),
         pa.field("inference_metadata", INFERENCE_METADATA),
+        # of version 2
+        pa.field("tool_calls", _list_of(TOOL_CALL)),
+        pa.field("cut", pa.bool_()),
+        pa.field("queue_s", pa.float64()),
+        pa.field("prefill_s", pa.float64()),
+        pa.field("decode_s", pa.float64()),
+        pa.field("environment_s", pa.float64()),
+        # of version 3
+        pa.field("rewards", _list_of(NAMED_REWARD)),
+        pa.field("malformed", pa.string()),
     ]
 )
 
+# `segment_lengths` cuts the token columns into segments, each with a prompt of its own; null where
+# a rollout is one segment.
 ROLLOUTS = pa.schema(
     [
         _required("run_id", pa.string()),
@@ -107,10 +134,13 @@ ROLLOUTS = pa.schema(
         _required("turns", _list_of(TURN)),
         _required("started_at", TIMESTAMP),
         _required("finished_at", TIMESTAMP),
-        _required("queue_s", pa.float64()),
-        _required("prefill_s", pa.float64()),
-        _required("decode_s", pa.float64()),
+        pa.field("queue_s", pa.float64()),
+        pa.field("prefill_s", pa.float64()),
+        pa.field("decode_s", pa.float64()),
         _required("worker", pa.string()),
+        # of version 3
+        pa.field("segment_lengths", _list_of(pa.int32())),
+        pa.field("start_s", pa.float64()),
     ]
 )
 

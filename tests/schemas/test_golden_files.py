@@ -4,6 +4,7 @@ The files were written once with the function below each test's expectation and 
 version adds files; it does not replace these.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -12,18 +13,28 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.run_factories import FINGERPRINT, group, group_of, policy, rollout, sampled_pair
+from support.run_factories import (
+    FINGERPRINT,
+    dialogue,
+    group,
+    group_of,
+    policy,
+    rollout,
+    sampled_pair,
+)
 
+from marin_rl.analysis.frames import columns_of, scan
 from marin_rl.storage.tables.pairs import encode_pairs, read_pairs
 from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of, identify_shard
 from marin_rl.storage.tables.scores import ScoredStep, score_table, scores_writer
-from marin_rl.types import PreferencePair, RolloutGroup
+from marin_rl.types import NamedReward, PreferencePair, RolloutGroup, ToolCall, Turn, TurnTiming
 from schemas.batches import DISPOSITIONS, batches_schema
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 from schemas.migrations import PAIRS as PAIRS_LADDER
 from schemas.migrations import REWARDS as REWARDS_LADDER
+from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
 from schemas.pairs import PAIRS
 from schemas.rewards import REWARDS
@@ -32,6 +43,8 @@ from schemas.scores import FLOATS, SCORES, VALUED, WEIGHED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
+ROLLOUTS_V2 = GOLDEN / "rollouts-v2.parquet"
+ROLLOUTS_V3 = GOLDEN / "rollouts-v3.parquet"
 BATCHES_V1 = GOLDEN / "batches-v1.parquet"
 DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
 SCORES_V1 = GOLDEN / "scores-v1.parquet"
@@ -39,6 +52,10 @@ SCORES_V2 = GOLDEN / "scores-v2.parquet"
 SCORES_V3 = GOLDEN / "scores-v3.parquet"
 PAIRS_V1 = GOLDEN / "pairs-v1.parquet"
 REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
+
+# Of a turn, what versions 2 and 3 of rollouts added.
+ADDED = ("tool_calls", "cut", "queue_s", "prefill_s", "decode_s", "environment_s")
+ADDED_3 = ("rewards", "malformed")
 
 
 def rollouts_v1() -> list[RolloutGroup]:
@@ -51,10 +68,48 @@ def rollouts_v1() -> list[RolloutGroup]:
     return [group("plain", [0.0, 1.0]), group_of("odd", odd)]
 
 
-def encode_v1() -> bytes:
-    """The bytes of the golden shard; equal to the file while version 1 is the newest."""
+def rollouts_v2() -> list[RolloutGroup]:
+    """Groups of the golden shard of version 2: those of version 1, and a dialogue with a tool."""
+    timing = TurnTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.0, environment_s=2.0)
+    calls = tuple(
+        ToolCall(id=f"c0000000{number}", name=name, arguments='{"of": "Ada"}')
+        for number, name in enumerate(["look", "count"])
+    )
+    result = Turn(role="tool", content="née", tool_name="look", tool_call_id="c00000000", cut=True)
+    talk = [
+        Turn(role="user", content="who?"),
+        Turn(role="assistant", content="look, count", tool_calls=calls, timing=timing),
+        result,
+        Turn(role="assistant", content="Ada", reward=1.0),
+    ]
+    return [*rollouts_v1(), group_of("talk", [dialogue("talk/0", talk)])]
+
+
+def rollouts_v3() -> list[RolloutGroup]:
+    """Groups of the golden shard of version 3: those of version 2, and one of two segments."""
+    parts = (NamedReward(name="form", value=0.25), NamedReward(name="move", value=-1.0))
+    turns = (
+        Turn(role="user", content="go", start=0, end=1),
+        Turn(role="assistant", content="<tool_call>{", start=1, end=3, malformed="<tool_call>{"),
+        Turn(role="user", content="on"),
+        Turn(role="assistant", content="b", start=6, end=7, reward=-0.75, rewards=parts),
+    )
+    whole = rollout("cut/0", prompt=[1, 4, 5, 6], completion=[2, 3, 7])
+    cut = replace(
+        whole,
+        token_ids=np.array([1, 2, 3, 4, 5, 6, 7], np.int32),
+        loss_mask=np.array([0, 1, 1, 0, 0, 0, 1], np.int32),
+        segment_lengths=(3, 4),
+        turns=turns,
+        timing=replace(whole.timing, start_s=0.125),
+    )
+    return [*rollouts_v2(), group_of("cut", [cut])]
+
+
+def encode(groups: list[RolloutGroup]) -> bytes:
+    """The bytes of a golden shard, in the newest version."""
     return encode_shard(
-        rollouts_v1(),
+        groups,
         run_id="golden",
         round=7,
         shard=3,
@@ -70,6 +125,7 @@ def test_our_reader_gives_back_what_was_written() -> None:
     assert identify_shard(data) == ("attempt-1", FINGERPRINT)
     table = decode_shard(data)
     assert table.schema.equals(ROLLOUTS)
+    assert decode_shard(data, ["reward"]).column_names == ["reward"]
     found = groups_of(table)
     assert [g.group_id for g in found] == ["plain", "odd"]
     assert found[0].example == rollouts_v1()[0].example
@@ -77,7 +133,71 @@ def test_our_reader_gives_back_what_was_written() -> None:
     assert found[1].rollouts[1].error == "it broke"
     assert found[1].rollouts[0].turns[1].inference_metadata is not None
     assert found[1].rollouts[0].turns[1].inference_metadata.sampling.temperature == 0.7
-    assert table.equals(decode_shard(encode_v1()))
+    assert {turn.tool_calls for turn in found[0].rollouts[0].turns} == {()}
+    assert {turn.cut for turn in found[0].rollouts[0].turns} == {False}
+    assert {turn.timing for turn in found[0].rollouts[0].turns} == {TurnTiming()}
+    # nothing of version 1 is lost or changed; what version 2 added is null
+    now = decode_shard(encode(rollouts_v1())).to_pylist()
+    for then, row in zip(table.to_pylist(), now, strict=True):
+        row["turns"] = [turn | dict.fromkeys((*ADDED, *ADDED_3)) for turn in row["turns"]]
+        assert then == row
+
+
+def test_our_reader_gives_back_the_calls_and_times_of_version_2() -> None:
+    data = ROLLOUTS_V2.read_bytes()
+    assert TableReader(data, "rollouts-v2", ROLLOUTS_LADDER).stamp["schema_version"] == "2"
+    table = decode_shard(data)
+    now = decode_shard(encode(rollouts_v2())).to_pylist()
+    for then, row in zip(table.to_pylist(), now, strict=True):
+        row["turns"] = [turn | dict.fromkeys(ADDED_3) for turn in row["turns"]]
+        assert then == row
+    turns, written = (groups[-1].rollouts[0].turns for groups in (groups_of(table), rollouts_v2()))
+    for turn, expected in zip(turns, written, strict=True):
+        assert (turn.tool_calls, turn.cut) == (expected.tool_calls, expected.cut)
+        assert turn.timing == expected.timing
+
+
+def test_our_reader_gives_back_the_segments_and_named_rewards_of_version_3() -> None:
+    data = ROLLOUTS_V3.read_bytes()
+    assert TableReader(data, "rollouts-v3", ROLLOUTS_LADDER).stamp["schema_version"] == "3"
+    table = decode_shard(data)
+    assert table.equals(decode_shard(encode(rollouts_v3())))
+    (read,), (written,) = (groups[-1].rollouts for groups in (groups_of(table), rollouts_v3()))
+    assert read.segment_lengths == (3, 4)
+    assert read.timing.start_s == 0.125
+    for turn, expected in zip(read.turns, written.turns, strict=True):
+        assert (turn.rewards, turn.malformed) == (expected.rewards, expected.malformed)
+    assert groups_of(table)[0].rollouts[0].segment_lengths is None
+    query = """
+        select rollout_id, segment_lengths, turns[4].rewards[2].value
+        from read_parquet(['{}', '{}', '{}'], union_by_name=true) where segment_lengths is not null
+    """
+    for files in (
+        (ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3),
+        (ROLLOUTS_V3, ROLLOUTS_V2, ROLLOUTS_V1),
+    ):
+        with duckdb.connect() as connection:
+            rows = connection.sql(query.format(*files)).fetchall()
+        assert rows == [("cut/0", [3, 4], -1.0)]
+        frame = scan(list(files), columns_of(ROLLOUTS)).collect()
+        assert frame["segment_lengths"].drop_nulls().to_list() == [[3, 4]]
+
+
+def test_every_reader_reads_both_versions_together() -> None:
+    """Shards of a run that was begun with version 1 and goes on with version 2."""
+    query = """
+        select rollout_id, list_transform(turns, lambda t: t.tool_calls[2].name),
+               list_transform(turns, lambda t: t.cut), turns[2].environment_s
+        from read_parquet(['{}', '{}'], union_by_name=true) where len(turns) > 3
+    """
+    expected = [("talk/0", [None, "count", None, None], [False, False, True, False], 2.0)]
+    for files in ((ROLLOUTS_V1, ROLLOUTS_V2), (ROLLOUTS_V2, ROLLOUTS_V1)):
+        with duckdb.connect() as connection:
+            assert connection.sql(query.format(*files)).fetchall() == expected
+        turns = scan(list(files), columns_of(ROLLOUTS)).select("turns").collect()["turns"]
+        dialogues = [row for row in turns.to_list() if len(row) > 3]
+        assert [call["id"] for call in dialogues[0][1]["tool_calls"]] == ["c00000000", "c00000001"]
+        assert sum(turn["cut"] is None for row in turns.to_list() for turn in row) == 9
 
 
 def test_pyarrow_reads_rollouts() -> None:
