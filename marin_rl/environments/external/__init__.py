@@ -1,0 +1,1 @@
+"""Environments of other libraries, unchanged: their code runs in an interpreter that has it."""

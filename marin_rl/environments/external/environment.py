@@ -1,0 +1,120 @@
+"""Base of environments of other libraries: their interpreter, their options, their episodes.
+
+A subclass names the package and its adapter, and turns what the library answers into messages and
+rewards. The library's code runs in an interpreter of its own (`interpreter`), one for each process
+that plays episodes; `options.python` says which, so that a library whose dependencies differ has
+an environment to itself.
+"""
+
+import atexit
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig, Section
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.external.interpreter import Interpreter, installed_version
+from marin_rl.environments.registry import parse_options
+from marin_rl.types import Example, Message, RewardComponent, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A package that plays: its name, the versions that are supported, and its adapter."""
+
+    package: str
+    versions: str
+    adapter: str
+
+
+class ExternalOptions(Section):
+    """Options of all environments of other libraries."""
+
+    id: str = Field(min_length=1, description="name of an environment in its library")
+    python: str | None = Field(
+        default=None,
+        description="Python interpreter that has the library, such as FOLDER/bin/python of a "
+        "virtual environment; null: the one that runs marin-rl",
+    )
+    workers: int = Field(
+        default=1, ge=1, le=64, description="processes that play episodes, each with a library"
+    )
+
+
+class ExternalEnvironment(BaseEnvironment):
+    """An environment of another library. Its interpreter starts when it is first needed."""
+
+    library: ClassVar[Library]
+    options_kind: ClassVar[type[ExternalOptions]]
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self.options = parse_options(self.options_kind, config)
+        self.workers = self.options.workers
+        kind = self.library
+        installed = installed_version(self.options.python, kind.package, kind.versions)
+        self.version = f"1+{kind.package}.{installed}"
+        self._interpreter: Interpreter | None = None
+
+    @property
+    def interpreter(self) -> Interpreter:
+        """The interpreter of this process. Raises InputError where the library refuses."""
+        if self._interpreter is None:
+            self._interpreter = Interpreter(
+                self.options.python,
+                self.library.adapter,
+                self.options.model_dump(mode="json"),
+                self._config.pass_environment,
+            )
+            atexit.register(self._interpreter.close)
+        return self._interpreter
+
+    def load_examples(self) -> None:
+        """Start the interpreter: what the library refuses is known before any work."""
+        _ = self.interpreter
+
+    def demonstration(self, example: Example) -> str | None:
+        """None: libraries have no turns to imitate."""
+        return None
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """0: an episode that was ended before the library rewarded it."""
+        return (RewardComponent(name=self.name, value=0.0),)
+
+    def described(self, text: str, seed: int, index: int, split: Split) -> Example:
+        """An example that is nothing but a seed; `text` stands for it where examples are shown."""
+        return self.make_example(text, seed=seed, index=index, split=split)
+
+
+_numbers = itertools.count()
+
+
+class ExternalEpisode:
+    """Calls of one episode in the interpreter of its environment."""
+
+    def __init__(self, environment: ExternalEnvironment, example: Example) -> None:
+        self._interpreter = environment.interpreter
+        self._number = next(_numbers)
+        self._example = example
+
+    async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the library's episode of a row. Raises RewardFault."""
+        return await self._interpreter.answer(
+            "start", episode=self._number, row=row, seed=self._example.seed
+        )
+
+    async def take(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """The library's answer to a turn. Raises RewardFault."""
+        return await self._interpreter.answer("step", episode=self._number, turn=turn)
+
+    async def close(self) -> None:
+        """Release the library's episode. Raises RewardFault."""
+        await self._interpreter.answer("close", episode=self._number)
+
+
+def user_message(text: str) -> tuple[Message, ...]:
+    """Text of the environment as a message of the user."""
+    return (Message(role="user", content=text),)

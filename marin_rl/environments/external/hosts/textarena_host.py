@@ -1,0 +1,64 @@
+"""Episodes of TextArena, for `host`: the texts that a player reads and writes."""
+
+from importlib import import_module
+from typing import Any
+
+textarena: Any = import_module("textarena")
+
+
+def begin(options: dict[str, Any]) -> "Library":
+    """The game that `id` names. Raises what TextArena raises for one that it lacks."""
+    return Library(options["id"], options["kwargs"], options["players"])
+
+
+class Library:
+    """Makes a game per episode."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any], players: int) -> None:
+        self._name, self._kwargs, self._players = name, kwargs, players
+        self._make().reset(num_players=players, seed=0)  # some need files that are downloaded
+        self.ready: dict[str, Any] = {}
+
+    def _make(self) -> Any:
+        return textarena.make(self._name, **self._kwargs)
+
+    def episode(self, row: dict[str, Any], seed: int) -> "Episode":
+        """A game; TextArena's games take all they need from the seed."""
+        return Episode(self._make(), self._players, seed)
+
+
+class Episode:
+    """One game. Its steps say whose turn it is, and what that player reads."""
+
+    def __init__(self, game: Any, players: int, seed: int) -> None:
+        self._game, self._players, self._seed = game, players, seed
+
+    def start(self) -> dict[str, Any]:
+        """The rules, as the first player reads them."""
+        self._game.reset(num_players=self._players, seed=self._seed)
+        return self._observed()
+
+    def step(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Make the move of the player whose turn it is."""
+        done, info = self._game.step(action=turn["action"])
+        if not done:
+            return self._observed()
+        rewards, game_info = self._game.close()
+        return {
+            "done": True,
+            "rewards": {str(player): float(reward) for player, reward in rewards.items()},
+            "info": {"step": str(info), "game": {str(k): str(v) for k, v in game_info.items()}},
+            "observation": "",
+            "player": -1,
+        }
+
+    def _observed(self) -> dict[str, Any]:
+        """New text for the player whose turn it is; its own moves are left out."""
+        state = self._game.state
+        player = state.current_player_id
+        new = state.get_current_player_observation()
+        texts = [text for sender, text, _ in new if sender != player]
+        return {"player": player, "observation": "\n\n".join(texts), "done": False}
+
+    def close(self) -> None:
+        """Release nothing."""

@@ -1,0 +1,202 @@
+"""Episodes of verifiers' classic environments, for `host`.
+
+An environment runs its own loop, unchanged, against a client that hands each prompt to the parent
+and waits for the parent's completion. So whatever it overrides holds: prompts, tools, stop
+conditions, rubrics. A prompt must go on from the last one with new messages after the completion,
+since its tokens are those that were sampled.
+"""
+
+import asyncio
+import json
+from importlib import import_module
+from typing import Any
+
+vf: Any = import_module("verifiers")
+Client: Any = import_module("verifiers.legacy.clients").Client
+kinds: Any = import_module("verifiers.legacy.types")
+
+
+def begin(options: dict[str, Any]) -> "Library":
+    """The environment that `id` names, made with `args`. Raises what verifiers raises."""
+    return Library(vf.load_environment(options["id"], **options["args"]), options)
+
+
+class Library:
+    """Rows of an environment's data sets, and an episode for a row.
+
+    An environment without evaluation data holds back the first `eval_fraction` of its rows.
+    """
+
+    def __init__(self, environment: Any, options: dict[str, Any]) -> None:
+        if environment.requires_group_rollouts:
+            raise ValueError(
+                "its rubric has functions that score a whole group together, which are not "
+                "supported: expected functions of one rollout"
+            )
+        if environment.provides_advantages:
+            raise ValueError(
+                "it sets advantages by itself, which are not used here: expected rewards alone"
+            )
+        self._environment = environment
+        rows = environment.get_dataset()
+        if environment.build_eval_dataset() is not None:
+            self._rows = {"train": rows, "eval": environment.get_eval_dataset()}
+        else:
+            held_out = max(1, round(len(rows) * options["eval_fraction"]))
+            self._rows = {
+                "train": rows.select(range(held_out, len(rows))),
+                "eval": rows.select(range(held_out)),
+            }
+        self.ready = {"sizes": {split: len(rows) for split, rows in self._rows.items()}}
+
+    def row(self, split: str, index: int) -> dict[str, Any]:
+        """A row, as the rollout of an episode takes it."""
+        return json.loads(json.dumps(self._rows[split][index], default=str))
+
+    def episode(self, row: dict[str, Any], seed: int) -> "Episode":
+        """An episode of a row."""
+        return Episode(self._environment, row)
+
+
+class Episode:
+    """A rollout of verifiers as a task, and the prompts and completions that it exchanges."""
+
+    def __init__(self, environment: Any, row: dict[str, Any]) -> None:
+        self._environment, self._row = environment, row
+        self._client = Relay()
+        self._rollout: asyncio.Task[Any] | None = None
+        self._known: list[dict[str, Any]] = []
+
+    async def start(self) -> dict[str, Any]:
+        """The first prompt and the tools."""
+        self._rollout = asyncio.ensure_future(
+            self._environment.run_rollout(self._row, self._client, "policy", {})
+        )
+        return await self._next()
+
+    async def step(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Go on with a completion: the messages that follow it, or the reward and the end."""
+        message = {
+            "role": "assistant",
+            "content": turn["content"],
+            "tool_calls": turn["tool_calls"],
+        }
+        self._known.append(_plain(message))
+        self._client.completions.put_nowait(message)
+        return await self._next()
+
+    async def _next(self) -> dict[str, Any]:
+        """The next prompt's new messages, or the end of the rollout, whichever comes first."""
+        assert self._rollout is not None
+        asked = asyncio.ensure_future(self._client.prompts.get())
+        await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            return self._end(self._rollout.result())
+        messages, tools = asked.result()
+        prompt = [_plain(message) for message in messages]
+        if prompt[: len(self._known)] != self._known:
+            raise ValueError(
+                "it rewrites earlier messages of its prompt, and the tokens of those were sampled "
+                "and stay: expected the last prompt, the completion, and new messages"
+            )
+        new = prompt[len(self._known) :]
+        self._known = prompt
+        return {"messages": new, "tools": tools, "done": False}
+
+    def _end(self, output: dict[str, Any]) -> dict[str, Any]:
+        if output.get("error"):
+            raise RuntimeError(str(output["error"].get("error_chain_str", output["error"])))
+        metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
+        return {
+            "done": True,
+            "reward": float(output["reward"]),
+            "info": {"metrics": metrics, "stop_condition": output.get("stop_condition")},
+            "messages": [],
+        }
+
+    async def close(self) -> None:
+        """End the rollout, if it has not ended; its clean-up runs."""
+        if self._rollout is not None and not self._rollout.done():
+            self._rollout.cancel()
+            await asyncio.wait({self._rollout})
+
+
+async def _never(*_: Any) -> Any:
+    """Refuse to convert: `get_response` hands prompts over as verifiers has them."""
+    raise RuntimeError("expected no call: no provider's format is used")
+
+
+class Relay(Client):
+    """A client that hands prompts to its episode, and takes completions from it."""
+
+    to_native_tool = to_native_prompt = get_native_response = _never
+    raise_from_native_response = from_native_response = _never
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.prompts: asyncio.Queue[Any] = asyncio.Queue()
+        self.completions: asyncio.Queue[Any] = asyncio.Queue()
+
+    def setup_client(self, config: Any) -> None:
+        """Need no client."""
+
+    async def close(self) -> None:
+        """Release nothing."""
+
+    async def get_response(
+        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+    ) -> Any:
+        """The completion of the next turn of the policy."""
+        self.prompts.put_nowait((prompt, [_schema(tool) for tool in tools or ()]))
+        message = await self.completions.get()
+        calls = [kinds.ToolCall(**call) for call in message["tool_calls"]]
+        return kinds.Response(
+            id="turn",
+            created=0,
+            model=model,
+            message=kinds.ResponseMessage(
+                content=message["content"],
+                tool_calls=calls or None,
+                finish_reason="tool_calls" if calls else "stop",
+                is_truncated=False,
+            ),
+        )
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    """A tool as OpenAI's requests have it."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+        },
+    }
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message with what is compared and sent: role, text, tool calls, id of a call."""
+    get = message.get
+    calls = [
+        {"id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+        for call in get("tool_calls") or ()
+    ]
+    return {
+        "role": get("role"),
+        "content": _text(get("content")),
+        "tool_calls": calls,
+        "tool_call_id": get("tool_call_id"),
+    }
+
+
+def _text(content: Any) -> str:
+    """The text of a content. Raises ValueError for images and sound."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
+    other = sorted({part["type"] for part in parts} - {"text"})
+    if other:
+        raise ValueError(f"a message has parts of type {', '.join(other)}: expected text alone")
+    return "".join(part["text"] for part in parts)

@@ -1,0 +1,178 @@
+"""The host of other libraries and our end of it, against an adapter whose calls misbehave."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.external.interpreter import (
+    Interpreter,
+    InterpreterEnded,
+    installed_version,
+)
+from marin_rl.environments.registry import construct
+from marin_rl.errors import ConfigError, InputError, RewardFault
+
+ADAPTER = str(Path(__file__).with_name("counting_host.py"))
+PATIENCE_S = 120
+
+
+def started(**options: Any) -> Interpreter:
+    """An interpreter that has the adapter of these tests."""
+    return Interpreter(None, ADAPTER, options, ())
+
+
+def ask(interpreter: Interpreter, call: str, **arguments: Any) -> Any:
+    """The answer to a call."""
+    return interpreter.ask(call, **arguments).result(PATIENCE_S)
+
+
+def step(interpreter: Interpreter, episode: int, do: str) -> Any:
+    """The answer to a step."""
+    return ask(interpreter, "step", episode=episode, turn={"do": do})
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Interpreter]:
+    interpreter = started()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture
+def interpreter() -> Iterator[Interpreter]:
+    interpreter = started()
+    yield interpreter
+    interpreter.close()
+
+
+def begun(interpreter: Interpreter, *seeds: int) -> list[int]:
+    """Numbers of new episodes with these seeds."""
+    numbers = [seed + 1000 * place for place, seed in enumerate(seeds, start=1)]
+    for number, seed in zip(numbers, seeds, strict=True):
+        assert ask(interpreter, "start", episode=number, row={"n": number}, seed=seed) == {
+            "n": number
+        }
+    return numbers
+
+
+def test_a_host_has_nothing_of_this_package_and_says_what_its_library_has(shared: Interpreter):
+    assert shared.ready == {"sizes": {"train": 3}, "packages": []}
+    assert ask(shared, "row", split="eval", index=2) == {"split": "eval", "index": 2}
+
+
+def test_episodes_draw_from_random_numbers_of_their_own(shared: Interpreter):
+    first, second, third = begun(shared, 5, 5, 6)
+    drawn = random.Random(5)
+    expected = [drawn.random() for _ in range(3)]
+    assert step(shared, first, "draw") == expected[0]
+    assert step(shared, third, "draw") == random.Random(6).random()
+    assert step(shared, second, "draw") == expected[0]
+    assert step(shared, first, "draw") == expected[1]
+    assert step(shared, first, "draw") == expected[2]
+
+
+def test_random_numbers_are_an_episodes_own_while_others_go_on(shared: Interpreter):
+    numbers = begun(shared, *range(20, 28))
+    calls = [shared.ask("step", episode=number, turn={"do": "draw later"}) for number in numbers]
+    for seed, call in zip(range(20, 28), calls, strict=True):
+        drawn = random.Random(seed)
+        assert call.result(PATIENCE_S) == [drawn.random(), drawn.random()]
+
+
+def test_prints_are_no_answers(shared: Interpreter):
+    (number,) = begun(shared, 30)
+    assert step(shared, number, "print") == "printed"
+
+
+@pytest.mark.parametrize(
+    ("do", "expected"),
+    [
+        ("fail", r"ValueError: no such move \(from KeyError: 'left'\)"),
+        ("exit", "SystemExit: given up"),
+        ("infinite", "its answer is not JSON: Out of range float"),
+        ("object", "its answer is not JSON: Object of type object"),
+    ],
+)
+def test_a_fault_costs_its_call_alone(shared: Interpreter, do: str, expected: str):
+    (number,) = begun(shared, 40)
+    with pytest.raises(RewardFault, match=expected):
+        step(shared, number, do)
+    assert isinstance(step(shared, number, "draw"), float)
+    ask(shared, "close", episode=number)
+    with pytest.raises(RewardFault, match="KeyError"):
+        step(shared, number, "draw")
+
+
+def test_the_end_of_the_process_fails_every_call(interpreter: Interpreter):
+    first, second = begun(interpreter, 1, 2)
+    waiting = interpreter.ask("step", episode=first, turn={"do": "wait"})
+    with pytest.raises(InterpreterEnded, match="ended with status 7"):
+        step(interpreter, second, "end")
+    with pytest.raises(InterpreterEnded, match="ended with status 7"):
+        waiting.result(PATIENCE_S)
+    with pytest.raises(InterpreterEnded):
+        step(interpreter, first, "draw")
+
+
+def test_a_blocked_process_ends_when_its_parent_lets_go(interpreter: Interpreter):
+    (number,) = begun(interpreter, 1)
+    blocked = interpreter.ask("step", episode=number, turn={"do": "block"})
+    process = interpreter._process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(PATIENCE_S) == 0
+    with pytest.raises(InterpreterEnded):
+        blocked.result(PATIENCE_S)
+
+
+def test_a_library_that_refuses_is_quoted():
+    with pytest.raises(InputError, match=r"environment\.options: ValueError: no such game"):
+        started(refuse=True)
+    with pytest.raises(InputError, match=r"environment\.options: SystemExit: 3"):
+        started(quit=True)
+
+
+def test_a_missing_package_names_the_command_that_installs_it():
+    with pytest.raises(InputError) as raised:
+        installed_version(None, "no-such-package", ">=1,<2")
+    assert str(raised.value) == (
+        f"environment.options.python: {sys.executable} has no package no-such-package; install it "
+        f"with: {sys.executable} -m pip install 'no-such-package>=1,<2'"
+    )
+    with pytest.raises(InputError, match="has no package no-such-package"):
+        installed_version(sys.executable, "no-such-package", ">=1")
+
+
+def test_another_version_is_refused_with_both():
+    with pytest.raises(InputError, match=r"has pytest \d\S*, expected >=99; install it with"):
+        installed_version(None, "pytest", ">=99")
+    assert installed_version(sys.executable, "pytest", ">=1") == pytest.__version__
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", os.devnull])
+def test_a_path_without_an_interpreter_is_named(python: str):
+    with pytest.raises(InputError, match="expected the path of a Python interpreter"):
+        installed_version(python, "pytest", ">=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("gymnasium", {}, "options.id: Field required"),
+        ("textarena", {"id": "A", "players": 2}, "expected an opponent in games of two players"),
+        ("textarena", {"id": "A", "player": 1}, "player: expected 0 in a game of one, found 1"),
+        ("verifiers", {"id": "a", "eval_fraction": 1}, "options.eval_fraction"),
+        ("verifiers", {"id": "a", "arguments": {}}, "options.arguments: Extra inputs"),
+    ],
+)
+def test_wrong_options_are_named_before_a_library_is_looked_for(
+    name: str, options: dict[str, Any], expected: str
+):
+    with pytest.raises(ConfigError, match=expected):
+        construct(EnvironmentConfig(name=name, options=options))

@@ -1,0 +1,372 @@
+"""Environments of other libraries by their packages, each in an interpreter of its own."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.libraries import interpreter_with, site_packages
+from support.scripted_policies import Script, call, record, write_tokenizer
+from support.templates import QWEN
+
+from marin_rl import run, scan_rollouts
+from marin_rl.config import Config, load_config
+from marin_rl.environments.checks import make_environment
+from marin_rl.environments.external.interpreter import HOSTS
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.rollouts.replay import replay_rollouts
+from marin_rl.types import Message, RolloutGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PACKAGES = {
+    "gymnasium": ("gymnasium==1.2.3",),
+    "textarena": ("textarena==0.7.4",),
+    "verifiers": ("verifiers==0.3.1",),
+}
+
+COUNTING = '''
+import random
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def right(completion, answer) -> float:
+    said = [message["content"] for message in completion if message["role"] == "assistant"]
+    return float(said[-1].strip() == answer)
+
+
+async def total_calls(state) -> float:
+    return float(len(state["trajectory"]))
+
+
+class Guess(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        if messages[-1].content == state["answer"]:
+            state["final_env_response"] = [vf.UserMessage(content="yes")]
+            return state["final_env_response"]
+        return [vf.UserMessage(content=f"no, {random.random()}")]
+
+
+class Forgetful(Guess):
+    async def get_prompt_messages(self, state):
+        messages = await super().get_prompt_messages(state)
+        return messages[-1:]
+
+
+async def comparison(states) -> list[float]:
+    return [0.0 for _ in states]
+
+
+def load_environment(kind="tools", n=20):
+    rows = Dataset.from_list([{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(n)])
+    functions = [comparison] if kind == "group" else [right, total_calls]
+    rubric = vf.Rubric(funcs=functions, weights=[1.0, 0.125][: len(functions)])
+    match kind:
+        case "single" | "group":
+            return vf.SingleTurnEnv(dataset=rows, rubric=rubric, system_prompt="Add.")
+        case "guess":
+            return Guess(dataset=rows, rubric=rubric, max_turns=3)
+        case "forgetful":
+            return Forgetful(dataset=rows, rubric=rubric, max_turns=3)
+        case _:
+            return vf.ToolEnv(dataset=rows, rubric=rubric, tools=[add], max_turns=5)
+'''
+
+
+@pytest.fixture(scope="module")
+def interpreters(request: pytest.FixtureRequest) -> Path:
+    """Folder of the virtual environments, which is kept between sessions."""
+    return Path(request.config.cache.mkdir("libraries"))
+
+
+def python_of(interpreters: Path, package: str) -> Path:
+    """The interpreter of a package; that of verifiers has an environment of these tests."""
+    python = interpreter_with(interpreters / package, *PACKAGES[package])
+    if package == "verifiers":
+        (site_packages(python) / "counting_tools.py").write_text(COUNTING)
+    return python
+
+
+def configuration(tmp_path: Path, python: Path, name: str, **options: Any) -> Config:
+    """A run of a tiny policy in an environment of a library."""
+    tmp_path.mkdir(exist_ok=True)
+    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
+    values = {
+        "run_id": name,
+        "rounds": 1,
+        "root": str(tmp_path / "runs"),
+        "policy": {
+            "init": "random",
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "context_length": 2048,
+            "model": {
+                "hidden_size": 16,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 1,
+                "intermediate_size": 32,
+            },
+        },
+        "environment": {
+            "name": name,
+            "turns_max": 4,
+            "step_timeout_s": 300,
+            "options": {"python": str(python), **options},
+        },
+        "batching": {"length_buckets": [2048]},
+        "rollouts": {"groups_per_round": 2, "group_size": 3, "shards_per_round": 1},
+        "sampling": {"max_tokens": 32},
+        "training": {"microbatch_sequences": 2},
+        "evaluation": {"examples": 2},
+    }
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load_config(path)
+
+
+def played(config: Config, script: Script) -> list[RolloutGroup]:
+    """A round that a script plays; it is committed, and equal when it is played again."""
+    recorded, groups = record(config, script)
+    replays = replay_rollouts(recorded, 0)
+    assert replays.equal, replays
+    assert len(replays.episodes) == 6
+    return groups
+
+
+def following(*ways: str) -> Script:
+    """A script with a way for each member; their first words differ."""
+    words = [way.split() for way in ways]
+
+    def say(messages: Sequence[Message], member: int) -> str:
+        said = [message.content for message in messages if message.role == "assistant"]
+        (way,) = [way for way in words if way[: len(said)] == said] if said else [words[member]]
+        return way[len(said)]
+
+    return say
+
+
+def texts(group: RolloutGroup, member: int) -> list[tuple[str, str]]:
+    """Roles and texts of a rollout's turns."""
+    return [(turn.role, turn.content) for turn in group.rollouts[member].turns]
+
+
+def test_gymnasium_steps_by_names_of_actions(tmp_path: Path, interpreters: Path):
+    config = configuration(
+        tmp_path,
+        python_of(interpreters, "gymnasium"),
+        "gymnasium",
+        id="FrozenLake-v1",
+        kwargs={"is_slippery": False, "map_name": "4x4"},
+        actions=["left", "down", "right", "up"],
+        instructions="Reach 15.",
+    )
+    script = following("down down right down", "right down", "jump up up up")
+    for group in played(config, script):
+        first, second, third = group.rollouts
+        assert texts(group, 0) == [
+            ("user", "Reach 15.\n\n0"),
+            ("assistant", "down"),
+            ("user", "4"),
+            ("assistant", "down"),
+            ("user", "8"),
+            ("assistant", "right"),
+            ("user", "9"),
+            ("assistant", "down"),
+        ]
+        assert (first.finish_reason, first.reward) == ("max_turns", 0.0)
+        assert (second.finish_reason, second.reward) == ("stop", 0.0)  # a hole
+        assert texts(group, 2)[2] == ("user", "expected one of left, down, right, up")
+        assert third.finish_reason == "max_turns"
+
+
+def test_gymnasium_takes_functions_of_the_user(tmp_path: Path, interpreters: Path):
+    (tmp_path / "lake.py").write_text(
+        "def text(observation, info):\n    return f'at {observation} with {sorted(info)}'\n"
+        "def action(text):\n    return {'d': 1, 'r': 2}[text]\n"
+    )
+    config = configuration(
+        tmp_path,
+        python_of(interpreters, "gymnasium"),
+        "gymnasium",
+        id="FrozenLake-v1",
+        kwargs={"is_slippery": False},
+        to_text="lake.py:text",
+        to_action="lake.py:action",
+    )
+
+    script = following("d d r x", "r x", "x")
+    for group in played(config, script):
+        assert texts(group, 0)[2] == ("user", "at 4 with ['prob', 'truncated']")
+        assert group.rollouts[0].finish_reason == "environment_error"
+        assert "KeyError: 'x'" in str(group.rollouts[0].error)
+
+
+def test_textarena_repeats_a_game_and_plays_two_sides(tmp_path: Path, interpreters: Path):
+    (tmp_path / "other.py").write_text(
+        "import random\n"
+        "def move(text):\n    return f'[{random.choice([6, 7, 8])}]'\n"  # the first may be taken
+    )
+    python = python_of(interpreters, "textarena")
+    config = configuration(
+        tmp_path,
+        python,
+        "textarena",
+        id="TicTacToe-v0",
+        players=2,
+        opponent="other.py:move",
+    )
+
+    script = following("[0] [1] [2]", "[2] [1] [0]", "[1] [0] [2]")
+    for group in played(config, script):
+        for rollout in group.rollouts:
+            assert rollout.turns[0].content.startswith("You are Player 0 in Tic Tac Toe.")
+            assert rollout.finish_reason == "stop"
+            assert rollout.reward == 1.0
+    single = configuration(tmp_path / "single", python, "textarena", id="FrozenLake-v0")
+    script = following("[right] x x x", "[down] x x x", "walk x x x")
+    starts = {group.rollouts[0].turns[0].content for group in played(single, script)}
+    assert len(starts) == 2  # another lake for another seed
+
+
+def test_verifiers_runs_its_own_loop_tools_and_rubric(tmp_path: Path, interpreters: Path):
+    python = python_of(interpreters, "verifiers")
+    config = configuration(tmp_path, python, "verifiers", id="counting_tools")
+
+    def script(messages: Sequence[Message], member: int) -> str:
+        if len(messages) > 1:
+            return messages[-1].content
+        a, b = messages[0].content.removesuffix("?").split("+")
+        return call("add", a=int(a), b=int(b) if member == 0 else "x") if member < 2 else "no idea"
+
+    for group in played(config, script):
+        right, wrong, guessed = group.rollouts
+        answer = group.example.answer
+        assert texts(group, 0)[2:] == [("tool", answer), ("assistant", answer)]
+        assert right.turns[2].tool_name == "add"
+        assert (right.reward, right.finish_reason) == (1.25, "stop")
+        masked = [right.loss_mask[turn.start : turn.end].mean() for turn in right.turns]
+        assert masked == [0, 1, 0, 1]
+        assert wrong.turns[2].content.startswith("unsupported operand")
+        assert wrong.reward == 0.25
+        assert guessed.reward == 0.125
+
+
+# Importing verifiers takes seconds of CPU, so what needs no run is checked in one process.
+CHECKS = """
+import asyncio, json, sys
+sys.path.insert(0, HOSTS)
+import verifiers_host
+
+def library(**options):
+    given = {"id": "counting_tools", "args": {}, "eval_fraction": 0.2}
+    return verifiers_host.begin({**given, **options})
+
+def refusal(**options):
+    try:
+        library(**options)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+async def play(kind, *texts):
+    made = library(args={"kind": kind, "n": 5})
+    episode = made.episode(made.row("train", 0), 0)
+    answers = []
+    try:
+        answers.append(await episode.start())
+        for text in texts:
+            answers.append(await episode.step({"content": text, "tool_calls": []}))
+    except Exception as error:
+        answers.append(f"{type(error).__name__}: {error}")
+    await episode.close()
+    return answers
+
+five = library(args={"kind": "guess", "n": 5})
+found = {
+    "sizes": five.ready["sizes"],
+    "answers": [five.row("train", n)["answer"] for n in range(4)] + [five.row("eval", 0)["answer"]],
+    "group": refusal(args={"kind": "group"}),
+    "missing": refusal(id="no_such_environment"),
+    "argument": refusal(args={"sort": "tools"}),
+    "single": asyncio.run(play("single", "2")),
+    "guess": asyncio.run(play("guess", "?", "2")),
+    "too many": asyncio.run(play("guess", "?", "?", "?")),
+    "forgetful": asyncio.run(play("forgetful", "?")),
+}
+print(json.dumps(found))
+"""
+
+
+def test_verifiers_ends_refuses_and_splits_as_it_says(interpreters: Path):
+    python = python_of(interpreters, "verifiers")
+    script = CHECKS.replace("HOSTS", repr(str(HOSTS)))
+    done = subprocess.run(
+        [python, "-I", "-c", script], capture_output=True, text=True, check=True, timeout=900
+    )
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["sizes"] == {"train": 4, "eval": 1}
+    assert seen["answers"] == ["2", "3", "4", "5", "1"]
+    assert "score a whole group together" in seen["group"]
+    assert "no_such_environment" in seen["missing"]
+    assert "sort" in seen["argument"]
+    start, end = seen["single"]
+    assert [message["role"] for message in start["messages"]] == ["system", "user"]
+    assert (end["done"], end["reward"]) == (True, 1.125)
+    _, answer, end = seen["guess"]
+    assert [message["role"] for message in answer["messages"]] == ["user"]
+    assert answer["messages"][0]["content"].startswith("no, ")
+    assert (end["reward"], end["info"]["stop_condition"]) == (1.25, "has_final_env_response")
+    assert end["info"]["metrics"] == {"right": 1.0, "total_calls": 2.0, "num_turns": 2.0}
+    assert seen["too many"][-1]["info"]["stop_condition"] == "max_turns_reached"
+    assert "it rewrites earlier messages of its prompt" in seen["forgetful"][-1]
+
+
+def test_names_that_a_library_lacks_are_refused(tmp_path: Path, interpreters: Path):
+    gymnasium = python_of(interpreters, "gymnasium")
+    for options, kind, expected in (
+        ({"id": "NoLake-v1"}, InputError, "NoLake"),
+        ({"id": "FrozenLake-v1", "actions": ["left"]}, ConfigError, "found 1"),
+    ):
+        config = configuration(tmp_path, gymnasium, "gymnasium", **options)
+        with pytest.raises(kind, match=expected):
+            make_environment(config.environment)
+    textarena = python_of(interpreters, "textarena")
+    with pytest.raises(InputError, match="NoGame-v0 not found"):
+        make_environment(
+            configuration(tmp_path, textarena, "textarena", id="NoGame-v0").environment
+        )
+
+
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("gymnasium", {"id": "FrozenLake-v1"}),
+        ("textarena", {"id": "GuessTheNumber-v0"}),
+        ("verifiers", {"id": "counting_tools", "args": {"kind": "guess"}}),
+    ],
+)
+def test_a_round_is_trained_in_it(
+    tmp_path: Path, interpreters: Path, package: str, options: dict[str, Any]
+):
+    config = configuration(tmp_path, python_of(interpreters, package), package, **options)
+    with run(config) as training:
+        (trained,) = training
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert set(rollouts["environment"]) == {package}
+    assert rollouts.height == 6
+    assert not set(rollouts["finish_reason"]) & {"environment_error", "aborted", "timeout"}
