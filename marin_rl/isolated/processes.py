@@ -1,320 +1,277 @@
-"""Workers for untrusted input that are killed where they exceed a limit, and small pools of them.
+"""The parent's end of a worker process: start it, send and receive lines, kill it.
 
-`KeptWorker` is a `process.WorkerProcess` that is started again after a fault; rewards are scored by
-one too (`environments.scoring`). A `Worker`'s limits hold for each item: CPU time and memory are
-limited by the kernel in the worker itself (`main`), the wall clock and the size of an answer here.
-Leaves out what workers do (`templates`, `grammars`).
+What a worker prints is forwarded to standard error within a budget. Leaves out what the lines mean
+(`worker`) and what happens in the child (`supervisor`). This is hygiene, not a sandbox: a worker
+has the user's rights.
 """
 
-import atexit
-import base64
-import importlib
-import json
+import codecs
+import contextlib
 import os
-import resource
+import select
 import signal
-import threading
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Literal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
 
-from marin_rl.errors import InputError
-from marin_rl.worker_process import (
-    Channel,
-    LineTooLong,
-    PrintedText,
-    WorkerProcess,
-    clean_environment,
-)
+EXIT_TIMEOUT_S = 10.0  # for a supervisor to kill what there is; it takes milliseconds
+POLL_S = 0.005
+PRINTED_BYTES_MAX = 64 * 1024  # at once, and then
+PRINTED_BYTES_PER_S = 256.0  # at most 22 MB a day for each worker
+_READ_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 20
 
-STARTUP_TIMEOUT_S = 120.0
-EXIT_PATIENCE_S = 5.0  # between the end of a worker's pipe and its exit status
-MEMORY_EXIT_STATUS = 86
-_FILES_MAX = 32
+# What a worker inherits of the environment: nothing that is likely to be a secret.
+INHERITED = frozenset(
+    {
+        "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONDONTWRITEBYTECODE",
+        "PYTHONHASHSEED", "PYTHONPYCACHEPREFIX", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TEMP",
+        "TERM", "TMP", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
+    }
+)  # fmt: skip
+INHERITED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "GOMP_", "KMP_")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """Limits of one item: CPU time, time by the wall clock, memory, and bytes of its answer.
+class LineTooLong(ValueError):
+    """A worker sent more bytes than a message may have."""
 
-    `wall_s` is far above `cpu_s`: a worker on a busy machine may wait for its turn.
+
+def clean_environment(names: Iterable[str] = ()) -> dict[str, str]:
+    """Environment variables for a worker: an allow-list, plus those in `names`.
+
+    Accelerators are hidden, and modules are searched where this process searches them.
+    """
+    wanted = INHERITED | set(names)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name in wanted or name.startswith(INHERITED_PREFIXES)
+    }
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+    }
+
+
+class PrintedText:
+    """Forward what workers print to standard error, within a budget; count what is dropped.
+
+    The budget refills with time, so that a worker that is started again has no new one.
     """
 
-    cpu_s: float | int
-    wall_s: float | int
-    memory_bytes: int
-    answer_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFault:
-    """An item that its worker did not survive, and the limit that it exceeded."""
-
-    limit: Literal["cpu", "wall", "memory", "answer", "crash"]
-    message: str
-
-
-class WorkerPool:
-    """Up to `size` workers that run one module. Thread safe.
-
-    Workers are started when they are first needed, or by `start`, and kept. A killed one is
-    replaced at once, without waiting until its successor is ready. A forked child process starts
-    its own.
-    """
-
-    def __init__(self, module: str, limits: WorkerLimits, size: int) -> None:
-        self._module, self._limits, self._size = module, limits, size
-        self._lock = threading.Lock()
-        self._reset()
-        _pools.add(self)
-
-    def start(self) -> None:
-        """Start a first worker, without waiting for it."""
-        with self._worker():
-            pass
-
-    def ask(self, common: bytes, items: Sequence[bytes]) -> list[bytes | WorkerFault]:
-        """Return answers to the items in order, to all of them or up to the first fault.
-
-        `common` is sent once for all of them. Waits where all workers are busy. Raises InputError
-        where no worker can be started.
-        """
-        with self._worker() as worker:
-            return worker.ask(common, items)
-
-    def close(self) -> None:
-        """End the workers that are idle."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.close()
-
-    @contextmanager
-    def _worker(self) -> Iterator["Worker"]:
-        with self._lock:
-            if self._owner != os.getpid():
-                self._reset()
-            places = self._places
-        with places:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            worker = worker or Worker(self._module, self._limits)
-            usable = False
-            try:
-                yield worker
-                usable = True
-            finally:
-                if usable:
-                    with self._lock:
-                        self._idle.append(worker)
-                else:
-                    worker.close()
-
-    def _reset(self) -> None:
-        self._owner = os.getpid()
-        self._places = threading.Semaphore(self._size)
-        self._idle: list[Worker] = []
-
-
-class KeptWorker:
-    """A worker process that is started again whenever it had to be ended. One caller at a time.
-
-    `target` and the options are those of `WorkerProcess`, `name` is for people. The process starts
-    at once; its first message is `hello()`, and its first line says that it is ready.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        name: str,
-        *,
-        environment: Mapping[str, str],
-        memory_bytes_max: int | None = None,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._new_process = partial(
-            WorkerProcess,
-            target,
-            environment=environment,
-            memory_bytes_max=memory_bytes_max,
-            printed=PrintedText(name),
-        )
-        self._start()
+        self._budget, self._refilled_at = float(PRINTED_BYTES_MAX), time.monotonic()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._muted = False
+        self.dropped_bytes = 0
+
+    def forward(self, data: bytes) -> None:
+        """Write the part of `data` that the budget allows, without control characters."""
+        now = time.monotonic()
+        refill = (now - self._refilled_at) * PRINTED_BYTES_PER_S
+        self._budget = min(self._budget + refill, PRINTED_BYTES_MAX)
+        self._refilled_at = now
+        allowed = data[: int(self._budget)]
+        self._budget -= len(allowed)
+        self.dropped_bytes += len(data) - len(allowed)
+        text = self._decoder.decode(allowed)
+        shown = "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
+        if len(allowed) < len(data) and not self._muted:
+            shown += (
+                f"\n[{self._name} prints more than {PRINTED_BYTES_MAX // 1024} KiB at once or "
+                f"{PRINTED_BYTES_PER_S:g} bytes/s: the rest is dropped]\n"
+            )
+        self._muted = len(allowed) < len(data)
+        if shown:
+            with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+                sys.stderr.write(shown)
+                sys.stderr.flush()
+
+
+class WorkerProcess:
+    """A worker process and the pipes to it. Not thread safe: one caller at a time.
+
+    The process starts at once, with `environment` and nothing else of this process's. Raises
+    OSError where no process can be started.
+    """
+
+    def __init__(self, environment: Mapping[str, str], printed: PrintedText) -> None:
+        self._buffer = bytearray()
+        self._printed = printed
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
+            self._answers, answers = os.pipe()
+            on_failure.callback(os.close, self._answers)
+            theirs.callback(os.close, answers)
+            lifeline, self._lifeline = os.pipe()
+            on_failure.callback(os.close, self._lifeline)
+            theirs.callback(os.close, lifeline)
+            numbers = (answers, lifeline, os.getpid())
+            # `-c` rather than multiprocessing: spawn would import this program's main module, and
+            # with it JAX; a fork would copy its threads' locks.
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",  # or a types.py in the current folder would be taken for Python's
+                    "-c",
+                    "from marin_rl.isolated.supervisor import supervise; supervise()",
+                    *map(str, numbers),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                pass_fds=(answers, lifeline),
+                start_new_session=True,
+                bufsize=0,
+            )
+            on_failure.pop_all()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._questions, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._questions.fileno(), False)
+        os.set_blocking(self._output.fileno(), False)
+        self._open = True
 
     @property
     def process_id(self) -> int:
-        """Process id of the supervisor of the process that works at the moment."""
-        return self._process.process_id
+        """Process id of the supervisor, which is also the process group and session."""
+        return self._process.pid
 
-    def hello(self) -> bytes:
-        """Return the first message of a new process."""
-        raise NotImplementedError
+    @property
+    def is_running(self) -> bool:
+        """True while the supervisor runs, so the worker may still answer."""
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self._open and os.waitid(os.P_PID, self._process.pid, options) is None
 
-    def close(self) -> None:
-        """Kill the process with all that descends from it."""
-        self._process.end()
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the worker, minus the signal that ended it; None before `end`."""
+        return self._process.returncode
 
-    def restart(self) -> None:
-        """Kill the process, and start another without waiting for it."""
-        self._process.end()
-        self._start()
+    def send(self, line: bytes, timeout_s: float | int) -> None:
+        """Send one line, without its newline. Raises TimeoutError, BrokenPipeError."""
+        assert b"\n" not in line, "a message is one line"
+        left = memoryview(line + b"\n")
+        deadline = time.monotonic() + timeout_s
+        descriptor = self._questions.fileno()
+        while left:
+            self._wait_for(descriptor, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(descriptor, left) :]
 
-    def _start(self) -> None:
-        self._ready = False
-        self._process = self._new_process()
-        # A process that has ended already is reported once something waits until it is ready.
-        with suppress(BrokenPipeError):
-            self._process.send(self.hello(), STARTUP_TIMEOUT_S)
+    def receive(self, timeout_s: float | int, bytes_max: int) -> bytes:
+        """Return the next line, without its newline.
 
-    def first_line(self, bytes_max: int) -> bytes | None:
-        """Wait for a new process's first line; None if it was read before. Raises InputError."""
-        if self._ready:
-            return None
-        try:
-            line = self._process.receive(STARTUP_TIMEOUT_S, bytes_max)
-        except TimeoutError:
-            why = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
-        except EOFError:
-            why = f"ended at its start ({self._process.end(patience_s=EXIT_PATIENCE_S)})"
-            self._start()  # so that a later call does not read a closed pipe
-        else:
-            self._ready = True
-            return line
-        raise InputError(
-            f"the process for {self._name} {why}: its standard error says more; expected that "
-            "Python processes can be started here"
-        )
-
-
-class Worker(KeptWorker):
-    """Worker process of a pool."""
-
-    def __init__(self, module: str, limits: WorkerLimits) -> None:
-        self._module, self._limits = module, limits
-        super().__init__("marin_rl.isolated.processes:main", module, environment=_environment())
-
-    def hello(self) -> bytes:
-        """Name the module of the work, and the limits that the process sets itself."""
-        limits = {"cpu_s": self._limits.cpu_s, "memory_bytes": self._limits.memory_bytes}
-        return json.dumps({"module": self._module, **limits}).encode()
-
-    def ask(self, common: bytes, items: Sequence[bytes]) -> list[bytes | WorkerFault]:
-        """Return answers to the first items: to all of them, or up to the first fault.
-
-        After a fault the worker is a new one.
+        Raises TimeoutError, EOFError when the worker has ended, LineTooLong.
         """
-        if not self._process.is_running:  # something else ended it while it was idle
-            self.restart()
-        self.first_line(self._limits.answer_bytes)
-        answers: list[bytes | WorkerFault] = []
+        deadline = time.monotonic() + timeout_s
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > bytes_max:
+                break
+            self._wait_for(self._answers, select.POLLIN, deadline)
+            data = os.read(self._answers, _READ_BYTES)
+            if not data:
+                raise EOFError
+            self._buffer += data
+        if end < 0 or end > bytes_max:
+            raise LineTooLong(f"expected a line of at most {bytes_max:,} bytes, found a longer one")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    @property
+    def pipes(self) -> tuple[int, int, int]:
+        """Descriptors for event loops: requests to write, answers and printed text to read."""
+        return self._questions.fileno(), self._answers, self._output.fileno()
+
+    def write(self, data: memoryview) -> int:
+        """Write what the pipe takes now, and return how much. Raises BrokenPipeError."""
         try:
-            self._process.send(_encoded([common, *items]), self._limits.wall_s)
-            while len(answers) < len(items):
-                answers.append(self._receive())
-        except TimeoutError:
-            answers.append(WorkerFault("wall", f"over {self._limits.wall_s:g} seconds"))
-        except LineTooLong:
-            message = f"an answer over {self._limits.answer_bytes} bytes"
-            answers.append(WorkerFault("answer", message))
-        except (EOFError, BrokenPipeError):
-            answers.append(self._fault_of_exit())
-        else:
-            return answers
-        self.restart()
-        return answers
+            return os.write(self._questions.fileno(), data)
+        except BlockingIOError:
+            return 0
 
-    def _receive(self) -> bytes:
-        """Return the next answer. Raises TimeoutError, EOFError, LineTooLong."""
-        bytes_max = -(-self._limits.answer_bytes // 3) * 4  # base64 writes 4 bytes for 3
-        (answer,) = _decoded(self._process.receive(self._limits.wall_s, bytes_max))
-        return answer
+    def take_lines(self, bytes_max: int) -> list[bytes]:
+        """Lines that one read of a readable pipe completes, without their newlines.
 
-    def _fault_of_exit(self) -> WorkerFault:
-        how = self._process.end(patience_s=EXIT_PATIENCE_S)
-        code = self._process.exit_code
-        if code == -signal.SIGPROF:
-            return WorkerFault("cpu", f"over {self._limits.cpu_s:g} seconds of CPU time")
-        if code == MEMORY_EXIT_STATUS:
-            return WorkerFault("memory", f"over {self._limits.memory_bytes >> 20} MiB of memory")
-        return WorkerFault("crash", f"the process ended with {how}")
+        Raises EOFError when the worker has ended, LineTooLong.
+        """
+        data = os.read(self._answers, _CHUNK_BYTES)
+        if not data:
+            raise EOFError
+        self._buffer += data
+        *lines, rest = bytes(self._buffer).split(b"\n") if b"\n" in data else [b""]
+        if b"\n" in data:
+            self._buffer = bytearray(rest)
+        if max(map(len, [*lines, self._buffer])) > bytes_max:
+            raise LineTooLong(f"expected a line of at most {bytes_max:,} bytes, found a longer one")
+        return lines
 
+    def forward_output(self) -> bool:
+        """Forward what is printed by now to standard error; return False at the pipe's end."""
+        return self._forward_output()
 
-def _environment() -> dict[str, str]:
-    """Environment of a worker: no secret, and modules from absolute places alone.
+    def end(self, patience_s: float = 0.0) -> str:
+        """End the worker and its descendants; return how it ended.
 
-    A module in the working directory is not this program's.
-    """
-    clean = clean_environment()
-    here = str(Path(__file__).resolve().parents[2])
-    paths = [path for path in clean["PYTHONPATH"].split(os.pathsep) if Path(path).is_absolute()]
-    search = os.pathsep.join(dict.fromkeys([here, *paths]))
-    return clean | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        A worker has `patience_s` to end by itself, for one that has closed its end already.
+        """
+        if self._open:
+            self._open = False
+            self._await_exit(patience_s)
+            os.close(self._lifeline)
+            self._await_exit(EXIT_TIMEOUT_S)
+            # The supervisor is not reaped yet, so its number is still the group's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._forward_output()
+            for pipe in (self._questions, self._output):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+            os.close(self._answers)
+        code = self._process.returncode
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
+    def _await_exit(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self._process.pid, options) is None:
+            self._forward_output()
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_S)
 
-_pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+    def _wait_for(self, descriptor: int, event: int, deadline: float) -> None:
+        """Wait until a pipe is ready, and forward what is printed meanwhile. Raises TimeoutError.
 
+        The deadline holds for a pipe that is always ready, too.
+        """
+        poll = select.poll()
+        poll.register(descriptor, event)
+        poll.register(self._output, select.POLLIN)
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = dict(poll.poll(left_s * 1000))
+            if self._output.fileno() in ready and not self._forward_output():
+                poll.unregister(self._output)
+            if descriptor in ready:
+                return
+        raise TimeoutError
 
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close()
-
-
-def main(channel: Channel) -> None:
-    """Answer messages until the parent closes its end; runs in the worker.
-
-    The first message names the module of the work, which has a function `answer(common, item)`,
-    and its limits. Memory, files and processes are limited once; CPU time is limited for each item
-    by an interval timer of the kernel, which ends the process even while a C function holds the
-    interpreter lock.
-    """
-    lines = channel.lines()
-    hello = json.loads(next(lines))
-    answer = importlib.import_module(hello["module"]).answer
-    _limit(hello["memory_bytes"])
-    channel.send(b"ready")
-    try:
-        for line in lines:
-            common, *items = _decoded(line)
-            for item in items:
-                signal.setitimer(signal.ITIMER_PROF, hello["cpu_s"])  # SIGPROF ends the process
-                data = answer(common, item)
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                channel.send(_encoded([data]))
-    except MemoryError:
-        os._exit(MEMORY_EXIT_STATUS)  # nothing that needs memory may run any more
-
-
-def _encoded(parts: Sequence[bytes]) -> bytes:
-    """Return one line of several parts of any bytes."""
-    return b" ".join(base64.b64encode(part) for part in parts)
-
-
-def _decoded(line: bytes) -> list[bytes]:
-    """Return the parts of a line; an empty part is kept."""
-    return [base64.b64decode(part) for part in line.rstrip(b"\n").split(b" ")]
-
-
-def _limit(memory_bytes: int) -> None:
-    limits = [
-        (resource.RLIMIT_AS, _address_space_bytes() + memory_bytes),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, _FILES_MAX),
-        (resource.RLIMIT_NPROC, 0),
-    ]
-    for name, most in limits:
-        with suppress(OSError, ValueError):  # a lower limit of the user's stays
-            resource.setrlimit(name, (most, most))
-
-
-def _address_space_bytes() -> int:
-    """Return the address space in use, 0 where the system does not report it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * resource.getpagesize()
+    def _forward_output(self) -> bool:
+        """Forward what is in the pipe now; return False at its end."""
+        for _ in range(16):  # a flood must not keep the caller here
+            try:
+                data = os.read(self._output.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._printed.forward(data)
+        return True

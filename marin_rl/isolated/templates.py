@@ -141,6 +141,11 @@ def failure_of(error: Exception) -> dict[str, str]:
             return {"kind": "refusal", "message": f"it cannot work with them ({name})"}
 
 
+def begin(_settings: object) -> Callable[[bytes, bytes], bytes]:
+    """Return the function that renders; a worker calls it."""
+    return answer
+
+
 def answer(common: bytes, item: bytes) -> bytes:
     """Render a conversation in a worker: `common` is the template, `item` its variables as JSON.
 

@@ -43,6 +43,7 @@ from tasks.process import prune_old
 
 GREW_MB_MAX = 1500  # of a process that has all libraries of reading; a bomb takes 4,000 and more
 QUICK = 12
+SLOW = min(int(os.environ.get("MARIN_RL_FORGERIES") or 10**6), len(FORGERIES))
 FORGED_RECORDS = ("run.json deep", "ancestors numbers", "no config", "run.json a pipe")
 
 
@@ -81,7 +82,8 @@ def test_forged_runs_are_answered_or_refused(origin: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_every_command_answers_or_refuses_every_forged_run(origin: Path, tmp_path: Path) -> None:
-    check_outcomes(origin, tmp_path, list(FORGERIES), tuple(COMMANDS))
+    names = random.Random(printed_seed()).sample(sorted(FORGERIES), SLOW)
+    check_outcomes(origin, tmp_path, names, tuple(COMMANDS))
 
 
 @pytest.mark.parametrize("name", FORGED_RECORDS)

@@ -10,11 +10,12 @@ import pytest
 from support.processes import lives, wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import make_environment, reward_of
+from marin_rl.environments.base import reward_of
+from marin_rl.environments.checks import make_environment
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import RewardFault
+from marin_rl.isolated.processes import PRINTED_BYTES_MAX
 from marin_rl.types import Example
-from marin_rl.worker_process import PRINTED_BYTES_MAX
 
 REWARDS = r"""
 import os, subprocess, sys, time
@@ -124,7 +125,8 @@ def test_children_of_a_reward_end_at_the_time_limit(
     config = configured(folder, reward_timeout_s=4)
     scorer = Scorer(make_environment(config), config)
     found = rewards(scorer, example, "a", f"family and hang:{tmp_path / 'ids'}", "abc")
-    assert found == [1.0, "the reward took longer than 4 s", 3.0]
+    assert found[0::2] == [1.0, 3.0]
+    assert str(found[1]).endswith("took longer than 4 s")
     wait_until_gone(family(tmp_path / "ids"))
     scorer.close()
 
@@ -154,12 +156,13 @@ def test_a_reward_that_writes_to_every_descriptor_forges_nothing(
     before, attacked, after = rewards(scorer, example, "a", attack, "abc")
     assert (before, after) == (1.0, 3.0)
     assert isinstance(attacked, str)
-    assert attacked.startswith("the reward wrote to the scorer's own pipe: expected")
+    assert "wrote to the scorer's own pipe: expected" in attacked
 
 
 def test_memory_beyond_the_limit_costs_one_rollout(scorer: Scorer, example: Example) -> None:
     found = rewards(scorer, example, "memory:1000", f"memory:{50 * 10**9 // 8}", "abc")
-    assert found == [1000.0, "MemoryError: ", 3.0]
+    assert found[0::2] == [1000.0, 3.0]
+    assert "MemoryError" in str(found[1])
 
 
 def test_output_of_a_reward_is_bounded_and_has_no_control_characters(
@@ -182,11 +185,12 @@ def test_a_supervisor_that_is_killed_takes_its_worker_along(
     config = configured(folder)
     scorer = Scorer(make_environment(config), config)
     rewards(scorer, example, "abc")
-    worker = scorer._workers.get()
-    supervisor = worker.process_id
+    assert scorer._pool is not None
+    with scorer._pool._worker() as worker:
+        supervisor = worker.process_id
     path = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     children = [int(word) for word in path.read_text().split()]
     assert children
     subprocess.run(["kill", "-9", str(supervisor)], check=True)
     wait_until_gone(children)
-    worker.close()
+    scorer.close()

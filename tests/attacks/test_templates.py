@@ -28,7 +28,7 @@ from support.templates import CHATML, DOUBLED, ESCAPES, LOOPS, ONE_CALL, TALK
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.processes import WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import WorkerLimits, WorkerPool
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, save_hf
@@ -219,7 +219,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 @pytest.mark.slow  # a process of its own imports and compiles everything
-def test_a_folder_with_a_hostile_template_is_served_and_ends_by_sigterm(tmp_path):
+def test_a_folder_with_a_hostile_template_is_served_and_ends_by_sigterm(compiled_quickly, tmp_path):
     tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
     folder = tmp_path / "model"
     save_hf(build_model(policy, len(tokenizer), 0), tokenizer, folder)

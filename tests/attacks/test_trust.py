@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from marin_rl.analysis.verify import verify_run
 from marin_rl.cli import app
 from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
-from marin_rl.environments.base import construct
+from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import close_scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
@@ -125,7 +125,7 @@ def test_endpoints_and_keys_of_a_run_are_not_used(
         ("run", folder),
         ("sft", folder),
         ("doctor", folder),
-        ("serve", "--run", "run", "--root", root),
+        ("serve", "run", "--root", root),
     ):
         said = refusal(*command)
         assert f"inference.endpoints={json.dumps([listener.url])}" in said
@@ -179,10 +179,23 @@ def test_no_free_key_that_reaches_beyond_the_folder_is_read_from_it(tmp_path: Pa
     run, fresh = Run.open(str(tmp_path), "run"), configuration(str(tmp_path))
     for key in outward_keys():
         found, default = run.config.model_dump(), fresh.model_dump()
-        for name in key.split("."):  # a section may be null
-            found, default = (tree and tree[name] for tree in (found, default))
+        for name in key.split("."):  # a section may be null, and a key that is null is left out
+            found, default = (tree and tree.get(name) for tree in (found, default))
         assert found == default, key
     assert run.config.rounds == fresh.rounds  # the plan of a run is its own
+
+
+def test_sections_that_are_null_by_default_are_compared_with_their_own_defaults(
+    tmp_path: Path,
+) -> None:
+    warm = {"name": "echo", "reward_timeout_s": 10.0}
+    whole_run(str(tmp_path), 1, sft={"environment": warm})
+    run = Run.open(str(tmp_path), "run")
+    assert settings_of(run, Consent()).sft.environment == run.config.sft.environment
+    forge(tmp_path / "run", sft={"environment": warm | {"pass_environment": ["HOME"]}})
+    with pytest.raises(ConfigError, match=r'sft\.environment\.pass_environment=\["HOME"\]') as said:
+        settings_of(Run.open(str(tmp_path), "run"), Consent())
+    assert "--set 'sft.environment.pass_environment=[]'" in str(said.value)
 
 
 @pytest.mark.parametrize("variable", ["AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "HF_TOKEN", ""])
@@ -226,7 +239,7 @@ def test_places_outside_of_a_run_are_named_before_they_are_read(tmp_path: Path) 
     run = whole_run(str(tmp_path), 1)
     policy = {"tokenizer": "/somewhere", "checkpoint": "s3://bucket/run/checkpoints/round-00001"}
     forge(tmp_path / "run", policy={**run.config.policy.model_dump(mode="json"), **policy})
-    said = refusal("serve", "--run", "run", "--root", str(tmp_path))
+    said = refusal("serve", "run", "--root", str(tmp_path))
     assert "policy.tokenizer: reads /somewhere" in said
     assert "policy.checkpoint: reads s3://bucket/run/checkpoints/round-00001" in said
     chosen = Consent(overrides=tuple(f"policy.{key}={value}" for key, value in policy.items()))
@@ -266,7 +279,7 @@ def test_ones_own_run_has_its_settings_and_a_changed_one_has_not(tmp_path: Path)
     assert settings.inference.endpoints == (endpoint,)
     assert settings.rounds == 7
     check_named(opened, settings, Consent())
-    made = invoke("fork", "run", "--from-round", "1", "--run-id", "f", "--root", str(tmp_path))
+    made = invoke("fork", "run", "--round", "1", "--run-id", "f", "--root", str(tmp_path))
     assert made.exit_code == 0, made.output
     fork = Run.open(str(tmp_path), "f")
     assert settings_of(fork, Consent()).inference.endpoints == (endpoint,)
@@ -286,7 +299,7 @@ def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
         environment={"name": "chat", "options": {"path": "p", "reward": "evil:reward"}},
         trackers={"tensorboard": "/boards"},
     )
-    made = invoke("fork", "run", "--from-round", "1", "--run-id", "f", "--root", str(tmp_path))
+    made = invoke("fork", "run", "--round", "1", "--run-id", "f", "--root", str(tmp_path))
     assert made.exit_code == 0, made.output
     assert "/boards" not in (tmp_path / "f" / RUN_KEY).read_text()
     assert "imports evil:reward" in refusal("run", str(tmp_path / "f"))

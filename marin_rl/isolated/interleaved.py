@@ -1,0 +1,177 @@
+"""The body of a worker whose calls interleave: one event loop, a time limit for each call.
+
+A call is a coroutine. Before each slice of one (the code between two awaits) the worker names the
+call on its pipe, so that the parent knows which one blocks the process. A coroutine that waits for
+too long is cancelled here; a slice that never returns costs the process, which the parent ends
+(`calls`). The time that other calls' slices take is not charged. Leaves out what calls do
+(`environments.episode_worker`).
+"""
+
+import asyncio
+import contextvars
+import os
+import time
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+from marin_rl.isolated.lines import MEMORY_EXIT_STATUS, decoded
+
+BEGUN, PAUSED, ANSWER, LATE, TOO_LARGE = b"begun", b"paused", b"answer", b"late", b"too large"
+LINE_BYTES_MAX = 1 << 30
+SLACK_S = 0.001  # timers of the event loop may be this early
+
+Send = Callable[..., None]  # of a call's number and the parts of a line
+
+
+@runtime_checkable
+class Handler(Protocol):
+    """Work of a worker: a coroutine for each request, and what surrounds each of its slices."""
+
+    def call(
+        self, request: bytes
+    ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
+        """The call that answers a request. Its coroutine raises MemoryError alone."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call in progress; times are seconds of the monotonic clock."""
+
+    number: str
+    around: Callable[[], AbstractContextManager[object]]
+    begun: float
+    busy_before: float  # of all slices, when it began
+    own_s: float = 0.0
+    ended: bool = False
+    timer: asyncio.TimerHandle | None = None
+    task: "asyncio.Task[bytes] | None" = field(default=None)
+
+
+_current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+
+
+def serve(
+    handler: Handler, questions: BinaryIO, send: Send, *, limit_s: float, answer_bytes: int
+) -> None:
+    """Answer calls until the parent closes its end."""
+    asyncio.run(_Server(handler, send, limit_s, answer_bytes).serve(questions))
+
+
+class _Server:
+    def __init__(self, handler: Handler, send: Send, limit_s: float, answer_bytes: int) -> None:
+        self._handler, self._send = handler, send
+        self._limit_s, self._answer_bytes = limit_s, answer_bytes
+        self._busy_s = 0.0
+        self._calls: set[_Call] = set()
+
+    async def serve(self, questions: BinaryIO) -> None:
+        """Read requests and begin a call for each."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+        while line := await reader.readline():
+            number, (request,) = decoded(line)
+            self._begin(loop, number, request)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop, number: str, request: bytes) -> None:
+        coroutine, around = self._handler.call(request)
+        call = _Call(number, around, time.monotonic(), self._busy_s)
+        token = _current.set(call)
+        call.task = loop.create_task(coroutine)
+        _current.reset(token)
+        call.task.add_done_callback(lambda task: self._end(call, task))
+        call.timer = loop.call_later(self._limit_s, self._check, loop, call)
+        self._calls.add(call)  # event loops hold tasks weakly
+
+    def _check(self, loop: asyncio.AbstractEventLoop, call: _Call) -> None:
+        """End a call that is over its time; others' slices do not count."""
+        others_s = self._busy_s - call.busy_before - call.own_s
+        left_s = self._limit_s - (time.monotonic() - call.begun - others_s)
+        if left_s > SLACK_S:
+            call.timer = loop.call_later(left_s, self._check, loop, call)
+            return
+        self._finish(call, LATE)
+        assert call.task is not None
+        call.task.cancel()  # and no waiting for it: it may refuse to end
+
+    def _end(self, call: _Call, task: "asyncio.Task[bytes]") -> None:
+        if call.ended:
+            if not task.cancelled():
+                task.exception()  # retrieved, though nothing waits for it any more
+            return
+        if task.cancelled():
+            self._finish(call, LATE)
+            return
+        assert task.exception() is None, "handlers answer whatever goes wrong"
+        answer = task.result()
+        if len(answer) > self._answer_bytes:
+            self._finish(call, TOO_LARGE)
+        else:
+            self._finish(call, ANSWER, answer)
+
+    def _finish(self, call: _Call, *parts: bytes) -> None:
+        call.ended = True
+        self._calls.discard(call)
+        if call.timer is not None:
+            call.timer.cancel()
+        self._send(call.number, *parts)
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> "asyncio.Task[Any]":
+        """A task; one of a call, or that a call makes, runs in slices that bear its name."""
+        call = _current.get()
+        if call is not None:
+            coroutine = self._sliced(coroutine, call)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    async def _sliced(self, coroutine: Any, call: _Call) -> Any:
+        return await _Slices(self, coroutine, call)
+
+    def slice(self, call: _Call, run: Callable[[], Any]) -> Any:
+        """Run one slice of a call: what it waits for, or `_Ended`. Raises what it raises."""
+        self._send(call.number, BEGUN)
+        began = time.monotonic()
+        try:
+            with call.around():
+                try:
+                    return run()
+                except StopIteration as end:
+                    return _Ended(end.value)
+                except MemoryError:
+                    os._exit(MEMORY_EXIT_STATUS)  # nothing that needs memory may run any more
+        finally:
+            took_s = time.monotonic() - began
+            self._busy_s += took_s
+            call.own_s += took_s
+            self._send(call.number, PAUSED)
+
+
+class _Slices:
+    """A coroutine as an awaitable, which runs slice by slice."""
+
+    def __init__(self, server: _Server, coroutine: Any, call: _Call) -> None:
+        self._server, self._coroutine, self._call = server, coroutine, call
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        run: Callable[[], Any] = lambda: self._coroutine.send(None)
+        while True:
+            result = self._server.slice(self._call, run)
+            if isinstance(result, _Ended):
+                return result.value
+            try:
+                yield result
+                run = lambda: self._coroutine.send(None)
+            except BaseException as error:  # noqa: BLE001 - thrown in by the event loop
+                run = lambda error=error: self._coroutine.throw(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The value of a coroutine that has ended."""
+
+    value: Any
