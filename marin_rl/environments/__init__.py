@@ -1,1 +1,1 @@
-"""Problems and their scoring: one file per environment; `base` has the protocol and registry."""
+"""Problems and their scoring: `base` is the protocol, `checks` makes and checks environments."""

@@ -1,46 +1,78 @@
-"""Prompts from a JSONL or Parquet file, scored by a Python function given by import path.
+"""Prompts from files, scored by a Python function given by import path.
 
-A row has `messages` (a list of role and content) or `prompt` (a string), and may have `id`,
-`answer` and anything else, which becomes the example's metadata. Rows are split into training and
-evaluation by a hash of their id, so growing the file moves no row from one to the other.
+Owns the options, the split into training and evaluation, and the examples. Rows are split by a hash
+of their id, so growing the file moves no row from one to the other. Leaves out files
+(`prompt_files`), the meaning of a row (`prompt_rows`) and the reward function
+(`function_scored`).
 """
 
 import hashlib
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from pydantic import Field
 
-from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import SHIPPED, number, parse_options, plain_json, register
+from marin_rl.config import CodeName, EnvironmentConfig, Section
+from marin_rl.environments.base import SHIPPED
+from marin_rl.environments.function_scored import FunctionScored, RewardOption
+from marin_rl.environments.prompt_files import Rows, open_rows
+from marin_rl.environments.prompt_rows import (
+    Columns,
+    PromptRow,
+    demonstration_in,
+    metadata_of,
+    read_row,
+)
+from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import InputError
-from marin_rl.types import Example, Message, RewardComponent, Split
-
-Reward = Callable[[Example, str], Any]
-
-_ROLES = ("system", "user", "assistant", "tool")
+from marin_rl.types import Example, Message, Split
 
 
 class ChatOptions(Section):
-    """Options of `chat`."""
+    """Options of `chat`: prompts from files, and a reward function (docs/data-and-rewards.md)."""
 
-    path: str = Field(description="JSONL or Parquet file of prompts")
-    reward: str = Field(
-        default="marin_rl.environments.answers:exact_match",
-        pattern=r"^[\w.]+:\w+$",
-        description="module:function(example, completion) -> number",
+    path: str = Field(
+        description="prompts: a JSONL or Parquet file, a folder of Parquet files, a pattern such "
+        "as data/train-*.parquet, or a folder saved by datasets.save_to_disk"
     )
-    extract: str | None = Field(
+    prompt_key: str | None = Field(
         default=None,
-        pattern=r"^[\w.]+:\w+$",
-        description="module:function(completion) -> answer or None, for majority votes; null: all "
-        "of the completion",
+        min_length=1,
+        description="column of the prompt, a text or a list of messages; dotted where it lies in "
+        "another; null: messages or prompt, else question, problem, instruction or input",
+    )
+    answer_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the answer; null: answer, else ground_truth, solution, label, "
+        "target or reward_model.ground_truth",
+    )
+    completion_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the demonstration for a warm start; null: completion, else the "
+        "assistant's message that messages end with, else the answer",
+    )
+    id_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of a row's unique id; null: id, else a hash of the prompt",
+    )
+    system_prompt: str | None = Field(
+        default=None, description="system message of rows that have none of their own"
+    )
+    reward: RewardOption = Field(
+        default="marin_rl.environments.answers:exact_match",
+        description="FILE.py:function or module:function, with the parameters of TRL, of verl, or "
+        "(example, completion); or a list of such, each also as {function, weight, name}",
+    )
+    extract: CodeName | None = Field(
+        default=None,
+        description="FILE.py:function or module:function, (completion) -> answer or None, for "
+        "majority votes; null: all of the completion",
     )
     reward_weights: dict[str, float] = Field(
         default={}, description="weight by component name; 1 if not"
@@ -54,188 +86,226 @@ class ChatOptions(Section):
 
 
 @register("chat")
-class Chat:
+class Chat(FunctionScored):
     """Rewards what the function returns: a number, or a mapping of names to numbers."""
 
     name = "chat"
+    answers_by_function = True  # the reward function compares with the row's answer
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._options = parse_options(ChatOptions, config)
-        check_importable(self._options.reward)
-        self._path = Path(self._options.path)
-        self._rows: dict[Split, list[dict[str, Any]]] = {"train": [], "eval": []}
-        self._reward: Reward | None = None
-        if self._options.extract is not None:
-            check_importable(self._options.extract)
+    def __init__(self, config: EnvironmentConfig, options: ChatOptions | None = None) -> None:
+        options = parse_options(ChatOptions, config) if options is None else options
+        super().__init__(options)
+        self._options = options
+        self._columns = Columns(
+            prompt=options.prompt_key,
+            answer=options.answer_key,
+            completion=options.completion_key,
+            id=options.id_key,
+        )
+        self._prompts: PromptSet | None = None
         self._order = lru_cache(maxsize=8)(_shuffled)
         self.version = "1"
         self.size: int | None = None
-        self.workers = self._options.reward_workers
 
     def load_examples(self) -> None:
-        """Read the file. Its digest becomes part of the version, so that a changed one is seen."""
-        try:
-            data = self._path.read_bytes()
-        except OSError as error:
-            raise InputError(
-                f"environment.options.path: cannot read {self._path}: {error}"
-            ) from None
-        self._rows = _rows_of(self._path, data, self._options.eval_fraction)
-        self.version = f"1+{hashlib.sha256(data).hexdigest()[:12]}"
-        self.size = len(self._rows["train"])
+        """Read and check every row.
+
+        The digest of the files becomes part of the version, so that a changed one is seen.
+        """
+        rows = open_rows(self._options.path)
+        self._prompts = prompts = read_prompts(
+            rows, self._columns, self._options.path, self._options.eval_fraction
+        )
+        # prompts that end before the assistant's last message are others than version 1 had
+        self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
+        self.size = len(prompts.of_split["train"])
 
     @property
     def eval_size(self) -> int:
         """Number of rows for evaluation."""
-        return len(self._rows["eval"])
+        return 0 if self._prompts is None else len(self._prompts.of_split["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """Row at `index`, in an order that is shuffled by `seed` again in each pass."""
-        rows = self._rows[split]
-        if not rows:
-            total = sum(len(part) for part in self._rows.values())
-            raise InputError(
-                f"{self._path}: none of its {total} rows is for split {split!r}; change "
-                f"environment.options.eval_fraction ({self._options.eval_fraction}) or add rows"
-            )
-        epoch, place = divmod(index, len(rows))
-        row = rows[int(self._order(len(rows), seed, epoch)[place])]
+        prompts = self._loaded
+        number_of_row = self.row_number(seed, index, split)
+        raw = prompts.rows.row(number_of_row)
+        row = read_row(raw, self._columns)
+        where = prompts.rows.place(number_of_row)
         return Example(
             environment=self.name,
             environment_version=self.version,
-            example_id=row["id"],
+            example_id=row.row_id + prompts.suffixes.get(number_of_row, ""),
             split=split,
             seed=seed + index,
-            messages=row["messages"],
-            answer=row["answer"],
-            metadata=row["metadata"],
+            messages=self._with_system(row.messages),
+            answer=None if row.answer is None else str(row.answer),
+            metadata=metadata_of(raw, row, self._columns, where),
         )
+
+    def row_number(self, seed: int, index: int, split: Split) -> int:
+        """Number of the row of the example at `index`. Raises InputError for an empty split."""
+        prompts = self._loaded
+        chosen = prompts.of_split[split]
+        if not len(chosen):
+            raise InputError(
+                f"{self._options.path}: none of its {len(prompts.rows)} rows is for split "
+                f"{split!r}; change environment.options.eval_fraction "
+                f"({self._options.eval_fraction}) or add rows"
+            )
+        epoch, place = divmod(index, len(chosen))
+        return int(chosen[int(self._order(len(chosen), seed, epoch)[place])])
 
     def demonstration(self, example: Example) -> str | None:
-        """The answer that the prompt file gives, if it does."""
-        return example.answer
+        """Text for a warm start: the row's completion, else its answer."""
+        shown = demonstration_in(example.metadata, self._columns)
+        return example.answer if shown is None else shown
+
+    def check_demonstrations(self, seed: int, count: int) -> None:
+        """Refuse a warm start on the first `count` examples if one has no demonstration.
+
+        Raises InputError that names its row and what it has.
+        """
+        prompts = self._loaded
+        chosen = prompts.of_split["train"]
+        order = self._order(len(chosen), seed, 0)[:count]
+        without = chosen[order][~prompts.demonstrated[chosen[order]]]
+        if len(without):
+            index, columns = int(without.min()), self._columns
+            raise InputError(
+                f"{prompts.rows.place(index)}: a warm start needs a demonstration: expected a "
+                f"column {columns.completion or 'completion'}, messages that end with the "
+                f"assistant's, or a column {columns.answer or 'answer'}; its columns are "
+                f"{', '.join(prompts.rows.row(index))}. Name one by options.completion_key or "
+                "options.answer_key, or choose another sft.environment"
+            )
+
+    def notices(self) -> list[str]:
+        """Facts about the prompts that a user may not expect, a sentence each."""
+        counts, n = self._loaded.counts, len(self._loaded.rows)
+        path, reward = self._options.path, self.reward_name.partition(":")[2]
+        sentences = {
+            "ends_with_assistant": "end with an assistant's message: it is the demonstration of a "
+            "warm start and no part of the prompt",
+            "tools": "have a column tools: it is metadata, for chat offers no tools; a class of "
+            "tools does (docs/your-environment.md)",
+            "repeated": "repeat the prompt of another row",
+        }
+        if self.answers_by_function and self._options.reward in SHIPPED:
+            sentences["unanswered"] = f"have no answer: {reward} gives them 0"
+        return [
+            f"{path}: {counts[name]} of {n} rows {sentence}"
+            for name, sentence in sentences.items()
+            if counts[name]
+        ]
 
     @property
-    def extracts_here(self) -> bool:
-        """False where a function of others extracts."""
-        return self._options.extract is None or self._options.extract in SHIPPED
+    def _loaded(self) -> "PromptSet":
+        if self._prompts is None:
+            raise InputError(f"{self._options.path} is not read yet: call load_examples first")
+        return self._prompts
 
-    def extract(self, completion: str) -> str | None:
-        """Answer that the user's function extracts. Raises InputError, or its exception."""
-        if self._options.extract is None:
-            return completion.strip() or None
-        return _function(self._options.extract)(completion)
+    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        system = self._options.system_prompt
+        if system is None or messages[0].role == "system":
+            return messages
+        return (Message(role="system", content=system), *messages)
 
-    def load_scorer(self) -> None:
-        """Import the reward function. Raises InputError where that does not work."""
-        self._reward = _function(self._options.reward)
 
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Reward components by the user's function. Raises what the function raises."""
-        assert self._reward is not None, "load_scorer comes before score"
-        value = self._reward(example, completion)
-        named = value if isinstance(value, Mapping) else {"reward": value}
-        weights = self._options.reward_weights
-        return tuple(
-            RewardComponent(name=str(name), value=number(part), weight=weights.get(name, 1.0))
-            for name, part in named.items()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Rows with the numbers of those of each split, checked.
+
+    `suffixes` make the ids of repeated prompts differ, by the number of the row; `demonstrated`
+    rows are those that a warm start can learn from; `counts` are of what `Chat.notices` reports.
+    """
+
+    rows: Rows
+    of_split: dict[Split, np.ndarray]
+    suffixes: dict[int, str]
+    demonstrated: np.ndarray
+    counts: dict[str, int]
+
+
+def read_prompts(rows: Rows, columns: Columns, path: str, eval_fraction: float) -> PromptSet:
+    """Read every row once. Raises InputError that names the file, the row and the remedy."""
+    held_out, demonstrated = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
+    answered, ending, tools = (np.zeros(len(rows), bool) for _ in range(3))
+    suffixes: dict[int, str] = {}
+    seen: dict[str, int] = {}
+    for index, (raw, row) in enumerate(_checked_rows(rows, columns)):
+        times = seen[row.row_id] = seen.get(row.row_id, 0) + 1
+        if times > 1:
+            _check_repeated(rows, index, row)
+            suffixes[index] = f"-{times}"
+        held_out[index] = is_held_out(row.row_id, eval_fraction)
+        answered[index] = row.answer is not None
+        demonstrated[index] = row.demonstration is not None
+        ending[index] = row.ends_with_assistant
+        tools[index] = bool(raw.get("tools"))
+    if not seen:
+        raise InputError(f"{path} has no rows: expected at least two prompts")
+    _check_answers(rows, columns, answered)
+    numbers: dict[Split, np.ndarray] = {
+        "train": np.flatnonzero(~held_out),
+        "eval": np.flatnonzero(held_out),
+    }
+    return PromptSet(
+        rows=rows,
+        of_split=numbers,
+        suffixes=suffixes,
+        demonstrated=answered | demonstrated,
+        counts={
+            "ends_with_assistant": int(ending.sum()),
+            "unanswered": int((~answered).sum()),
+            "tools": int(tools.sum()),
+            "repeated": len(suffixes),
+        },
+    )
+
+
+def _checked_rows(rows: Rows, columns: Columns) -> Iterator[tuple[Any, PromptRow]]:
+    for index, raw in enumerate(rows.scan(columns.read)):
+        try:
+            yield raw, read_row(raw, columns)
+        except ValueError as error:
+            raise InputError(
+                f"{rows.place(index)}: {_in_full(rows, index, columns, error)}"
+            ) from None
+
+
+def _in_full(rows: Rows, index: int, columns: Columns, error: ValueError) -> ValueError:
+    """Return the error of a row as read with all its columns, which it may list."""
+    try:
+        read_row(rows.row(index), columns)
+    except ValueError as in_full:
+        return in_full
+    return error
+
+
+def _check_repeated(rows: Rows, index: int, row: PromptRow) -> None:
+    """Refuse an id that two rows give; rows without ids may repeat a prompt."""
+    if row.id_given:
+        raise InputError(
+            f"{rows.place(index)}: the id {row.row_id!r} is there twice; name a column of unique "
+            "ids by environment.options.id_key"
         )
 
 
-def check_importable(path: str) -> None:
-    """Refuse a module that is not there, without running it. Raises InputError."""
-    module = path.partition(":")[0]
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise InputError(f"reward function {path!r}: {error}") from error
-    if spec is None:
-        raise InputError(f"reward function {path!r}: no module named {module!r} on sys.path")
-
-
-def _function(path: str) -> Callable[..., Any]:
-    """Import the function that a path names. Raises InputError."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"reward function {path!r}: {error}") from error
-    if not callable(function):
-        raise InputError(f"reward function {path!r} is not callable")
-    return function
+def _check_answers(rows: Rows, columns: Columns, answered: np.ndarray) -> None:
+    """Refuse a configured column of answers that no row has."""
+    if columns.answer is not None and not answered.any():
+        raise InputError(
+            f"{rows.place(0)}: no row has a column {columns.answer!r}, which environment.options."
+            f"answer_key names; its columns are {', '.join(rows.row(0))}"
+        )
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def _rows_of(path: Path, data: bytes, eval_fraction: float) -> dict[Split, list[dict[str, Any]]]:
-    """Read and check every row, by split. Raises InputError naming the line."""
-    splits: dict[Split, list[dict[str, Any]]] = {"train": [], "eval": []}
-    raws = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path, data)
-    seen: set[str] = set()
-    for place, raw in raws:
-        row = _row(raw, f"{path}, {place}")
-        if row["id"] in seen:
-            raise InputError(f"{path}, {place}: the id {row['id']!r} is there twice")
-        seen.add(row["id"])
-        splits[_split_of(row["id"], eval_fraction)].append(row)
-    if not seen:
-        raise InputError(f"{path} has no rows: expected at least two prompts")
-    return splits
-
-
-def _json_rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    for place, line in enumerate(data.splitlines(), start=1):
-        if line.strip():
-            try:
-                yield f"line {place}", orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise InputError(f"{path}, line {place} is not JSON: {error}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    # pyarrow takes a third of a second to import, and few runs have Parquet prompts.
-    import pyarrow as pa
-    import pyarrow.dataset
-
-    try:
-        table = pyarrow.dataset.dataset(path, format="parquet").to_table()
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read as Parquet: {error}") from error
-    for index, row in enumerate(table.to_pylist()):
-        yield f"row {index}", {key: value for key, value in row.items() if value is not None}
-
-
-def _row(raw: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a prompt's example. Raises InputError saying what is missing."""
-    if not isinstance(raw, dict) or ("messages" in raw) == ("prompt" in raw):
-        raise InputError(f"{where}: expected an object with either messages or prompt")
-    raws = raw.get("messages", [{"role": "user", "content": raw.get("prompt")}])
-    if not isinstance(raws, list) or not raws:
-        raise InputError(f"{where}: expected messages as a list that is not empty")
-    messages = tuple(_message(item, where) for item in raws)
-    answer = raw.get("answer")
-    metadata = {k: v for k, v in raw.items() if k not in ("messages", "prompt", "answer", "id")}
-    text = orjson.dumps([[message.role, message.content] for message in messages])
-    return {
-        "id": str(raw.get("id", hashlib.sha256(text).hexdigest()[:16])),
-        "messages": messages,
-        "answer": None if answer is None else str(answer),
-        "metadata": plain_json(metadata, where),
-    }
-
-
-def _message(item: Any, where: str) -> Message:
-    role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
-    if role not in _ROLES or not isinstance(content, str):
-        raise InputError(
-            f"{where}: expected a message with a role ({', '.join(_ROLES)}) and content, found "
-            f"{item!r:.80}"
-        )
-    return Message(role=role, content=content)
-
-
-def _split_of(identity: str, eval_fraction: float) -> Split:
-    part = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big") / 2**64
-    return "eval" if part < eval_fraction else "train"
+def is_held_out(row_id: str, eval_fraction: float) -> bool:
+    """Return True for rows of the split `eval`: a hash of the id decides."""
+    part = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") / 2**64
+    return part < eval_fraction

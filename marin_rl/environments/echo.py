@@ -6,8 +6,9 @@ import string
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import parse_options, register
-from marin_rl.types import Example, Message, RewardComponent, Split
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.registry import parse_options, register
+from marin_rl.types import Example, RewardComponent, Split
 
 
 class EchoOptions(Section):
@@ -21,19 +22,14 @@ class EchoOptions(Section):
 
 
 @register("echo")
-class Echo:
+class Echo(BaseEnvironment):
     """Rewards the share of characters that are right, in place: 1 for exactly the word."""
 
     name = "echo"
-    version = "1"
-    size = None
     workers = 0
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._options = parse_options(EchoOptions, config)
-
-    def load_examples(self) -> None:
-        """Do nothing: there is nothing to load."""
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A word of random letters, drawn from `seed + index`."""
@@ -41,23 +37,9 @@ class Echo:
         low = min(self._options.letters_min, self._options.letters_max)
         length = draw.randint(low, max(low, self._options.letters_max))
         word = "".join(draw.choices(self._options.alphabet, k=length))
-        return Example(
-            environment=self.name,
-            environment_version=self.version,
-            example_id=f"{split}-{seed}-{index}",
-            split=split,
-            seed=seed + index,
-            messages=(Message(role="user", content=f"repeat {word}"),),
-            answer=word,
-            metadata={"index": index},
+        return self.make_example(
+            f"repeat {word}", word, seed=seed, index=index, split=split, metadata={"index": index}
         )
-
-    def demonstration(self, example: Example) -> str | None:
-        """The word."""
-        return example.answer
-
-    def load_scorer(self) -> None:
-        """Do nothing: there is nothing to load."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Characters in place over the length of the longer of word and completion."""

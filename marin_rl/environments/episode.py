@@ -1,17 +1,18 @@
 """Episodes: one attempt of a model at one example, turn by turn.
 
 Owns the protocol that `rollouts.episode` drives, and the adapter that makes a one-shot problem an
-episode of one step. Leaves out sampling (`rollouts.episode`) and the scoring of a finished group,
-which happens in worker processes (`scoring`).
+episode of one step. Leaves out sampling (`rollouts.episode`), the processes that episodes live in
+(`episode_pool`), and the scoring of a finished group (`scoring`).
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import Environment
-from marin_rl.types import Example, Message, Turn
+from marin_rl.types import Example, Message, NamedReward, Turn
 
 Tool = Mapping[str, Any]  # a function's JSON schema, as OpenAI's `tools` have it
 
@@ -21,23 +22,50 @@ class StepResult:
     """Answer of an environment to one turn of the model.
 
     `messages` are what the model reads before its next turn: a user's words or the results of
-    tools. `reward` is received at the turn's last token; an episode without any is scored once it
-    is finished, together with its group, by `Environment.score`.
+    tools. `reward` is received at the turn's last token: a number, or numbers by name that add up,
+    of which None is left out. An episode without any is scored once it is finished, together with
+    its group, by `Environment.score`. With `scored` it is scored so in any case, and the score is
+    added to the rewards of its steps.
     """
 
     messages: tuple[Message, ...] = ()
-    reward: float | None = None
+    reward: float | Mapping[str, float | None] | None = None
     done: bool = False
+    scored: bool = False
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"expected a finite reward of a step, found {self.reward!r}")
+        reward = self.reward
+        values = reward.values() if isinstance(reward, Mapping) else (reward,)
+        for value in values:
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"expected a finite reward of a step, found {value!r}")
+
+    @property
+    def rewards(self) -> tuple[NamedReward, ...]:
+        """Parts of the reward by name; none where it is a number."""
+        if not isinstance(self.reward, Mapping):
+            return ()
+        return tuple(
+            NamedReward(name=name, value=value)
+            for name, value in self.reward.items()
+            if value is not None
+        )
+
+    @property
+    def received(self) -> float | None:
+        """The reward as one number; None where there is none."""
+        if not isinstance(self.reward, Mapping):
+            return self.reward
+        return float(sum(part.value for part in self.rewards)) if self.rewards else None
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """Episode of a member of a group. Members start alike and know nothing of each other."""
+    """Episode of a member of a group. Members start alike and know nothing of each other.
+
+    Each method may be `async` or not.
+    """
 
     def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """The messages of the first prompt, and the tools that may be called."""
@@ -59,6 +87,31 @@ class HasEpisodes(Protocol):
     def episode(self, example: Example) -> Episode:
         """A new episode that starts from `example`."""
         ...
+
+
+@runtime_checkable
+class OffersTools(Protocol):
+    """Optional part of an environment with episodes: the tools that every one of them offers.
+
+    They are checked against the policy's chat template before a run starts; tools that an episode
+    returns from `start` alone are checked there.
+    """
+
+    def tools_offered(self) -> Sequence[Tool]:
+        """Schemas of the tools."""
+        ...
+
+
+async def settled(value: Any) -> Any:
+    """The value itself, or what it awaits: methods of episodes may be `async` or not."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def checked_result(result: Any) -> StepResult:
+    """`result`, if it is one. Raises ValueError."""
+    if not isinstance(result, StepResult):
+        raise ValueError(f"expected a StepResult of a step, found {result!r:.80}")
+    return result
 
 
 class OneShot:

@@ -11,10 +11,11 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
-from pydantic import Field, model_validator
-
-from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import number, parse_options, plain_json, register
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import number, plain_json
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.reasoning_gym_options import MixtureItem, ReasoningGymOptions
+from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError
 from marin_rl.types import Example, Message, RewardComponent, Split
 
@@ -37,60 +38,8 @@ _SHORT_PERIOD = 2**31
 _DATASETS_KEPT = 8
 
 
-class MixtureItem(Section):
-    """Dataset of a mixture."""
-
-    dataset: str = Field(description="name of a reasoning-gym dataset")
-    weight: float = Field(default=1.0, gt=0, le=1e6, description="relative share of the examples")
-    config: dict[str, Any] = Field(default={}, description="parameters of the dataset")
-
-
-class Demonstration(Section):
-    """Way in which the answer is written in supervised examples."""
-
-    text: str = Field(
-        default="{answer}", description="{answer}, {question} and the item's metadata by name"
-    )
-    weight: float = Field(
-        default=1.0, gt=0, le=1e6, description="relative share of the demonstrations"
-    )
-
-
-class ReasoningGymOptions(Section):
-    """Options of `reasoning_gym`: either `dataset` with its `config`, or a `mixture`."""
-
-    dataset: str | None = Field(default=None, description="name of a reasoning-gym dataset")
-    config: dict[str, Any] = Field(default={}, description="parameters of the dataset")
-    mixture: tuple[MixtureItem, ...] = Field(default=(), description="datasets with weights")
-    system_prompt: str | None = Field(
-        default=None, description="system message before every question"
-    )
-    prompt: str = Field(
-        default="{question}", description="user message; {question} and the item's metadata by name"
-    )
-    demonstrations: tuple[Demonstration, ...] = Field(
-        default=(Demonstration(),),
-        min_length=1,
-        description="ways to write the answer in a warm start",
-    )
-    answer_tag: str | None = Field(
-        default=None,
-        pattern="^[A-Za-z_]+$",
-        description="score only what stands in the last <tag>…</tag>; null: all",
-    )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ReasoningGymOptions":
-        if (self.dataset is None) == (not self.mixture):
-            raise ValueError("give either dataset (with config) or mixture")
-        names = [item.dataset for item in self.mixture]
-        if len(set(names)) < len(names):
-            raise ValueError(f"a mixture names each dataset once, found {', '.join(names)}")
-        return self
-
-
 @register("reasoning_gym")
-class ReasoningGym:
+class ReasoningGym(BaseEnvironment):
     """Rewards what the dataset's own `score_answer` says, partial credit included."""
 
     name = "reasoning_gym"
@@ -111,9 +60,6 @@ class ReasoningGym:
         self.seed_period = _SHORT_PERIOD if short else None
         self._dataset = lru_cache(maxsize=_DATASETS_KEPT)(self._make)
 
-    def load_examples(self) -> None:
-        """Do nothing: there is nothing to load."""
-
     def example(self, seed: int, index: int, split: Split) -> Example:
         """The item at `index` of the dataset with seed `seed`."""
         entry = self._entry(seed, index)
@@ -122,14 +68,12 @@ class ReasoningGym:
         messages = [Message(role="user", content=self._prompt(entry))]
         if self._options.system_prompt is not None:
             messages.insert(0, Message(role="system", content=self._options.system_prompt))
-        return Example(
-            environment=self.name,
-            environment_version=self.version,
-            example_id=f"{split}-{seed}-{index}",
+        return self.make_example(
+            messages,
+            None if answer is None else self._tagged(str(answer)),
+            seed=seed,
+            index=index,
             split=split,
-            seed=seed + index,
-            messages=tuple(messages),
-            answer=None if answer is None else self._tagged(str(answer)),
             metadata={**metadata, "index": index},
         )
 
@@ -142,9 +86,6 @@ class ReasoningGym:
         (way,) = draw.choices(ways, [way.weight for way in ways])
         known = {**example.metadata, "question": example.messages[-1].content}
         return _filled(way.text, {**known, "answer": example.answer}, "demonstrations.text")
-
-    def load_scorer(self) -> None:
-        """Do nothing: there is nothing to load."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """The dataset's score of the answer; 0 where the tag that should hold it is missing.

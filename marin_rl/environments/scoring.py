@@ -3,49 +3,137 @@
 Scorers hang in C code, catch every exception, exhaust the interpreter lock; nothing in this process
 could stop them. A worker (`worker.py`) is a fresh interpreter that imports the environment and
 never JAX; it is started before it is needed, scores a group per message, is killed at the time
-limit with whatever it started (`marin_rl.worker_process`), and started again for the rest. Whatever
+limit with whatever it started (`marin_rl.isolated`), and started again for the rest. Whatever
 goes wrong with one completion is a RewardFault, returned and not raised, so that it costs one
 rollout. What cannot hang is scored right here.
 """
 
 import asyncio
 import atexit
-import contextlib
-import queue
-import secrets
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, answer_in, checked_components, extracts_here
+from marin_rl.environments.base import (
+    Environment,
+    GroupScore,
+    NamesReward,
+    ScoresGroups,
+    answer_in,
+    checked_components,
+    extracts_here,
+)
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.processes import EXIT_PATIENCE_S, KeptWorker
+from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.isolated.processes import clean_environment
 from marin_rl.types import Example, RewardComponent
-from marin_rl.worker_process import clean_environment
+from marin_rl.user_code import packed_sources
 
-SEND_TIMEOUT_S = 60.0  # for a worker to take in a group, which it does at once
 ANSWER_BYTES_MAX = 4 << 20
+# What a worker is asked to do, in place of an example to score completions for.
+EXTRACT, STYLE = b'"extract"', b'"style"'
 MESSAGE_CHARACTERS_MAX = 500
 
-Score = tuple[RewardComponent, ...] | RewardFault
+Score = GroupScore
+CompletionIds = Sequence[Sequence[int] | np.ndarray]
+
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
-def score_here(environment: Environment, example: Example, completion: str) -> Score:
-    """Score in this process, without a time limit; a fault is returned."""
+def score_here(
+    environment: Environment, example: Example, completions: Sequence[str], ids: CompletionIds = ()
+) -> Iterator[Score]:
+    """Score in this process, without a time limit; faults are yielded.
+
+    They name the reward, the example, and the line of the function that raised. Completions are
+    scored one at a time, or all in one call where the environment scores groups.
+    """
+    where = f"{reward_name(environment)}, example {example.example_id}"
+    if not (isinstance(environment, ScoresGroups) and environment.scores_groups):
+        for completion in completions:
+            try:
+                yield checked_components(environment.score(example, completion))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+                yield fault_of(error, where)
+        return
     try:
-        return checked_components(environment.score(example, completion))
+        scores = environment.score_group(example, completions, _lists(ids, len(completions)))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-        return fault_of(error)
+        scores = [fault_of(error)] * len(completions)
+    for score in scores:
+        yield _checked_score(score, where)
 
 
-def fault_of(error: BaseException) -> RewardFault:
-    """The fault of a rollout whose environment raised `error`."""
-    return RewardFault(f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS_MAX])
+def _lists(ids: CompletionIds, n: int) -> list[list[int]]:
+    """Return token ids as lists; empty ones where there are none."""
+    return [[int(token) for token in one] for one in ids] if len(ids) else [[]] * n
+
+
+def _checked_score(score: Score, where: str) -> Score:
+    """Return a group's score with the name of its reward in a fault."""
+    if isinstance(score, RewardFault):
+        return fault_of(score, where)
+    try:
+        return checked_components(score)
+    except ValueError as error:
+        return fault_of(error, where)
+
+
+def fault_of(error: BaseException, where: str = "") -> RewardFault:
+    """Return the fault of a rollout whose environment raised `error`, after `where` it did."""
+    prefix = f"{where}: " if where else ""
+    fault = type(error) if isinstance(error, RewardFault) else RewardFault
+    name = "" if isinstance(error, RewardFault) else f"{type(error).__name__}: "
+    return fault(f"{prefix}{name}{error}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX])
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the line outside of this package that raised, if one did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename.startswith(_PACKAGE):
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+def reward_name(environment: Environment) -> str:
+    """Return the name of an environment's reward for errors."""
+    return environment.reward_name if isinstance(environment, NamesReward) else environment.name
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """Limits, settings and environment variables of a process that runs an environment's code."""
+
+    limits: WorkerLimits
+    settings: dict[str, Any]
+    variables: dict[str, str]
+
+
+def worker_setup(environment: Environment, config: EnvironmentConfig, wall_s: float) -> WorkerSetup:
+    """Return the setup of workers that construct `environment` again (`worker.constructed`)."""
+    settings = config.model_dump(mode="json")
+    return WorkerSetup(
+        limits=WorkerLimits(
+            wall_s=wall_s,
+            memory_bytes=config.reward_memory_bytes_max,
+            answer_bytes=ANSWER_BYTES_MAX,
+            sealed=False,  # rewards and environments are the user's code: they may write files
+        ),
+        settings={
+            "module": type(environment).__module__,
+            "environment": settings,
+            "code": packed_sources(settings),
+        },
+        variables=clean_environment(config.pass_environment),
+    )
 
 
 class Scorer:
@@ -53,23 +141,47 @@ class Scorer:
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self._environment = environment
-        self._workers: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
-        self._pool: ThreadPoolExecutor | None = None
+        self._timeout_s = config.reward_timeout_s
+        self._pool: WorkerPool | None = None
+        self._style: tuple[bool, bool] | None = None
         if environment.workers:
-            hello = {
-                "module": type(environment).__module__,
-                "environment": config.model_dump(mode="json"),
-            }
-            for _ in range(environment.workers):
-                self._workers.put(RewardWorker(hello, config.reward_timeout_s))
-            self._pool = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
+            setup = worker_setup(environment, config, config.reward_timeout_s)
+            self._pool = WorkerPool(
+                "marin_rl.environments.worker",
+                setup.limits,
+                environment.workers,
+                settings=setup.settings,
+                environment=setup.variables,
+                name="reward",
+            )
+            self._pool.start(environment.workers)
+            self._threads = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
-    async def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """Score each completion. Raises InputError where no worker can be started at all."""
+    async def score(
+        self, example: Example, completions: Sequence[str], ids: CompletionIds = ()
+    ) -> list[Score]:
+        """Score each completion; `ids` are their token ids, for rewards that read them.
+
+        Raises InputError where no worker can be started at all.
+        """
         if self._pool is None:
-            return [score_here(self._environment, example, text) for text in completions]
+            return list(score_here(self._environment, example, completions, ids))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._score_in_worker, example, completions)
+        return await loop.run_in_executor(self._threads, self._score, example, completions, ids)
+
+    async def scores_groups(self) -> bool:
+        """Return True where a score may depend on the other members. Raises InputError."""
+        if self._pool is None:
+            environment = self._environment
+            return isinstance(environment, ScoresGroups) and environment.scores_groups
+        return (await asyncio.to_thread(self._call_style))[0]
+
+    def check(self) -> None:
+        """Load the reward in a worker. Raises InputError where it cannot be, or does not fit."""
+        if self._pool is None:
+            self._environment.load_scorer()
+        else:
+            self._call_style()
 
     def extract(self, completions: Sequence[str]) -> list[str | None]:
         """The answer in each completion, extracted in a worker; None where that fails or hangs.
@@ -78,115 +190,74 @@ class Scorer:
         """
         if self._pool is None:
             return [answer_in(self._environment, text) for text in completions]
-        worker = self._workers.get()
-        try:
-            return worker.extract(completions)
-        finally:
-            self._workers.put(worker)
+        answers = [_answer_of(answer) for answer in self._extracted(completions)]
+        return [None if isinstance(answer, RewardFault) else answer for answer in answers]
 
     def close(self) -> None:
         """End the workers, once what they score now is done."""
-        if self._pool is None:
-            return
-        self._pool.shutdown(cancel_futures=True)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._workers.get_nowait().close()
+        if self._pool is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._pool.close()
 
-    def _score_in_worker(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        worker = self._workers.get()
-        try:
-            return worker.score(example, completions)
-        finally:
-            self._workers.put(worker)
-
-
-class RewardWorker(KeptWorker):
-    """A worker process that scores; it and what it started end with this process."""
-
-    def __init__(self, hello: dict[str, Any], timeout_s: float) -> None:
-        self._environment = hello
-        self._timeout_s = timeout_s
-        settings = EnvironmentConfig.model_validate(hello["environment"])
-        super().__init__(
-            "marin_rl.environments.worker:main",
-            "reward",
-            environment=clean_environment(settings.pass_environment),
-            memory_bytes_max=settings.reward_memory_bytes_max,
-        )
-
-    def hello(self) -> bytes:
-        """Name the environment, with a number that the first answer must repeat."""
-        self._nonce = secrets.token_hex(16)
-        return orjson.dumps({"nonce": self._nonce, **self._environment})
-
-    def score(self, example: Example, completions: Sequence[str]) -> list[Score]:
-        """Score each completion, in order. Raises InputError where the worker cannot start."""
+    def _score(
+        self, example: Example, completions: Sequence[str], ids: CompletionIds
+    ) -> list[Score]:
+        """Score in a worker: completion by completion, or in one call that has the time of all."""
+        by_group, wants_ids = self._call_style()
+        n = len(completions)
+        calls: list[dict[str, Any]] = [{"completions": [text], "ids": []} for text in completions]
+        if by_group and n:
+            ids = _lists(ids, n) if wants_ids else []
+            calls = [{"completions": list(completions), "ids": ids}]
+        where = f"{reward_name(self._environment)}, example {example.example_id}"
+        wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []
-        while len(scores) < len(completions):
-            self._ask_rest({"example": example}, completions, scores, _score_of)
+        for answer in self._ask(orjson.dumps(example), list(map(orjson.dumps, calls)), wall_s):
+            if isinstance(answer, WorkerFault):
+                fault = RewardFault(f"{where}: {_explained(answer, wall_s)}")
+                scores += [fault] * (n if by_group else 1)
+            else:
+                scores += map(_score_of, orjson.loads(answer))
         return scores
 
-    def extract(self, completions: Sequence[str]) -> list[str | None]:
-        """The answer in each completion, None where there is none. Raises InputError as `score`."""
-        answers: list[str | RewardFault | None] = []
-        while len(answers) < len(completions):
-            self._ask_rest({"extract": True}, completions, answers, _answer_of)
-        return [None if isinstance(answer, RewardFault) else answer for answer in answers]
+    def _extracted(self, completions: Sequence[str]) -> list[dict[str, Any]]:
+        items = [text.encode() for text in completions]
+        return [
+            {"fault": answer.message} if isinstance(answer, WorkerFault) else orjson.loads(answer)
+            for answer in self._ask(EXTRACT, items, self._timeout_s)
+        ]
 
-    def _ask_rest(
-        self,
-        question: dict[str, Any],
-        completions: Sequence[str],
-        scores: list[Any],
-        read: Callable[[dict[str, Any]], Any],
-    ) -> None:
-        """Score the remaining completions; at a fault, stop early and start a new worker."""
-        self._wait_until_ready()
-        unscored = list(completions[len(scores) :])
-        nonce = secrets.token_hex(16)
-        group = {"nonce": nonce, **question, "completions": unscored}
-        try:
-            self._process.send(orjson.dumps(group), SEND_TIMEOUT_S)
-            for index in range(len(unscored)):
-                line = self._process.receive(self._timeout_s, ANSWER_BYTES_MAX)
-                scores.append(read(_checked(line, nonce, index)))
-        except TimeoutError:
-            scores.append(RewardFault(f"the reward took longer than {self._timeout_s:g} s"))
-            self.restart()
-        except (EOFError, BrokenPipeError):
-            how = self._process.end(patience_s=EXIT_PATIENCE_S)
-            scores.append(RewardFault(f"the reward ended its process ({how})"))
-            self.restart()
-        except ValueError as error:
-            scores.append(RewardFault(f"the reward wrote to the scorer's own pipe: {error}"))
-            self.restart()
+    def _call_style(self) -> tuple[bool, bool]:
+        """Return whether a group is scored in one call, and whether it reads token ids.
 
-    def _wait_until_ready(self) -> None:
-        line = self.first_line(ANSWER_BYTES_MAX)
-        if line is None:
-            return
-        try:
-            answer = _checked(line, self._nonce)
-        except ValueError as error:
-            self.restart()
-            raise InputError(
-                f"the environment wrote to the scorer's own pipe while it was imported: {error}"
-            ) from None
-        if "unfit" in answer:
-            self.restart()
-            raise InputError(f"the environment cannot score: {answer['unfit']}")
+        Only a worker knows: this process does not import the function. Raises InputError.
+        """
+        if self._style is None:
+            (answer,) = self._ask(STYLE, [b""], STARTUP_TIMEOUT_S)
+            if isinstance(answer, WorkerFault):
+                raise InputError(f"the environment cannot score: {answer.message}")
+            by_group, wants_ids = orjson.loads(answer)
+            self._style = by_group, wants_ids
+        return self._style
+
+    def _ask(
+        self, common: bytes, items: Sequence[bytes], wall_s: float
+    ) -> list[bytes | WorkerFault]:
+        """Return an answer to each item; after a fault, another worker answers the rest."""
+        assert self._pool is not None, "others score where they are asked"
+        answers: list[bytes | WorkerFault] = []
+        while len(answers) < len(items):
+            answers += self._pool.ask(common, items[len(answers) :], wall_s)
+        return answers
 
 
-def _checked(line: bytes, nonce: str, index: int | None = None) -> dict[str, Any]:
-    """Parse an answer. Raises ValueError for one that the worker's own code did not write."""
-    try:
-        answer = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        answer = None
-    if not isinstance(answer, dict) or answer.get("nonce") != nonce or answer.get("index") != index:
-        raise ValueError(f"expected an answer with this group's number, found {line[:40]!r}")
-    return answer
+def _explained(fault: WorkerFault, wall_s: float) -> str:
+    if fault.limit == "wall":
+        return f"took longer than {wall_s:g} s"
+    if fault.limit == "answer":
+        expected = "expected an answer to this group"
+        return f"wrote to the scorer's own pipe: {expected}, found {fault.message}"
+    return f"ended its process ({fault.message})"
 
 
 def _score_of(answer: dict[str, Any]) -> Score:

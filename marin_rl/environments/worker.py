@@ -1,81 +1,76 @@
-"""The process that scores: reads a group per line, writes an answer per completion.
+"""The work of a process that scores: an environment's rewards and answers, one completion each.
 
-Started by `scoring` through `marin_rl.worker_process`, which ends it and whatever it started.
+`scoring` asks for it through `marin_rl.isolated`, which ends the process and whatever it started.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, answer_in, construct
-from marin_rl.environments.scoring import score_here
+from marin_rl.environments.base import Environment, ScoresGroups, answer_in
+from marin_rl.environments.registry import construct
+from marin_rl.environments.scoring import EXTRACT, STYLE, score_here
 from marin_rl.errors import InputError, MarinRLError, RewardFault
-from marin_rl.types import Example, Message
-from marin_rl.worker_process import Channel
-
-Answer = Callable[[str], dict[str, Any]]
+from marin_rl.types import Example, message_of
+from marin_rl.user_code import PRIVATE, offer_packed
 
 
-def main(channel: Channel) -> None:
-    """Serve one parent until it closes its end."""
-    lines = channel.lines()
-    environment = _begin(orjson.loads(next(lines)), channel)
-    if environment is None:
-        return
-    for line in lines:
-        _answer_group(environment, orjson.loads(line), channel)
+def begin(settings: Mapping[str, Any]) -> Callable[[bytes, bytes], bytes]:
+    """Construct the environment of `settings`; return the function that scores and extracts.
+
+    Raises InputError where it cannot be imported.
+    """
+    return partial(_answer, constructed(settings, "score"))
 
 
-def _begin(hello: dict[str, Any], channel: Channel) -> Environment | None:
+def constructed(
+    settings: Mapping[str, Any], purpose: str, *, examples: bool = False
+) -> Environment:
+    """The environment of `settings`, with what scoring needs and, if asked for, its examples.
+
+    Raises InputError, which names the purpose, where it cannot be imported.
+    """
     try:
-        importlib.import_module(hello["module"])
-        environment = construct(EnvironmentConfig.model_validate(hello["environment"]))
+        offer_packed(settings["code"])
+        if not settings["module"].startswith(PRIVATE):  # it may register environments
+            importlib.import_module(settings["module"])
+        environment = construct(EnvironmentConfig.model_validate(settings["environment"]))
+        if examples:
+            environment.load_examples()
         environment.load_scorer()
     except (MarinRLError, ImportError) as error:
-        _answer(channel, hello, {"unfit": f"{type(error).__name__}: {error}"})
-        return None
-    _answer(channel, hello, {"ready": True})
+        message = f"the environment cannot {purpose}: {type(error).__name__}: {error}"
+        raise InputError(message) from error
     return environment
 
 
-def _answer_group(environment: Environment, group: dict[str, Any], channel: Channel) -> None:
-    answer = _scoring(environment, group) if "example" in group else _extracting(environment)
-    for index, completion in enumerate(group["completions"]):
-        _answer(channel, group, {"index": index, **answer(completion)})
+def _answer(environment: Environment, common: bytes, item: bytes) -> bytes:
+    """Score the completions of `item` for the example in `common`; or extract, or say the style."""
+    if common == STYLE:
+        by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
+        wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
+        return orjson.dumps([by_group, wants_ids])
+    if common == EXTRACT:
+        return orjson.dumps(_extracted(environment, item.decode()))
+    example, call = orjson.loads(common), orjson.loads(item)
+    messages = tuple(map(message_of, example.pop("messages")))
+    example = Example(messages=messages, **example)
+    scores = score_here(environment, example, call["completions"], call["ids"])
+    return orjson.dumps(
+        [
+            {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}
+            for score in scores
+        ]
+    )
 
 
-def _scoring(environment: Environment, group: dict[str, Any]) -> Answer:
-    """Return the function that scores a completion of a group."""
-    example = _example(group["example"])
-
-    def answer(completion: str) -> dict[str, Any]:
-        score = score_here(environment, example, completion)
-        return {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}
-
-    return answer
-
-
-def _extracting(environment: Environment) -> Answer:
-    """Return the function that extracts the answer of a completion."""
-
-    def answer(completion: str) -> dict[str, Any]:
-        try:
-            extracted = answer_in(environment, completion)
-        except InputError as error:
-            return {"unfit": str(error)}
-        return {"answer": None if extracted is None else str(extracted)}
-
-    return answer
-
-
-def _answer(channel: Channel, question: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Answer with the question's nonce: a line without it came from elsewhere."""
-    channel.send(orjson.dumps({"nonce": question["nonce"], **answer}))
-
-
-def _example(plain: dict[str, Any]) -> Example:
-    messages = tuple(Message(**message) for message in plain.pop("messages"))
-    return Example(messages=messages, **plain)
+def _extracted(environment: Environment, completion: str) -> dict[str, Any]:
+    try:
+        answer = answer_in(environment, completion)
+    except InputError as error:
+        return {"unfit": str(error)}
+    return {"answer": None if answer is None else str(answer)}

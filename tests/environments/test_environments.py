@@ -13,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.config import Config, EnvironmentConfig, load_config, override, parse_config
-from marin_rl.environments.base import (
+from marin_rl.environments.base import checked_components, number, reward_of
+from marin_rl.environments.checks import (
     check_seeds_apart,
-    checked_components,
     environment_of,
-    known_environments,
     make_environment,
-    number,
-    register,
-    reward_of,
 )
 from marin_rl.environments.echo import Echo
+from marin_rl.environments.registry import known_environments, register
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.types import Example, Message, RewardComponent, Split
 
@@ -40,7 +37,7 @@ def spell(**more: Any) -> EnvironmentConfig:
 
 
 def test_unknown_names_are_reported_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"chat, echo, .*reasoning_gym.*did you mean echo\?"):
+    with pytest.raises(ConfigError, match=r"chat, .*echo, .*reasoning_gym.*did you mean echo\?"):
         make_environment(configured("ecko"))
 
 
@@ -359,10 +356,10 @@ def test_messages_keep_their_roles(tmp_path: Path, rewards: str) -> None:
         ("", "has no rows"),
         ("[1]", "line 1: expected an object"),
         ('{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
-        ('{"prompt": "a", "messages": []}', "either messages or prompt"),
+        ('{"prompt": "a", "messages": []}', "both messages and prompt may be the prompt"),
         ('{"messages": []}', "not empty"),
         ('{"messages": [{"role": "boss", "content": "a"}]}', "expected a message with a role"),
-        ('{"prompt": 3}', "expected a message"),
+        ('{"prompt": 3}', "expected a text or a list of messages"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}', "'1' is there twice"),
         ('{"prompt": "a"}', "is for split"),
     ],

@@ -12,9 +12,12 @@ import pytest
 from support.processes import wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import construct, make_environment, reward_of
-from marin_rl.environments.scoring import RewardWorker, Score, Scorer
+from marin_rl.environments.base import reward_of
+from marin_rl.environments.checks import make_environment
+from marin_rl.environments.registry import construct
+from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
+from marin_rl.isolated.pool import WorkerLimits, WorkerPool
 from marin_rl.types import Example
 
 REWARDS = """
@@ -52,6 +55,18 @@ def reward(example, completion):
             print("hanging", flush=True)
             re.match(r"(a+)+$", "a" * 60 + "b")
     return len(completion)
+
+def by_group(prompts, completions, completion_ids, level, **columns):
+    match completions[0]:
+        case "raise": raise KeyError("who knows")
+        case "short": return [1.0]
+        case "kinds": return [0.5, None, "1.0", float("nan")]
+        case "hang": time.sleep(3600)
+        case "die": os.kill(os.getpid(), 9)
+    return [len(text) + 10 * len(ids) + 100 * n
+            for text, ids, n in zip(completions, completion_ids, level)]
+
+def wrong_signature(completion): return 1
 """
 
 
@@ -113,16 +128,66 @@ def test_return_values_of_a_reward_function(scorer: Scorer, example: Example) ->
 
 
 def test_limits_of_a_worker(scorer: Scorer, example: Example) -> None:
+    where = f"my_rewards:reward, example {example.example_id}"
     told = rewards(score(scorer, example, "raise", "exit", "nan", "inf", "text", "none", "ok"))
     assert told == [
-        "KeyError: 'who knows'",
-        "SystemExit: 3",
-        "ValueError: expected finite numbers, found reward = nan with weight 1.0",
-        "ValueError: expected finite numbers, found bad = inf with weight 1.0",
-        "ValueError: expected a number, found '1.0'",
-        "ValueError: expected a number, found None",
+        f"{where}: KeyError: 'who knows' (my_rewards.py, line 7)",
+        f"{where}: SystemExit: 3 (my_rewards.py, line 8)",
+        f"{where}: ValueError: expected finite numbers, found reward = nan with weight 1.0",
+        f"{where}: ValueError: expected finite numbers, found bad = inf with weight 1.0",
+        f"{where}: ValueError: expected a number, found '1.0'",
+        f"{where}: ValueError: expected a number, found None",
         2.0,
     ]
+
+
+def of_group(config: EnvironmentConfig, **changes: object) -> EnvironmentConfig:
+    options = {**config.options, "reward": "my_rewards:by_group"}
+    return config.model_copy(update={"options": options, **changes})
+
+
+def test_a_function_of_groups_is_called_once_for_all(
+    config: EnvironmentConfig, example: Example
+) -> None:
+    patient = of_group(config, reward_timeout_s=300.0)
+    scorer = Scorer(make_environment(patient), patient)
+    where = f"my_rewards:by_group, example {example.example_id}"
+    ids = [[1], [], [1, 2]]
+    scores = asyncio.run(scorer.score(example, ["a", "bb", "ccc"], ids))
+    assert rewards(scores) == [211.0, 202.0, 223.0]
+    short = f"{where}: ValueError: expected a list of 3 numbers, found 1: [1.0]"
+    assert rewards(score(scorer, example, "short", "b", "c")) == [short] * 3
+    raised = f"{where}: KeyError: 'who knows' (my_rewards.py, line 39)"
+    assert rewards(score(scorer, example, "raise", "b")) == [raised] * 2
+    assert rewards(score(scorer, example, "kinds", "b", "c", "d")) == [
+        0.5,
+        f"{where}: None: the function does not apply, so this rollout has no reward",
+        f"{where}: expected a number, found '1.0'",
+        f"{where}: ValueError: expected finite numbers, found reward = nan with weight 1.0",
+    ]
+    dead = f"{where}: ended its process (signal 9)"
+    assert rewards(score(scorer, example, "die", "b")) == [dead] * 2
+    assert rewards(score(scorer, example, "after", "it")) == [205.0, 202.0]
+    scorer.close()
+
+
+def test_a_hanging_group_costs_the_time_of_its_completions_once(
+    config: EnvironmentConfig, example: Example
+) -> None:
+    impatient = of_group(config, reward_timeout_s=1.0)
+    scorer = Scorer(make_environment(impatient), impatient)
+    slow = f"my_rewards:by_group, example {example.example_id}: took longer than 3 s"
+    assert rewards(score(scorer, example, "hang", "b", "c")) == [slow] * 3
+    scorer.close()
+
+
+def test_a_signature_that_does_not_fit_is_an_error_at_once(config: EnvironmentConfig) -> None:
+    options = {**config.options, "reward": "my_rewards:wrong_signature"}
+    wrong = config.model_copy(update={"options": options})
+    scorer = Scorer(make_environment(wrong), wrong)
+    with pytest.raises(InputError, match=r"takes \(completion\): expected one of(.|\n)*\(verl\)"):
+        scorer.check()
+    scorer.close()
 
 
 @pytest.mark.parametrize("trouble", ["hang", "hang in C", "catch all"])
@@ -130,12 +195,14 @@ def test_a_hanging_function_is_interrupted(
     impatient: Scorer, example: Example, trouble: str
 ) -> None:
     told = rewards(score(impatient, example, "before", trouble, "after it"))
-    assert told == [6.0, "the reward took longer than 3 s", 8.0]  # it would hang for ever
+    slow = f"my_rewards:reward, example {example.example_id}: took longer than 3 s"
+    assert told == [6.0, slow, 8.0]  # it would hang for ever
 
 
 def test_a_dead_worker_is_replaced(scorer: Scorer, example: Example) -> None:
     told = rewards(score(scorer, example, "a", "die", "abc"))
-    assert told == [1.0, "the reward ended its process (signal 9)", 3.0]
+    dead = f"my_rewards:reward, example {example.example_id}: ended its process (signal 9)"
+    assert told == [1.0, dead, 3.0]
 
 
 def test_a_worker_is_kept_and_knows_no_jax(scorer: Scorer, example: Example) -> None:
@@ -174,19 +241,20 @@ def test_an_unusable_function_is_an_error_at_once(
 
 
 PARENT = """
-import sys, time
+import asyncio, sys, time
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import make_environment
-from marin_rl.environments.scoring import RewardWorker
+from marin_rl.environments.checks import make_environment
+from marin_rl.environments.scoring import Scorer
 config = EnvironmentConfig.model_validate_json(sys.argv[1])
 environment = make_environment(config)
-hello = {"module": "marin_rl.environments.chat", "environment": config.model_dump(mode="json")}
-worker = RewardWorker(hello, 100.0)
+scorer = Scorer(environment, config)
 example = environment.example(0, 0, "train")
-scores = worker.score(example, ["pid", "child", "child of a session"])
-print(worker.process_id, *(int(components[0].value) for components in scores), flush=True)
+scores = asyncio.run(scorer.score(example, ["pid", "child", "child of a session"]))
+with scorer._pool._worker() as worker:
+    process = worker.process_id
+print(process, *(int(components[0].value) for components in scores), flush=True)
 if sys.argv[2] == "busy":
-    worker.score(example, ["say and hang in C"])
+    asyncio.run(scorer.score(example, ["say and hang in C"]))
 time.sleep(100)
 """
 
@@ -221,11 +289,13 @@ def test_starting_a_worker_does_not_wait_for_it(
 ) -> None:
     (tmp_path / "imports_for_an_hour.py").write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    hello = {"module": "imports_for_an_hour", "environment": config.model_dump(mode="json")}
-    worker = RewardWorker(hello, 1.0)  # the test's own time limit is far below an hour
-    assert Path(f"/proc/{worker.process_id}").exists()
-    assert not worker._ready
-    worker.close()
+    limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
+    pool = WorkerPool("imports_for_an_hour", limits, 1)
+    pool.start()  # the test's own time limit is far below an hour
+    with pool._worker() as worker:
+        assert Path(f"/proc/{worker.process_id}").exists()
+        assert not worker.is_ready
+    pool.close()
 
 
 def test_reasoning_gym_is_scored_in_a_worker() -> None:
@@ -237,5 +307,5 @@ def test_reasoning_gym_is_scored_in_a_worker() -> None:
     scorer = Scorer(environment, config)
     example = environment.example(0, 5, "train")
     told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    assert told == [1.0, "the reward took longer than 6 s"]
+    assert told == [1.0, f"reasoning_gym, example {example.example_id}: took longer than 6 s"]
     scorer.close()

@@ -1,0 +1,74 @@
+"""Base class of environments: what most of them have in common, with defaults.
+
+Leaves out the protocol that all environments follow, whether they derive from it or not (`base`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from marin_rl.types import Example, Message, RewardComponent, Split
+
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+class BaseEnvironment(ABC):
+    """Base of environments of one's own: define `example` and `score`, and change the rest.
+
+    Attributes may be set on the class, in `__init__` or in `load_examples`. `workers` is the number
+    of processes that score and play episodes; 0 does that in the main process, without time limits.
+    `replayable` is False where the steps of an episode have effects outside of their process.
+    """
+
+    name: str = ""
+    version: str = "1"
+    size: int | None = None
+    workers: int = 1
+    replayable: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Name an environment after its class, unless it has a name."""
+        super().__init_subclass__(**options)
+        cls.name = cls.__dict__.get("name") or cls.__name__
+
+    def load_examples(self) -> None:  # noqa: B027 - a default, and not to be defined by all
+        """Load what examples need, once, in the process that samples. By default nothing."""
+
+    def load_scorer(self) -> None:  # noqa: B027 - as above
+        """Load what scoring needs, once, in each process that scores. By default nothing."""
+
+    @abstractmethod
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """The example at `index` of a split: a pure function of its arguments."""
+
+    def demonstration(self, example: Example) -> str | None:
+        """Answer for a supervised warm start: by default the example's."""
+        return example.answer
+
+    @abstractmethod
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """Named components of the reward of one completion."""
+
+    def make_example(
+        self,
+        prompt: str | Sequence[Message],
+        answer: str | None = None,
+        *,
+        seed: int,
+        index: int,
+        split: Split,
+        metadata: Mapping[str, Any] = _NO_METADATA,
+    ) -> Example:
+        """An example of this environment; a `prompt` of text is one message of the user."""
+        text = isinstance(prompt, str)
+        return Example(
+            environment=self.name,
+            environment_version=self.version,
+            example_id=f"{split}-{seed}-{index}",
+            split=split,
+            seed=seed + index,
+            messages=(Message(role="user", content=prompt),) if text else tuple(prompt),
+            answer=answer,
+            metadata=dict(metadata),
+        )

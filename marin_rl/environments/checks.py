@@ -1,0 +1,201 @@
+"""Checks of a run's environments before any work, against all the examples that it may use.
+
+Training, evaluation and warm start take their examples from seeds of their own; here ranges of
+seeds that would meet are refused, and warm starts without demonstrations. Leaves out how an
+environment is made (`registry`).
+"""
+
+import itertools
+
+from marin_rl.config import Config, EnvironmentConfig
+from marin_rl.environments.base import ChecksDemonstrations, Environment, FoldsSeeds
+from marin_rl.environments.mixture import order_in, parts_of
+from marin_rl.environments.registry import construct, loaded_environment
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.types import Example
+
+# Seeds of examples are signed integers of 64 bits on disk.
+SEED_END = 2**63
+
+
+def make_environment(
+    config: EnvironmentConfig, *, train_examples: int = 1, eval_examples: int = 1
+) -> Environment:
+    """The environment that a run uses, proven to have examples.
+
+    `train_examples` and `eval_examples` are how many the run may take of each split. Raises
+    ConfigError for an unknown name, wrong options, or seeds from which training and evaluation
+    would meet; InputError where there are no examples.
+    """
+    check_seeds_apart(config, config, train_examples=train_examples, eval_examples=eval_examples)
+    return loaded_environment(config, "train", "eval")
+
+
+def environment_of(config: Config) -> Environment:
+    """The environment of a run, checked against all the examples that the run may use."""
+    used = config.rounds * config.rollouts.groups_per_round
+    held_out = config.evaluation.examples
+    warm = config.sft.steps * config.sft.sequences_per_step if config.policy.init == "sft" else 0
+    other = config.sft.environment
+    if other is None:
+        used = max(used, warm)
+    elif warm:
+        for key, own in entries_of(config.environment).items():
+            if own.name == other.name:
+                check_seeds_apart(
+                    other,
+                    own,
+                    train_examples=warm,
+                    eval_examples=held_out,
+                    section="sft.environment",
+                    held_out_section=key,
+                )
+    if config.environment.mixture is None:
+        environment = make_environment(
+            config.environment, train_examples=used, eval_examples=held_out
+        )
+    else:
+        check_entries_apart(config.environment, train_examples=used, eval_examples=held_out)
+        environment = loaded_environment(config.environment)
+    if warm:
+        check_demonstrations(config)
+    return environment
+
+
+def entries_of(config: EnvironmentConfig) -> dict[str, EnvironmentConfig]:
+    """The environments of a run by their keys: the only one, or those of the list."""
+    if config.mixture is None:
+        return {"environment": config}
+    return {f"environment.{place}": entry for place, entry in enumerate(config.mixture)}
+
+
+def check_entries_apart(
+    config: EnvironmentConfig, *, train_examples: int, eval_examples: int
+) -> None:
+    """Refuse environments of a list whose examples would meet.
+
+    Training and held-out examples of one name lie apart; so do the training examples of two that
+    also have the same options, and would otherwise train on the same problems. Raises ConfigError.
+    """
+    assert config.mixture is not None, "a list of environments"
+    order = order_in(config.mixture)
+    entries = list(entries_of(config).items())
+    used = [order.count(place, train_examples) for place in range(len(entries))]
+    for (key, entry), n in zip(entries, used, strict=True):
+        for other_key, other in entries:
+            if other.name == entry.name:
+                check_seeds_apart(
+                    entry,
+                    other,
+                    train_examples=max(n, 1),
+                    eval_examples=eval_examples,
+                    section=key,
+                    held_out_section=other_key,
+                )
+    for a, b in itertools.combinations(range(len(entries)), 2):
+        _check_training_apart(entries[a], entries[b], used[a], used[b])
+
+
+def _check_training_apart(
+    first: tuple[str, EnvironmentConfig],
+    second: tuple[str, EnvironmentConfig],
+    n_first: int,
+    n_second: int,
+) -> None:
+    """Raise ConfigError where two environments of the same problems train on the same seeds."""
+    (key, one), (other_key, other) = first, second
+    if (one.name, one.options) != (other.name, other.options):
+        return
+    period = period_of(one) or SEED_END
+    distance, back = other.train_seed - one.train_seed, one.train_seed - other.train_seed
+    if distance % period < n_first or back % period < n_second:
+        raise ConfigError(
+            f"{key}.train_seed {one.train_seed} with {n_first} training examples and "
+            f"{other_key}.train_seed {other.train_seed} with {n_second} share examples, for both "
+            f"are {one.name.partition('#')[0]!r} with the same options; move the seeds apart"
+        )
+
+
+def check_demonstrations(config: Config) -> None:
+    """Refuse a warm start that would come to an example without a demonstration.
+
+    Raises InputError that names the row, where the environment knows its rows, and as
+    `loaded_environment`.
+    """
+    chosen = config.sft.environment or config.environment
+    environment = loaded_environment(chosen, "train")
+    if chosen.mixture is not None:
+        _check_mixed_demonstrations(config, environment)
+        return
+    if isinstance(environment, ChecksDemonstrations):
+        count = config.sft.steps * config.sft.sequences_per_step
+        environment.check_demonstrations(chosen.train_seed, count)
+        return
+    example = environment.example(chosen.train_seed, 0, "train")
+    if environment.demonstration(example) is None:
+        raise InputError(no_demonstration(environment, example))
+
+
+def _check_mixed_demonstrations(config: Config, environment: Environment) -> None:
+    """Refuse a warm start on a list of which an environment has no demonstrations."""
+    assert config.environment.mixture is not None, "a list of environments"
+    order = order_in(config.environment.mixture)
+    steps = config.sft.steps * config.sft.sequences_per_step
+    for place, part in enumerate(parts_of(environment, config.environment)):
+        own, count = part.environment, order.count(place, steps)
+        if isinstance(own, ChecksDemonstrations):
+            own.check_demonstrations(part.config.train_seed, count)
+        elif count:
+            example = own.example(part.config.train_seed, 0, "train")
+            if own.demonstration(example) is None:
+                raise InputError(no_demonstration(own, example))
+
+
+def no_demonstration(environment: Environment, example: Example) -> str:
+    """Return the message for an example that a warm start cannot learn from."""
+    return (
+        f"example {example.example_id} of {environment.name} has no demonstration (its answer is "
+        "null): a warm start needs (prompt, answer) pairs; choose another sft.environment"
+    )
+
+
+def check_seeds_apart(
+    train: EnvironmentConfig,
+    held_out: EnvironmentConfig,
+    *,
+    train_examples: int,
+    eval_examples: int,
+    section: str = "environment",
+    held_out_section: str = "environment",
+) -> None:
+    """Refuse seeds whose examples would meet: example i of seed s is made from s + i.
+
+    Where a library folds seeds, s and s + `seed_period` make one example, so the two ranges must
+    lie apart on a circle of that length. Raises ConfigError with both ranges.
+    """
+    first, start = train.train_seed, held_out.eval_seed
+    last, end = first + train_examples - 1, start + eval_examples - 1
+    ranges = (
+        f"{section}.train_seed {first} reaches {last} with {train_examples} training examples, "
+        f"{held_out_section}.eval_seed {start} reaches {end} with {eval_examples} held-out ones"
+    )
+    if max(last, end) >= SEED_END:
+        raise ConfigError(f"{ranges}: expected seeds below 2**63; choose smaller ones")
+    periods = {period_of(train), period_of(held_out)} - {None}
+    for period in periods or {SEED_END}:
+        assert period is not None
+        if (start - first) % period < train_examples or (first - start) % period < eval_examples:
+            folded = "" if period == SEED_END else f" (its library folds seeds to below {period})"
+            raise ConfigError(
+                f"{ranges}: the two ranges share examples{folded}; move the seeds further apart "
+                "(by default 1000000000)"
+            )
+
+
+def period_of(config: EnvironmentConfig) -> int | None:
+    """The period of an environment's seeds, None where all of them differ.
+
+    Raises ConfigError for an unknown name or wrong options.
+    """
+    environment = construct(config)
+    return environment.seed_period if isinstance(environment, FoldsSeeds) else None

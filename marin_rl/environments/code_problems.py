@@ -1,0 +1,271 @@
+"""Programming problems: a completion's Python program is run against tests, in a sandbox.
+
+Rows are those of APPS, TACO and LiveCodeBench. Tests stay in the file: rollouts record the row, and
+each worker reads its tests from there. A program sees an input and nothing that is expected of it.
+Leaves out tests and comparisons (`code_tests`), walls and limits (`marin_rl.isolated.sandbox`).
+"""
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.code_tests import (
+    COLUMNS,
+    ProgramTest,
+    ProgramTests,
+    has_tests,
+    read_tests,
+    same_output,
+    same_value,
+)
+from marin_rl.environments.problems import ProblemOptions, Problems
+from marin_rl.environments.prompt_files import Rows, open_rows
+from marin_rl.environments.registry import parse_options, register
+from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
+from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.types import Example, RewardComponent, Split
+
+SAMPLE = Path(__file__).parent / "samples" / "code.jsonl"
+INSTRUCTION = "Write a program in Python. Put all of it in one block:\n```python\n```"
+_PROBLEMS = ("question", "question_content", "problem")
+_BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)```", re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")
+_MARGIN_S = 1.0  # between the last program and the time limit of a worker
+
+# Calls the function of a program and prints its value with a number that is drawn for this run. It
+# reads the program from its input, so that no file tells the number.
+_CALLER = """
+import json, os, sys
+call = json.loads(sys.stdin.read())
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+scope = {"__name__": "solution"}
+exec(compile(call.pop("program"), "solution.py", "exec"), scope)
+owner = scope["Solution"]() if "Solution" in scope else None
+function = getattr(owner, call["function"], None) or scope[call["function"]]
+value = function(*call["arguments"])
+answers.write(call["number"] + json.dumps(value) + "\\n")
+answers.flush()
+"""
+
+
+class CodeOptions(ProblemOptions):
+    """Options of `code`: programming problems with tests (docs/environments.md)."""
+
+    instruction: str = Field(
+        default=INSTRUCTION, description="text after every problem; empty: none"
+    )
+    untested: Literal["refuse", "leave_out"] = Field(
+        default="refuse", description="rows without tests: an error, or not used and counted"
+    )
+    partial_credit: bool = Field(
+        default=False, description="reward the share of tests that pass, in place of all or nothing"
+    )
+    format_weight: float = Field(
+        default=0.0, description="weight of the component format: 1 for a block of code"
+    )
+    tests_max: int | None = Field(
+        default=None, ge=1, description="tests of a problem that are used, the first; null: all"
+    )
+    test_timeout_s: float = Field(default=4.0, gt=0, le=3600, description="seconds of one test")
+    test_memory_bytes_max: int = Field(
+        default=512 << 20, ge=32 << 20, description="memory of a program, in bytes"
+    )
+    sandbox: Literal["bubblewrap", "rlimits_only"] = Field(
+        default="bubblewrap",
+        description="rlimits_only: programs have limits and this user's rights, no sandbox",
+    )
+    interpreter: str | None = Field(
+        default=None, description="absolute path of the Python of programs; null: this one"
+    )
+
+
+@register("code")
+class Code(Problems):
+    """Rewards a program that passes all tests, or by the share of tests that it passes."""
+
+    name = "code"
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._code = options = parse_options(CodeOptions, config)
+        if options.test_timeout_s + _MARGIN_S > config.reward_timeout_s:
+            raise ConfigError(
+                f"environment.options.test_timeout_s is {options.test_timeout_s:g}, but a worker "
+                f"has environment.reward_timeout_s {config.reward_timeout_s:g} for all tests of a "
+                f"completion: expected at least {options.test_timeout_s + _MARGIN_S:g}"
+            )
+        chat = options.chat_options(SAMPLE)
+        if chat.prompt_key is None:
+            rows = open_rows(chat.path)
+            columns = rows.row(0) if len(rows) else {}
+            key = next((name for name in _PROBLEMS if name in columns), None)
+            chat = options.chat_options(SAMPLE, prompt_key=key)
+        super().__init__(config, chat)
+        self._budget_s = config.reward_timeout_s - _MARGIN_S
+        self._rows: Rows | None = None
+        self._sandbox: Sandbox | None = None
+        self._tests = lru_cache(maxsize=16)(self._read_tests)
+
+    def load_examples(self) -> None:
+        """Read every row, and prove that the sandbox holds on this machine.
+
+        Raises InputError for rows without tests, ConfigError where there is no sandbox.
+        """
+        check_sandbox(self._code.sandbox, self._code.interpreter)
+        super().load_examples()
+        prompts = self._loaded
+        scanned = prompts.rows.scan(frozenset(COLUMNS))
+        untested = [index for index, row in enumerate(scanned) if not has_tests(row)]
+        if untested and self._code.untested == "refuse":
+            raise InputError(
+                f"{prompts.rows.place(untested[0])}: expected tests in one of the columns "
+                f"{', '.join(COLUMNS)}; its columns are "
+                f"{', '.join(prompts.rows.row(untested[0]))}. {len(untested)} of "
+                f"{len(prompts.rows)} rows have none: remove them, or set environment.options."
+                "untested: leave_out"
+            )
+        for split, numbers in prompts.of_split.items():
+            prompts.of_split[split] = numbers[~np.isin(numbers, untested)]
+        self._left_out = len(untested)
+        self.size = len(prompts.of_split["train"])
+        self._read_tests(0 if not untested else int(prompts.of_split["train"][0]), prompts.rows)
+
+    def notices(self) -> list[str]:
+        """Facts about the rows, also those that are left out."""
+        notices = super().notices()
+        if self._left_out:
+            count, n = self._left_out, len(self._loaded.rows)
+            notices.append(f"{self._options.path}: {count} of {n} rows have no tests: left out")
+        return notices
+
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """Row at `index`, as a problem that ends with the instruction."""
+        example = super().example(seed, index, split)
+        metadata = {k: v for k, v in example.metadata.items() if k not in COLUMNS}
+        starter = metadata.get("starter_code")
+        begin = f"Begin with this code:\n```python\n{starter}\n```" if starter else ""
+        return replace(
+            self.problem(example, begin, self._code.instruction),
+            answer=None,
+            metadata={**metadata, "row": self.row_number(seed, index, split)},
+        )
+
+    def demonstration(self, example: Example) -> str | None:
+        """The first solution of the row, in a block of code."""
+        solutions = example.metadata.get("solutions") or example.metadata.get("solution")
+        if isinstance(solutions, str) and solutions.startswith("["):
+            solutions = json.loads(solutions)
+        first = solutions[0] if isinstance(solutions, list) and solutions else solutions
+        return f"```python\n{str(first).strip()}\n```" if first else None
+
+    def extract(self, completion: str) -> str | None:
+        """The program of a completion: its last block of Python."""
+        blocks = [text for kind, text in _BLOCK.findall(completion) if kind.lower() in _PYTHON]
+        return blocks[-1] if blocks and blocks[-1].strip() else None
+
+    def load_scorer(self) -> None:
+        """Open the file with the tests, and make the sandbox. Raises InputError, ConfigError."""
+        self._rows = open_rows(self._options.path)
+        options = self._code
+        self._sandbox = Sandbox(
+            SandboxLimits(
+                wall_s=options.test_timeout_s,
+                cpu_s=int(options.test_timeout_s) + 1,
+                memory_bytes=options.test_memory_bytes_max,
+                output_bytes=16 << 20,
+            ),
+            mode=options.sandbox,
+            interpreter=options.interpreter,
+        )
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """Components `correct`, `format`, and with weight 0 `tests_passed`, a share.
+
+        Raises RewardFault where the file with the tests is another one than that of the example.
+        """
+        assert self._rows is not None, "load_scorer comes before score"
+        if not example.environment_version.endswith(self._rows.digest):
+            raise RewardFault(
+                f"{self._options.path} is another file than that of the example: expected digest "
+                f"{example.environment_version.rpartition('+')[2]}, found {self._rows.digest}"
+            )
+        problem = self._tests(int(example.metadata["row"]))
+        program = self.extract(completion)
+        passed = 0 if program is None else self._passed(problem, program)
+        share = passed / len(problem.tests)
+        correct = share if self._code.partial_credit else float(share == 1)
+        formed, weight = float(program is not None), self._code.format_weight
+        return (
+            RewardComponent(name="correct", value=correct),
+            RewardComponent(name="format", value=formed, weight=weight),
+            RewardComponent(name="tests_passed", value=share, weight=0.0),
+        )
+
+    def _passed(self, problem: ProgramTests, program: str) -> int:
+        """Return how many tests pass, without partial credit up to the first that fails."""
+        deadline, passed = time.monotonic() + self._budget_s, 0
+        for test in problem.tests:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            if self._passes(problem.function, program, test, left_s):
+                passed += 1
+            elif not self._code.partial_credit:
+                break
+        return passed
+
+    def _passes(self, function: str | None, program: str, test: ProgramTest, left_s: float) -> bool:
+        assert self._sandbox is not None, "load_scorer comes before score"
+        python = [self._sandbox.python, "-s"]  # -I would ignore the fixed hash seed
+        if function is None:
+            files = {"solution.py": program.encode(errors="replace")}
+            source = test.stdin.encode()
+            result = self._sandbox.run(
+                [*python, "solution.py"], stdin=source, files=files, wall_s=left_s
+            )
+            output = result.stdout.decode(errors="replace")
+            return result.succeeded and same_output(test.stdout, output)
+        number = secrets.token_hex(16)
+        call: Mapping[str, Any] = {
+            "program": program,
+            "function": function,
+            "arguments": test.arguments,
+            "number": number,
+        }
+        result = self._sandbox.run(
+            [*python, "-c", _CALLER], stdin=json.dumps(call).encode(), wall_s=left_s
+        )
+        value = _answer(result, number)
+        return value is not None and same_value(test.value, value[0])
+
+    def _read_tests(self, row: int, rows: Rows | None = None) -> ProgramTests:
+        rows = rows or self._rows
+        assert rows is not None, "load_scorer comes before score"
+        try:
+            problem = read_tests(rows.row(row))
+        except ValueError as error:
+            raise InputError(f"{rows.place(row)}: {error}") from None
+        tests = problem.tests[: self._code.tests_max]
+        return ProgramTests(tests=tests, function=problem.function)
+
+
+def _answer(result: SandboxResult, number: str) -> tuple[Any] | None:
+    """Return the value that a call printed with its number, once and at the end; else None."""
+    text = result.stdout.decode(errors="replace")
+    if not result.succeeded or text.count(number) != 1 or not text.startswith(number):
+        return None
+    try:
+        return (json.loads(text.removeprefix(number)),)
+    except json.JSONDecodeError:
+        return None

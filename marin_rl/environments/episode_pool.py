@@ -1,0 +1,287 @@
+"""Episodes played in worker processes: time limits that interrupt, and what becomes of the rest.
+
+A worker holds many episodes. One that blocks its process for longer than
+`environment.step_timeout_s`, exhausts its memory or ends it, costs that episode. The others of the
+worker begin again in another process with the actions that they were given so far; each goes on if
+the environment answers as it did before, and ends as a fault if it does not. Environments that say
+`replayable = False`, because their steps change the world outside, end as a fault at once.
+Environments without workers play in this process, without limits.
+"""
+
+import asyncio
+import atexit
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import Environment
+from marin_rl.environments.episode import (
+    Episode,
+    HasEpisodes,
+    StepResult,
+    checked_result,
+    episode_of,
+    settled,
+)
+from marin_rl.environments.episode_wire import (
+    Failure,
+    Operation,
+    Request,
+    Start,
+    decode_answer,
+    encode_request,
+)
+from marin_rl.environments.scoring import worker_setup
+from marin_rl.errors import EnvironmentTimeout, RewardFault, ToolFault
+from marin_rl.isolated.calls import CallFault, CallPool, CallWorker
+from marin_rl.isolated.scratch import sweep
+from marin_rl.types import Example, Turn
+
+LOSSES_MAX = 3  # of an episode's worker, each by the fault of another
+
+AnswerT = TypeVar("AnswerT", Start, StepResult, None)
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """Optional part of an environment: whether its episodes may be begun again."""
+
+    @property
+    def replayable(self) -> bool:
+        """False where steps have effects outside of the process, or answers that differ."""
+        ...
+
+
+@runtime_checkable
+class PlayedEpisode(Protocol):
+    """An episode as a driver plays it, in whichever process."""
+
+    async def start(self) -> Start:
+        """The first messages and the tools. Raises any exception, RewardFault from processes."""
+        ...
+
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn. Raises as `start` does."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds. Raises as `start` does."""
+        ...
+
+
+class EpisodeHere:
+    """An episode in this process."""
+
+    def __init__(self, environment: Environment, example: Example) -> None:
+        self._environment, self._example = environment, example
+        self._episode: Episode | None = None
+
+    async def start(self) -> Start:
+        """The first messages and the tools."""
+        self._episode = episode_of(self._environment, self._example)
+        messages, tools = await settled(self._episode.start())
+        return Start(messages=tuple(messages), tools=tuple(tools))
+
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn."""
+        assert self._episode is not None, "started first"
+        return checked_result(await settled(self._episode.step(turn)))
+
+    async def close(self) -> None:
+        """Release what the episode holds; nothing where it was not started."""
+        if self._episode is not None:
+            await settled(self._episode.close())
+
+
+class EpisodeAway:
+    """An episode in a worker process, and all that is needed to begin it again in another."""
+
+    def __init__(self, pool: "EpisodePool", example: Example) -> None:
+        self._pool, self._example = pool, example
+        self._number = next(_numbers)
+        self._worker: CallWorker | None = None
+        self._begun: Start | None = None
+        self._played: list[tuple[Turn, StepResult]] = []
+        self._losses = 0
+
+    async def start(self) -> Start:
+        """The first messages and the tools. Raises RewardFault, InputError."""
+        while True:
+            try:
+                self._begun = await self._start()
+                return self._begun
+            except _Lost as lost:
+                await self._leave(lost)
+
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn. Raises RewardFault."""
+        while True:
+            try:
+                if self._worker is None or not self._worker.alive:
+                    await self._again()
+                result = await self._ask(self._request("step", turn), StepResult)
+            except _Lost as lost:
+                await self._leave(lost)
+            else:
+                self._played.append((turn, result))
+                return result
+
+    async def close(self) -> None:
+        """Release what the episode holds; nothing where its process has ended."""
+        worker = self._worker
+        try:
+            if worker is not None and worker.alive:
+                await self._ask(self._request("close"), type(None))
+        except _Lost:
+            return
+        finally:
+            self._release()
+
+    def _request(self, operation: Operation, argument: Example | Turn | None = None) -> Request:
+        return Request(operation=operation, episode=self._number, argument=argument)
+
+    async def _start(self) -> Start:
+        self._worker = await asyncio.to_thread(self._pool.assign)
+        return await self._ask(self._request("start", self._example), Start)
+
+    async def _again(self) -> None:
+        """Begin again in another process, with the actions so far. Raises RewardFault, _Lost."""
+        self._losses += 1
+        ended = f"its process ended {self._losses} times, by the fault of other episodes"
+        if self._losses > LOSSES_MAX:
+            raise RewardFault(f"{ended}: more than {LOSSES_MAX} are not tried")
+        if not self._pool.replayable:
+            raise RewardFault(f"{ended}: it cannot be replayed, as its environment says")
+        self._release()
+        start = await self._start()
+        if start != self._begun:
+            raise RewardFault(f"{ended}, and begun again it starts with other messages")
+        for place, (turn, recorded) in enumerate(self._played, start=1):
+            result = await self._ask(self._request("step", turn), StepResult)
+            if result != recorded:
+                raise RewardFault(
+                    f"{ended}, and replayed it answers turn {place} otherwise: it depends on more "
+                    "than the example and the actions (set `replayable = False` to say so)"
+                )
+
+    async def _leave(self, lost: "_Lost") -> None:
+        """Prepare to begin again; the start itself is begun again at once."""
+        self._release()
+        if self._begun is None:
+            self._losses += 1
+            if self._losses > LOSSES_MAX:
+                raise RewardFault(f"its process ended {self._losses} times: {lost}") from None
+
+    def _release(self) -> None:
+        if self._worker is not None:
+            self._pool.release(self._worker)
+            self._worker = None
+
+    async def _ask(self, request: Request, kind: type[AnswerT]) -> AnswerT:
+        """The answer of the worker. Raises RewardFault, _Lost."""
+        assert self._worker is not None, "started first"
+        try:
+            data = encode_request(request)
+        except TypeError as error:
+            raise RewardFault(f"example {self._example.example_id} is not JSON: {error}") from None
+        try:
+            answer = decode_answer(await asyncio.wrap_future(self._worker.call(data)))
+        except CallFault as fault:
+            if not fault.guilty:
+                raise _Lost(str(fault)) from None
+            raise self._fault(request, fault) from None
+        if isinstance(answer, Failure):
+            raise (ToolFault if answer.tool else RewardFault)(answer.message)
+        assert isinstance(answer, kind), f"expected {kind.__name__}, found {answer!r:.80}"
+        return answer
+
+    def _fault(self, request: Request, fault: CallFault) -> RewardFault:
+        what = f"the {request.operation} of an episode"
+        if fault.limit == "wall":
+            return EnvironmentTimeout(f"{what} took longer than {self._pool.timeout_s:g} s")
+        if fault.limit == "answer":
+            return RewardFault(f"{what} gave an answer that cannot be sent: {fault}")
+        return RewardFault(f"{what} ended its process: {fault}")
+
+
+class _Lost(Exception):
+    """The worker of an episode ended, by no fault of the episode."""
+
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Settings and version of an environment, which tell pools apart."""
+
+    config: str
+    version: str
+
+
+class EpisodePool:
+    """The worker processes in which the episodes of an environment are played. Thread safe."""
+
+    def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
+        self.replayable = not isinstance(environment, Replayable) or environment.replayable
+        self.timeout_s = config.step_timeout_s or config.reward_timeout_s
+        setup = worker_setup(environment, config, self.timeout_s)
+        self._pool = CallPool(
+            "marin_rl.environments.episode_worker",
+            setup.limits,
+            environment.workers,
+            settings=setup.settings,
+            environment=setup.variables,
+            name="environment",
+        )
+        self.assign, self.release = self._pool.assign, self._pool.release
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the workers that live."""
+        return self._pool.process_ids
+
+    def open(self, example: Example) -> PlayedEpisode:
+        """A new episode of an example, not started yet."""
+        return EpisodeAway(self, example)
+
+    def close(self) -> None:
+        """End all workers."""
+        self._pool.close()
+
+
+_pools: dict[_Key, EpisodePool] = {}
+_lock = threading.Lock()
+
+
+def pool_for(environment: Environment, config: EnvironmentConfig) -> EpisodePool:
+    """The pool of an environment in this process, whose workers start when they are needed."""
+    key = _Key(config.model_dump_json(), environment.version)
+    with _lock:
+        if key not in _pools:
+            _pools[key] = EpisodePool(environment, config)
+        return _pools[key]
+
+
+def open_episodes(
+    environment: Environment, config: EnvironmentConfig, example: Example, count: int
+) -> Sequence[PlayedEpisode]:
+    """Episodes of an example that are not started yet: in worker processes, or in this one."""
+    if environment.workers and isinstance(environment, HasEpisodes):
+        pool = pool_for(environment, config)
+        return [pool.open(example) for _ in range(count)]
+    return [EpisodeHere(environment, example) for _ in range(count)]
+
+
+@atexit.register
+def close_pools() -> None:
+    """End the workers of this process."""
+    with _lock:
+        for pool in _pools.values():
+            pool.close()
+        if _pools:
+            sweep()  # their processes were killed, and left what they worked on
+        _pools.clear()

@@ -1,0 +1,103 @@
+"""The work of a process in which episodes live: their start, steps and close.
+
+Episodes of one process interleave: while one waits, others go on. Each has the state of Python's
+and NumPy's global random numbers to itself, which begins with the example's seed, so that an
+environment that draws from them is a function of example and actions, whatever else its process
+plays. `episode_pool` asks for all this through `marin_rl.isolated.calls`.
+"""
+
+import random
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from marin_rl.environments.base import Environment
+from marin_rl.environments.episode import Episode, StepResult, checked_result, episode_of, settled
+from marin_rl.environments.episode_wire import (
+    Failure,
+    Request,
+    Start,
+    decode_request,
+    encode_answer,
+)
+from marin_rl.environments.scoring import fault_of
+from marin_rl.environments.worker import constructed
+from marin_rl.errors import ToolFault
+from marin_rl.types import Example, Turn
+
+
+def begin(settings: Mapping[str, Any]) -> "Episodes":
+    """Construct the environment of `settings`, ready to play.
+
+    Raises InputError where it cannot be imported or loaded.
+    """
+    return Episodes(constructed(settings, "play episodes", examples=True))
+
+
+class Episodes:
+    """The episodes of this process, by the number that their owner gave them."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._episodes: dict[int, Episode] = {}
+        self._random: dict[int, _RandomState] = {}
+
+    def call(
+        self, request: bytes
+    ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
+        """The call that answers a request; see `isolated.interleaved.Handler`."""
+        asked = decode_request(request)
+        if asked.operation == "start":
+            assert isinstance(asked.argument, Example)
+            self._random[asked.episode] = _RandomState(asked.argument.seed)
+        state = self._random.get(asked.episode)
+        around = nullcontext if state is None else state.active
+        return self._answer(asked), around
+
+    async def _answer(self, asked: Request) -> bytes:
+        perform = {"start": self._start, "step": self._step, "close": self._close}[asked.operation]
+        try:
+            return encode_answer(await perform(asked))
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            failure = Failure(message=str(fault_of(error)), tool=isinstance(error, ToolFault))
+            return encode_answer(failure)
+
+    async def _start(self, asked: Request) -> Start:
+        assert isinstance(asked.argument, Example)
+        episode = episode_of(self._environment, asked.argument)
+        self._episodes[asked.episode] = episode
+        messages, tools = await settled(episode.start())
+        return Start(messages=tuple(messages), tools=tuple(tools))
+
+    async def _step(self, asked: Request) -> StepResult:
+        assert isinstance(asked.argument, Turn)
+        return checked_result(await settled(self._episodes[asked.episode].step(asked.argument)))
+
+    async def _close(self, asked: Request) -> None:
+        self._random.pop(asked.episode, None)
+        episode = self._episodes.pop(asked.episode, None)
+        if episode is not None:
+            await settled(episode.close())
+
+
+class _RandomState:
+    """State of the global random numbers that one episode sees."""
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed % 2**32).get_state(legacy=True)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Have the state in place, and keep what the code inside makes of it."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - the one that old code draws from
+        try:
+            yield
+        finally:
+            self._python = random.getstate()
+            self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002

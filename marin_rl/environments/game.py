@@ -1,0 +1,204 @@
+"""Games of several turns, in which a policy finds a strategy from reward alone.
+
+Owns examples, rewards and episodes; the rules are in `games`. A move is one word, in a turn of its
+own; an illegal one costs a turn. No demonstration shows a strategy: with `opening: random`, which
+is for a warm start, examples are games in which both sides have made random legal moves so far,
+and the demonstration is one more.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from marin_rl.config import EnvironmentConfig, Section
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.games.guess import Guess
+from marin_rl.environments.games.mastermind import Mastermind
+from marin_rl.environments.games.nim import Nim
+from marin_rl.environments.games.rules import Game, Reply
+from marin_rl.environments.registry import parse_options, register
+from marin_rl.types import Example, Message, RewardComponent, Split, Turn
+
+SIZE_MAX = {"guess": 35, "nim": 9, "mastermind": 4}
+ILLEGAL = "?"
+LATE_REWARD = 0.5  # of a game that is won in the last turn, where fewer turns are better
+
+
+class GameOptions(Section):
+    """Options of `game`."""
+
+    game: Literal["guess", "nim", "mastermind"] = Field(
+        default="guess",
+        description="guess: a number from 1 to size, by answers higher and lower; nim: three heaps "
+        "of up to size objects; mastermind: a code of size pegs",
+    )
+    size: int = Field(
+        default=8,
+        ge=2,
+        le=35,
+        description="guess: largest number; nim: largest heap, at most 9; mastermind: pegs, at "
+        "most 4",
+    )
+    colours: int = Field(default=4, ge=2, le=6, description="mastermind: number of colours")
+    opponent: Literal["random", "optimal"] = Field(
+        default="random", description="nim: how the other player moves"
+    )
+    turns_max: int = Field(
+        default=6, ge=1, le=1000, description="turns of the model; a game not won by then is lost"
+    )
+    held_out_fraction: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="nim and mastermind: share of first positions that are for evaluation alone; "
+        "guess has all its numbers in both",
+    )
+    opening: Literal["none", "random"] = Field(
+        default="none",
+        description="random: examples are games in which random legal moves were made, for a "
+        "warm start that teaches the form of a move and nothing else",
+    )
+
+    @model_validator(mode="after")
+    def _size_of_its_game(self) -> "GameOptions":
+        most = SIZE_MAX[self.game]
+        if self.size > most:
+            raise ValueError(f"size: {self.game} has at most {most}, found {self.size}")
+        return self
+
+
+def game_of(options: GameOptions) -> Game:
+    """The rules that options name."""
+    if options.game == "nim":
+        return Nim(options.size, options.opponent)
+    if options.game == "mastermind":
+        return Mastermind(options.size, options.colours)
+    return Guess(options.size)
+
+
+def split_starts(options: GameOptions, game: Game) -> Mapping[Split, Sequence[int]]:
+    """First positions of each split. All secrets of guess look alike, so none can be held out:
+    a strategy that never guesses a number is no strategy.
+    """
+    everything = range(game.starts())
+    if options.game == "guess":
+        return {"train": everything, "eval": everything}
+    shuffled = random.Random(f"{options.game} {options.size}").sample(everything, len(everything))
+    held_out = max(1, round(len(shuffled) * options.held_out_fraction))
+    return {"train": sorted(shuffled[held_out:]), "eval": sorted(shuffled[:held_out])}
+
+
+@register("game")
+class GameEnvironment(BaseEnvironment):
+    """Rewards a game that is won: 1, or less with each turn where fewer turns are better.
+
+    Training draws first positions at random; evaluation takes each in turn.
+    """
+
+    name = "game"
+    workers = 0
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._options = parse_options(GameOptions, config)
+        self._game = game_of(self._options)
+        self._starts = split_starts(self._options, self._game)
+
+    @property
+    def eval_size(self) -> int:
+        """Number of first positions for evaluation."""
+        return len(self._starts["eval"])
+
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """A first position: random for training, number `index` for evaluation."""
+        draw = random.Random(f"{split} {seed + index}")
+        starts = self._starts[split]
+        number = draw.choice(starts) if split == "train" else starts[index % len(starts)]
+        position = self._game.start(number)
+        messages = (Message(role="user", content=self._game.prompt(position)),)
+        metadata: dict[str, Any] = {"start": number}
+        if self._options.opening == "random":
+            messages, metadata["move"] = self._opening(position, messages, draw)
+        return self.make_example(
+            messages,
+            self._game.answer(position),
+            seed=seed,
+            index=index,
+            split=split,
+            metadata=metadata,
+        )
+
+    def demonstration(self, example: Example) -> str | None:
+        """A random legal move of an example with a random opening, and no other."""
+        return example.metadata.get("move")
+
+    def _opening(
+        self, position: Any, messages: tuple[Message, ...], draw: random.Random
+    ) -> tuple[tuple[Message, ...], str]:
+        """Messages of a game of random legal moves that goes on, and one more random legal move."""
+        moves = draw.randrange(self._options.turns_max)
+        for _ in range(moves):
+            move = draw.choice(self._game.legal_moves(position))
+            reply = self._game.reply(position, move, draw)
+            if reply.won is not None:
+                break
+            position = reply.position
+            messages += (
+                Message(role="assistant", content=move),
+                Message(role="user", content=reply.text),
+            )
+        return messages, draw.choice(self._game.legal_moves(position))
+
+    def episode(self, example: Example) -> "GameEpisode":
+        """A game from the example's first position."""
+        position = self._game.start(example.metadata["start"])
+        return GameEpisode(self._game, position, example, self._options.turns_max)
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """0: a game that was cut off in a turn is lost."""
+        return (RewardComponent(name="won", value=0.0),)
+
+
+class GameEpisode:
+    """A game that is being played."""
+
+    def __init__(self, game: Game, position: Any, example: Example, turns_max: int) -> None:
+        self._game, self._position, self._example = game, position, example
+        self._draw = random.Random(f"opponent {example.example_id}")
+        self._turns, self._turns_max = 0, turns_max
+
+    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
+        """The prompt of the first position, without tools."""
+        return self._example.messages, ()
+
+    async def step(self, turn: Turn) -> StepResult:
+        """Make the model's move, and answer it."""
+        move = turn.content.strip()
+        self._turns += 1
+        if move not in self._game.legal_moves(self._position):
+            return self._after(Reply(text=ILLEGAL, position=self._position))
+        reply = self._game.reply(self._position, move, self._draw)
+        self._position = reply.position
+        return self._after(reply)
+
+    def _after(self, reply: Reply) -> StepResult:
+        if reply.won:
+            return StepResult(reward=self._reward(), done=True, messages=_said(reply.text))
+        if reply.won is False or self._turns == self._turns_max:
+            return StepResult(reward=0.0, done=True, messages=_said(reply.text))
+        return StepResult(messages=_said(reply.text))
+
+    def _reward(self) -> float:
+        """1 in the first turn, `LATE_REWARD` in the last one, on a line between them."""
+        if not self._game.counts_turns or self._turns_max == 1:
+            return 1.0
+        return 1.0 - (1.0 - LATE_REWARD) * (self._turns - 1) / (self._turns_max - 1)
+
+    async def close(self) -> None:
+        """Release nothing."""
+
+
+def _said(text: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=text),)

@@ -1,0 +1,206 @@
+"""Rows of prompt files: JSON lines, Parquet, folders of Parquet, and folders saved by `datasets`.
+
+Rows stay as the file has them, as lines or Arrow columns, and become Python objects one at a time,
+so that many rows take about the memory of their file. Leaves out what a row means (`prompt_rows`).
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from marin_rl.environments.base import plain_json
+from marin_rl.errors import InputError
+
+KEY = "environment.options.path"
+ROWS_PER_BATCH = 4096
+DIGEST_CHARACTERS = 12
+NESTING_MAX = 200  # levels; orjson reads more of them than it writes
+SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
+
+Row = dict[str, Any]
+
+
+class JsonLines:
+    """Rows of a file with one JSON object per line; blank lines are skipped.
+
+    `digest` changes with any byte of the file. Raises InputError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        data = _bytes_of(path)
+        self._path = path
+        lines = data.splitlines()
+        numbers = [number for number, line in enumerate(lines) if line.strip()]
+        self._lines = [lines[number] for number in numbers]
+        self._numbers = np.array(numbers, np.int64)
+        self.digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, index: int) -> str:
+        """Return the file and the line, counted from 1."""
+        return f"{self._path}, line {self._numbers[index] + 1}"
+
+    def row(self, index: int) -> Any:
+        """Return the parsed line. Raises InputError."""
+        line = self._lines[index]
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"{self.place(index)} is not JSON: {error}") from None
+        if line.count(b"[") + line.count(b"{") > NESTING_MAX:
+            plain_json({"": row}, self.place(index))
+        return row
+
+    def scan(self, columns: Collection[str]) -> Iterator[Any]:
+        """Yield every parsed line, whole. Raises InputError."""
+        return map(self.row, range(len(self)))
+
+
+class ArrowRows:
+    """Rows of Arrow tables, one per file. A column that is null in a row is not in that row.
+
+    `digest` is that of the files. Raises InputError for files whose columns do not fit.
+    """
+
+    def __init__(self, tables: Sequence[tuple[Path, Any]], digest: str) -> None:
+        import pyarrow as pa
+
+        self.digest = digest
+        self._paths = [path for path, _ in tables]
+        self._ends = np.cumsum([table.num_rows for _, table in tables])
+        try:
+            self._table = pa.concat_tables(
+                [table for _, table in tables], promote_options="permissive"
+            )
+        except pa.ArrowException as error:
+            names = ", ".join(path.name for path in self._paths[:4])
+            raise InputError(f"{KEY}: the columns of {names} do not fit: {error}") from error
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def place(self, index: int) -> str:
+        """Return the file and the row in it, counted from 0."""
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return f"{self._paths[file]}, row {index - (self._ends[file - 1] if file else 0)}"
+
+    def row(self, index: int) -> Row:
+        """Return one row, decoded."""
+        return _without_nulls(self._table.slice(index, 1).to_pylist()[0])
+
+    def scan(self, columns: Collection[str]) -> Iterator[Row]:
+        """Yield the chosen columns of every row, decoded in batches."""
+        names = [name for name in self._table.column_names if name in columns]
+        chosen = self._table.select(names)
+        if not names:  # a table without columns forgets how many rows it has
+            yield from ({} for _ in range(len(self)))
+            return
+        for start in range(0, len(self), ROWS_PER_BATCH):
+            yield from map(_without_nulls, chosen.slice(start, ROWS_PER_BATCH).to_pylist())
+
+
+Rows = JsonLines | ArrowRows
+
+
+def open_rows(path: str) -> Rows:
+    """Open a file, a folder or a pattern such as `data/train-*.parquet`.
+
+    A file that does not end in `.parquet` or `.arrow` is read as JSON lines. Raises InputError.
+    """
+    place = Path(path)
+    if "*" in place.name:
+        files = sorted(place.parent.glob(place.name))
+        if not files:
+            raise InputError(f"{KEY}: no file fits {path}")
+        return _arrow_rows(files)
+    if place.is_dir():
+        return _arrow_rows(_files_of_folder(place))
+    if place.suffix in (".parquet", ".arrow"):
+        return _arrow_rows([place])
+    return JsonLines(place)
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    """Return the data files of a folder. Raises InputError where it is not clear which."""
+    if (folder / "dataset_dict.json").exists():
+        splits = _json_of(folder / "dataset_dict.json").get("splits", [])
+        raise InputError(
+            f"{KEY}: {folder} holds the splits {', '.join(map(str, splits))}: set it to one of them"
+            f", such as {folder / str(splits[0] if splits else 'train')}"
+        )
+    if (folder / "state.json").exists():
+        entries = _json_of(folder / "state.json").get("_data_files", [])
+        return [folder / Path(str(entry["filename"])).name for entry in entries]
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        inner = sorted({file.parent for file in folder.rglob("*.parquet")})
+        hint = f"; {inner[0]} has some" if inner else ""
+        raise InputError(
+            f"{KEY}: {folder} has no *.parquet and was not saved by datasets.save_to_disk{hint}"
+        )
+    splits = sorted({file.stem.partition("-")[0] for file in files} & SPLITS)
+    if len(splits) > 1:
+        raise InputError(
+            f"{KEY}: {folder} holds files of the splits {', '.join(splits)}: set it to one of them"
+            f", such as {folder / splits[-1]}*.parquet"
+        )
+    return files
+
+
+def _arrow_rows(files: Sequence[Path]) -> ArrowRows:
+    """Read Parquet files; Arrow files are mapped into memory."""
+    # pyarrow takes a third of a second to import, and few runs have Parquet prompts.
+    import pyarrow as pa
+    import pyarrow.dataset
+    import pyarrow.ipc
+
+    tables: list[tuple[Path, Any]] = []
+    digests: list[str] = []
+    for file in files:
+        digests.append(_digest_of(file))
+        kind = "an Arrow stream" if file.suffix == ".arrow" else "Parquet"
+        try:
+            if file.suffix == ".arrow":
+                table = pyarrow.ipc.open_stream(pa.memory_map(str(file))).read_all()
+            else:
+                table = pyarrow.dataset.dataset(file, format="parquet").to_table()
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{file} cannot be read as {kind}: {error}") from error
+        tables.append((file, table))
+    joined = hashlib.sha256("".join(digests).encode()).hexdigest()
+    return ArrowRows(tables, (digests[0] if len(digests) == 1 else joined)[:DIGEST_CHARACTERS])
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{KEY}: cannot read {file}: {error}") from None
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{KEY}: cannot read {path}: {error}") from None
+
+
+def _json_of(path: Path) -> Row:
+    try:
+        parsed = orjson.loads(_bytes_of(path))
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InputError(f"{path}: expected an object")
+    return parsed
+
+
+def _without_nulls(row: Row) -> Row:
+    return {key: value for key, value in row.items() if value is not None}

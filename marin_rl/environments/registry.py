@@ -1,0 +1,155 @@
+"""Registry of environments by name, and environments made once per process.
+
+A name stands for one that comes with this package, one of another package, registered by its entry
+point in the group "marin_rl.environments", or a class in a file of the user (`custom`). Leaves out
+the protocol (`base`), and what a run must not do with its environments (`checks`).
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from marin_rl.config import EnvironmentConfig, code_in
+from marin_rl.environments.base import SHIPPED, Environment
+from marin_rl.errors import ConfigError
+from marin_rl.types import Split
+from marin_rl.user_code import ENTRY_POINTS, parse_spec
+
+USER_CLASS = "FILE.py:Class"  # stands for all classes that are named as code
+
+# Methods of environments of several turns, as verifiers names them.
+TURNS = frozenset({"env_response", "is_completed", "setup_state", "call_tool"})
+
+_BUILT_IN = {
+    USER_CLASS: "marin_rl.environments.custom",
+    "chat": "marin_rl.environments.chat",
+    "code": "marin_rl.environments.code_problems",
+    "echo": "marin_rl.environments.echo",
+    "game": "marin_rl.environments.game",
+    "gymnasium": "marin_rl.environments.external.gymnasium",
+    "judge": "marin_rl.environments.judge",
+    "math": "marin_rl.environments.math_problems",
+    "python": "marin_rl.environments.python_tool",
+    "reasoning_gym": "marin_rl.environments.reasoning_gym",
+    "repository": "marin_rl.environments.repository",
+    "textarena": "marin_rl.environments.external.textarena",
+    "verifiers": "marin_rl.environments.external.verifiers",
+}
+
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+Factory = Callable[[EnvironmentConfig], Environment]
+FactoryT = TypeVar("FactoryT", bound=Factory)
+
+_registered: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[FactoryT], FactoryT]:
+    """Decorate a class (or function) that makes an environment out of its configuration."""
+
+    def decorate(factory: FactoryT) -> FactoryT:
+        _registered[name] = factory
+        return factory
+
+    return decorate
+
+
+def known_environments() -> list[str]:
+    """Names that a configuration may use, sorted."""
+    return sorted({*_BUILT_IN, *_registered, *(point.name for point in _points())})
+
+
+def construct(config: EnvironmentConfig) -> Environment:
+    """The environment with nothing loaded.
+
+    Raises ConfigError for an unknown name or wrong options, InputError for unfit files.
+    """
+    if config.mixture is not None:
+        mixture = importlib.import_module("marin_rl.environments.mixture")
+        return mixture.Mixture(config)
+    name = USER_CLASS if parse_spec(config.name) is not None else config.name
+    if name not in _registered and name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name])
+    if name not in _registered:
+        for point in _points():
+            if point.name == name:
+                _registered[name] = point.load()
+    if name not in _registered:
+        known = known_environments()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
+        )
+    environment = _registered[name](config)
+    if never_called := sorted(TURNS & set(dir(environment))):
+        raise ConfigError(
+            f"environment {config.name.partition('#')[0]!r} has {', '.join(never_called)}, never "
+            "called here: for several turns define `episode`, for tools a class whose public "
+            "methods are the tools (docs/your-environment.md), and remove these"
+        )
+    return environment
+
+
+def code_of(config: EnvironmentConfig) -> dict[str, str]:
+    """Code of others that an environment imports, by the key that names it.
+
+    Empty for environments and functions that come with this package, and for environments that
+    this process has registered.
+    """
+    name = config.name
+    named = {
+        key.removeprefix("environment."): str(spec)
+        for key, spec in code_in({"environment": config.model_dump(mode="json")})
+        if str(spec) not in SHIPPED
+    }
+    if config.mixture is None and name not in _BUILT_IN and name not in _registered:
+        named.update(("name", point.value) for point in _points() if point.name == name)
+    return named
+
+
+def loaded_environment(config: EnvironmentConfig, *splits: Split) -> Environment:
+    """An environment, made once per process and configuration, with an example of each split.
+
+    Raises ConfigError for an unknown name or wrong options, InputError where one has no examples.
+    """
+    environment = _loaded(config.model_dump_json())
+    for split in splits:
+        seed = config.train_seed if split == "train" else config.eval_seed
+        environment.example(seed, 0, split)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _loaded(config_json: str) -> Environment:
+    """Some prepare for seconds, or read large files."""
+    environment = construct(EnvironmentConfig.model_validate_json(config_json))
+    environment.load_examples()
+    return environment
+
+
+def parse_options(kind: type[OptionsT], config: EnvironmentConfig) -> OptionsT:
+    """The options of an environment, validated. Raises ConfigError with a line per problem."""
+    try:
+        return kind.model_validate(config.options)
+    except ValidationError as error:
+        known = ", ".join(kind.model_fields)
+        options = f"the options {known}" if known else "no options"
+        lines = [
+            f"environment.options.{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise ConfigError(
+            f"environment {config.name.partition('#')[0]!r} takes {options}:\n  "
+            + "\n  ".join(lines)
+        ) from None
+
+
+def _points() -> Any:
+    return entry_points(group=ENTRY_POINTS)

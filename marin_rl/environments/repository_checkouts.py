@@ -1,0 +1,160 @@
+"""Checkouts of local git repositories: trees at a commit, and the files that tests are made of.
+
+git runs on the user's clones alone and never in a tree that a model has written to, whose settings
+and attributes could make it run programs. Leaves out what is run in a tree (`repository_tests`).
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from marin_rl.errors import InputError
+from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
+
+GIT_TIMEOUT_S = 600.0
+_TIME_S = 946_684_800  # 2000-01-01, of files as of commits
+# Settings of the environment of this process or of the user must not change a tree.
+_GIT = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_AUTHOR_NAME": "marin-rl", "GIT_AUTHOR_EMAIL": "marin-rl@localhost",
+    "GIT_COMMITTER_NAME": "marin-rl", "GIT_COMMITTER_EMAIL": "marin-rl@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
+    "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
+}  # fmt: skip
+
+
+def git(
+    folder: Path, *arguments: str, stdin: bytes = b"", index: Path | None = None, wrong: str = ""
+) -> bytes:
+    """Return the output of git in a folder. Raises InputError, which begins with `wrong`."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment = {**inherited, **_GIT} | ({} if index is None else {"GIT_INDEX_FILE": str(index)})
+    try:
+        result = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=environment,
+            input=stdin,
+            capture_output=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"{wrong}git {arguments[0]}: {error}") from error
+    if result.returncode:
+        message = result.stderr.decode(errors="replace").strip()[-300:]
+        raise InputError(f"{wrong}git {arguments[0]} in {folder}: {message}")
+    return result.stdout
+
+
+def clone_of(repositories: Path, name: str) -> Path:
+    """Return the clone of `owner/name` below a folder. Raises InputError that lists the places."""
+    short = name.rpartition("/")[2]
+    places = [repositories / each for each in (name, name.replace("/", "__"), short)]
+    for place in [*places, *(place.with_name(place.name + ".git") for place in places)]:
+        if (place / ".git").exists() or (place / "HEAD").is_file():
+            return place
+    raise InputError(
+        f"repository {name}: expected a clone in one of {', '.join(map(str, places))}; make one: "
+        f"git clone https://github.com/{name} {places[1]}"
+    )
+
+
+def missing_commits(clone: Path, commits: Sequence[str]) -> list[str]:
+    """Return the commits that a clone does not have. Raises InputError where git cannot read it."""
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in commits).encode()
+    lines = git(clone, "cat-file", "--batch-check", stdin=asked).decode().splitlines()
+    return [c for c, line in zip(commits, lines, strict=True) if line.endswith(" missing")]
+
+
+class Checkouts:
+    """Trees of the clones in `repositories`, in a folder of this process."""
+
+    def __init__(self, repositories: Path, scratch: ScratchFolder | None = None) -> None:
+        self._repositories = repositories
+        self._scratch = scratch or ScratchFolder()
+        self._folder = self._scratch.path
+        self._pristine: dict[tuple[str, str], Path] = {}
+
+    def pristine(self, name: str, commit: str) -> Path:
+        """Return the tree of a commit, which nothing may write to; made once. Raises InputError.
+
+        It is a repository of one commit, without the history, which has the solution.
+        """
+        key = (name, commit)
+        if key not in self._pristine:
+            clone = clone_of(self._repositories, name)
+            tree = Path(tempfile.mkdtemp(dir=self._folder))
+            wrong = f"repository {name} at {commit}: "
+            index = tree.with_name(tree.name + ".index")
+            git(clone, "read-tree", commit, index=index, wrong=wrong)
+            git(clone, "checkout-index", "-a", f"--prefix={tree}/", index=index, wrong=wrong)
+            index.unlink()
+            git(tree, "init", "-q", "-b", "main", wrong=wrong)
+            git(tree, "add", "-A", "-f", wrong=wrong)
+            git(tree, "commit", "-q", "--allow-empty", "-m", "base", wrong=wrong)
+            for entry in entries_under(tree):  # listings are alike in each run
+                os.utime(entry.path, (_TIME_S, _TIME_S), follow_symlinks=False)
+            self._pristine[key] = tree
+        return self._pristine[key]
+
+    def workspace(self, name: str, commit: str) -> Path:
+        """Return a copy of the tree of a commit that a program may write to. Raises InputError."""
+        tree = Path(tempfile.mkdtemp(dir=self._folder))
+        shutil.copytree(self.pristine(name, commit), tree, symlinks=True, dirs_exist_ok=True)
+        open_to_all(tree)
+        return tree
+
+    @contextlib.contextmanager
+    def patched(self, name: str, commit: str, patch: str) -> Iterator[Path]:
+        """A tree of a commit with a patch applied, for a while. Raises InputError."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            tree = Path(folder)
+            shutil.copytree(self.pristine(name, commit), tree, symlinks=True, dirs_exist_ok=True)
+            wrong = f"repository {name} at {commit}: the test patch does not apply: "
+            if patch.strip():
+                text = patch if patch.endswith("\n") else patch + "\n"
+                git(tree, "apply", "--whitespace=nowarn", "-", stdin=text.encode(), wrong=wrong)
+            yield tree
+
+
+def open_to_all(tree: Path) -> None:
+    """Let every user write to a tree: programs of root's sandboxes are users of their own.
+
+    Links are left alone. Nothing may run in the tree meanwhile. Raises OSError for a path that is
+    too long.
+    """
+    tree.chmod(0o777)
+    for entry in entries_under(tree):
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            Path(entry.path).chmod(0o777)
+        elif stat.S_ISREG(mode):
+            Path(entry.path).chmod(0o777 if mode & 0o111 else 0o666)
+
+
+def restore(tree: Path, files: Mapping[str, bytes | None]) -> None:
+    """Write files into a tree whose other content is not trusted; None deletes one.
+
+    What stands where a folder or a file has to be, a link for one, is removed first.
+    """
+    for name, data in files.items():
+        place = tree
+        for part in Path(name).parts[:-1]:
+            place /= part
+            if place.is_symlink() or (place.exists() and not place.is_dir()):
+                place.unlink()
+            place.mkdir(exist_ok=True)
+        place /= Path(name).name
+        if place.is_dir() and not place.is_symlink():
+            delete_tree(place)
+        place.unlink(missing_ok=True)
+        if data is not None:
+            place.write_bytes(data)
+            place.chmod(0o666)

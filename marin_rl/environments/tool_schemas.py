@@ -1,0 +1,185 @@
+"""Tools out of methods: their JSON schemas by type hints and docstrings, and checked calls.
+
+The schemas are those that transformers' `get_json_schema` makes, without its key `return`, which
+servers refuse; transformers itself takes seconds to import. Types that it does not know (models,
+enumerations, dataclasses) are described by pydantic. Leaves out which methods are tools, and what
+becomes of a result (`tool_class`).
+"""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from marin_rl.errors import ConfigError
+
+_SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+# Google's style: a section is a line of its own, an argument "name (type): words".
+_SECTION = re.compile(
+    r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?):\s*$"
+)
+_ARGUMENT = re.compile(r"^(\s*)\**(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_CHOICES = re.compile(r"\(choices:\s*(\[.*?\])\)\s*$")
+
+
+@dataclass(frozen=True)
+class ToolMethod:
+    """A method that a model may call.
+
+    Raises ConfigError for one without a docstring, and for parameters without types.
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        _ = self.schema
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """The tool as OpenAI's clients and chat templates have it."""
+        text = inspect.getdoc(self.function) or ""
+        if not text:
+            raise ConfigError(
+                f"tool {self.name}: expected a docstring, which tells the model what the tool does"
+            )
+        words, arguments = _parsed(text)
+        definitions: dict[str, Any] = {}
+        properties = {
+            name: _described(_schema_of(hint, self._where(name), definitions), arguments.get(name))
+            for name, hint in self._hints.items()
+        }
+        parameters: dict[str, Any] = {"type": "object", "properties": properties}
+        if self._required:
+            parameters["required"] = self._required
+        if definitions:
+            parameters["$defs"] = definitions
+        function = {"name": self.name, "description": words, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call as the method's types. Raises ValueError."""
+        known = ", ".join(self._hints) or "no arguments"
+        if unknown := sorted(arguments.keys() - self._hints.keys()):
+            raise ValueError(f"{self.name} takes {known}, found {', '.join(unknown)}")
+        if missing := [name for name in self._required if name not in arguments]:
+            raise ValueError(f"{self.name} takes {known}: {', '.join(missing)} is missing")
+        return {name: self._validated(name, value) for name, value in arguments.items()}
+
+    def _validated(self, name: str, value: Any) -> Any:
+        try:
+            return self._adapters[name].validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise ValueError(f"{self.name}: {name}: {first['msg']}, found {value!r:.80}") from None
+
+    def _where(self, parameter: str) -> str:
+        return f"tool {self.name}: parameter {parameter}"
+
+    @cached_property
+    def _parameters(self) -> list[inspect.Parameter]:
+        try:
+            signature = inspect.signature(self.function, eval_str=True)
+        except (NameError, TypeError, ValueError) as error:
+            raise ConfigError(f"tool {self.name}: its signature: {error}") from error
+        listed = list(signature.parameters.values())[1:]  # without self
+        return [item for item in listed if item.kind not in VARIADIC]
+
+    @cached_property
+    def _hints(self) -> dict[str, Any]:
+        for item in self._parameters:
+            if item.annotation is item.empty:
+                raise ConfigError(
+                    f"{self._where(item.name)}: expected a type, as in `{item.name}: str`"
+                )
+        return {item.name: item.annotation for item in self._parameters}
+
+    @cached_property
+    def _required(self) -> list[str]:
+        return [item.name for item in self._parameters if item.default is item.empty]
+
+    @cached_property
+    def _adapters(self) -> dict[str, Any]:  # pydantic adapters
+        return {name: TypeAdapter(hint) for name, hint in self._hints.items()}
+
+
+def _parsed(text: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's description, and the words about each argument."""
+    description, arguments = list[str](), dict[str, str]()
+    section, indent, name = "", 0, ""
+    for line in text.splitlines():
+        if heading := _SECTION.match(line):
+            section, name = heading[1], ""
+        elif not section:
+            description.append(line)
+        elif section in ("Args", "Arguments", "Parameters"):
+            entry = _ARGUMENT.match(line)
+            if entry and (not name or len(entry[1]) <= indent):
+                indent, name = len(entry[1]), entry[2]
+                arguments[name] = entry[3].strip()
+            elif name and line.strip():
+                arguments[name] = f"{arguments[name]} {line.strip()}".strip()
+    return "\n".join(description).strip(), arguments
+
+
+def _described(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
+    """Return a parameter's schema with its description, whose choices become an enumeration."""
+    if words is None:
+        return schema
+    if choices := _CHOICES.search(words):
+        schema = {**schema, "enum": json.loads(choices[1])}
+        words = words[: choices.start()].strip()
+    return {**schema, "description": words}
+
+
+def _schema_of(hint: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type; what it refers to is added to `definitions`."""
+
+    def inner(part: Any) -> dict[str, Any]:
+        return _schema_of(part, where, definitions)
+
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
+    if hint is Any:
+        return {}
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _union([inner(part) for part in parts if part is not type(None)], hint)
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": inner(parts[0])} if parts else {})}
+    if hint is dict or origin is dict:
+        values = {"additionalProperties": inner(parts[1])} if parts else {}
+        return {"type": "object", **values}
+    if origin is Literal:
+        kinds = sorted({_SIMPLE.get(type(value), "null") for value in parts})
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(parts)}
+    return _by_pydantic(hint, where, definitions)
+
+
+def _union(schemas: list[dict[str, Any]], hint: Any) -> dict[str, Any]:
+    if len(schemas) == 1:
+        (schema,) = schemas
+    elif all(schema.keys() == {"type"} for schema in schemas):
+        schema = {"type": sorted(schema["type"] for schema in schemas)}
+    else:
+        schema = {"anyOf": schemas}
+    return schema | ({"nullable": True} if type(None) in get_args(hint) else {})
+
+
+def _by_pydantic(hint: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    try:
+        schema = TypeAdapter(hint).json_schema(ref_template="#/$defs/{model}")
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: expected a type that JSON can spell, found {hint!r:.80}"
+        ) from error
+    definitions |= schema.pop("$defs", {})
+    return schema

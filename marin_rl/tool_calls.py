@@ -1,0 +1,347 @@
+"""Tool calls: which format a chat template writes them in, and how they are read back.
+
+Owns the three formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list) and the
+reading of a completion's text, whole or piece by piece. A call that is not well-formed stays text.
+The server and the loop of rollouts both read calls here, so they agree on what a call is. Leaves
+out how tools are put into a prompt (`chat_templates`), how a call is forced (`serving.text.tools`)
+and what is done with one (`environments.tool_class`).
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from marin_rl.chat_templates import ChatTemplate, Conversation
+from marin_rl.errors import TemplateFault, TemplateRefusal
+from marin_rl.types import ToolCall
+
+# transformers takes seconds to import, and only its tokenizers' types are named here
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALLS_MAX = 128
+
+# Mistral's templates refuse any other id of a call when it comes back; others take every one.
+ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """Format of a tool call in a template: `{"name": …, <arguments>: {…}}` between two markers.
+
+    `opening` and `closing` are searched for, `before` and `after` are the text around the JSON
+    exactly; an empty `opening` means that the whole answer is the call, an empty `closing` that it
+    runs to the end. `special` says that a marker is a special token: a text that is to be read must
+    then be decoded with special tokens kept.
+    """
+
+    opening: str
+    closing: str
+    arguments: str
+    before: str
+    after: str
+    listed: bool = False
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedAnswer:
+    """A completion's text taken apart; `content` is None where there is nothing but calls."""
+
+    content: str | None
+    calls: tuple[ToolCall, ...]
+
+
+def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
+    """The format in which the tokenizer's chat template writes tool calls, or None.
+
+    Determined by rendering a conversation with a call in it, so that text of the template about
+    calls elsewhere, in comments or instructions, cannot mislead.
+    """
+    try:
+        template = ChatTemplate.of(tokenizer, tools=True)
+        text = template.render(Conversation(messages=_PROBE, tools=[_PROBE_TOOL])).text
+    except (TemplateRefusal, TemplateFault):
+        return None
+    tail = text[text.rfind(_QUESTION) + len(_QUESTION) :]
+    special = tuple(tokenizer.all_special_tokens)
+    for pattern, arguments, listed in _FORMATS:
+        match = pattern.search(tail)
+        if match is not None:
+            before, after = match["before"], match["after"]
+            return ToolFormat(
+                opening=before.strip().removesuffix("[{").strip() if listed else before.strip(),
+                closing="" if listed else after.strip(),
+                arguments=arguments,
+                before=before.removesuffix("[{") if listed else before,
+                after="" if listed else after,
+                listed=listed,
+                special=before.strip().startswith(special) if before.strip() else False,
+            )
+    return None
+
+
+_NAME, _QUESTION = "probe_of_format", "What does the probe say?"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Says what it says.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+_PROBE = [
+    {"role": "user", "content": _QUESTION},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "probe0001",  # Mistral's templates ask for nine characters
+                "type": "function",
+                "function": {"name": _NAME, "arguments": {"key": "value"}},
+            }
+        ],
+    },
+]
+_OBJECT = r'\{{\s*"name":\s*"probe_of_format",\s*"{0}":\s*\{{"key":\s*"value"\}}\s*\}}'
+_FORMATS = (
+    (
+        re.compile(
+            r"(?P<before><tool_call>\s*)"
+            + _OBJECT.format("arguments")
+            + r"(?P<after>\s*</tool_call>)"
+        ),
+        "arguments",
+        False,
+    ),
+    (
+        re.compile(r'(?P<before>\[TOOL_CALLS\]\s*\[\{)[^\[]*"probe_of_format"(?P<after>)'),
+        "arguments",
+        True,
+    ),
+    (
+        re.compile(
+            r"(?P<before>(<\|python_tag\|>)?)" + _OBJECT.format("parameters") + r"(?P<after>)"
+        ),
+        "parameters",
+        False,
+    ),
+)
+
+
+def new_call_id() -> str:
+    """Return a random id of a call."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+
+
+def parse_tool_calls(
+    form: ToolFormat,
+    text: str,
+    names: Collection[str],
+    *,
+    most: int | None = None,
+    new_id: Callable[[], str] = new_call_id,
+) -> ParsedAnswer:
+    """A whole completion's content and its calls, the first `most` of them.
+
+    `names` are the tools that were offered; `new_id` makes the calls' ids.
+    """
+    stream = ToolCallStream(form, names, new_id)
+    pieces = [*stream.feed(text), *stream.finish()]
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))[:most]
+    return ParsedAnswer(content=content or (None if calls else ""), calls=calls)
+
+
+class ToolCallStream:
+    """Incremental parser of a completion: returns content, and each call when it is complete.
+
+    Text that may be the beginning of a call is buffered, and so is blank space that may precede
+    one. What `feed` and `finish` give is, put together, the same however the text is cut.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        self._form = form
+        self._new_id = new_id
+        self._names = frozenset(names)
+        self._buffer = ""
+        self._gap = ""  # blank space before the call that is being read
+        self._inside = False
+        self._begun = False
+        self._looked = 0  # up to where the call being read has closing markers in a string alone
+        self.calls = 0
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Take in more text; returns what is certain now, in order."""
+        self._buffer += text
+        out: list[str | ToolCall] = []
+        while self._closed(out) if self._inside else self._opened(out):
+            pass
+        return out
+
+    def finish(self) -> list[str | ToolCall]:
+        """End the text: return what was buffered, as calls where it is calls."""
+        out: list[str | ToolCall] = []
+        while self._inside and self._looked:  # the string has no end: its markers were markers
+            self._cut(self._first_closing(), out)
+            out += self.feed("")
+        buffer, self._buffer = self._buffer, ""
+        if self._inside:
+            self._inside = False
+            calls = [] if self._form.closing else self._calls(buffer)
+            if calls:
+                return [*out, *calls]
+            buffer = self._gap + buffer
+        return out if not buffer or (self.calls and buffer.isspace()) else [*out, buffer]
+
+    def _opened(self, out: list[str | ToolCall]) -> bool:
+        """Give out text up to where a call begins; True if one does."""
+        at, end = self._opening()
+        certain = self._buffer[:at].rstrip()
+        if certain:
+            out.append(certain)
+            self._begun = True
+        self._gap, self._buffer = self._buffer[len(certain) : at], self._buffer[at:]
+        if end:
+            self._inside = True
+            return True
+        self._buffer, self._gap = self._gap + self._buffer, ""
+        return False
+
+    def _opening(self) -> tuple[int, bool]:
+        """(index of the call's possible beginning, True if it certainly begins there)."""
+        buffer, opening = self._buffer, self._form.opening
+        if not opening:
+            return self._bare_opening()
+        at = buffer.find(opening)
+        if at >= 0:
+            return at, True
+        length = next(n for n in range(len(opening) - 1, -1, -1) if buffer.endswith(opening[:n]))
+        return len(buffer) - length, False
+
+    def _bare_opening(self) -> tuple[int, bool]:
+        """Index of the call where the whole answer is the call: the first character decides."""
+        buffer = self._buffer
+        start = len(buffer) - len(buffer.lstrip())
+        if self._begun or start == len(buffer):
+            return len(buffer), False
+        return (start, True) if buffer[start] == "{" else (len(buffer), False)
+
+    def _closed(self, out: list[str | ToolCall]) -> bool:
+        """Give out the call, or the text that is none, up to its closing; True if it is there.
+
+        A closing marker in a JSON string is a part of that string.
+        """
+        opening, closing = self._form.opening, self._form.closing
+        if not closing:
+            return False
+        while (at := self._buffer.find(closing, max(self._looked, len(opening)))) >= 0:
+            end = at + len(closing)
+            if not _ends_in_string(self._buffer[len(opening) : at]):
+                self._cut(end, out)
+                return True
+            self._looked = end
+        return False
+
+    def _cut(self, end: int, out: list[str | ToolCall]) -> None:
+        """Give out the calls that end there, or what is none up to the first closing."""
+        calls = self._calls(self._buffer[:end])
+        if not calls:
+            end = self._first_closing()
+        out.extend(calls or [self._gap + self._buffer[:end]])
+        self._buffer = self._buffer[end:]
+        self._gap, self._inside, self._begun, self._looked = "", False, True, 0
+
+    def _first_closing(self) -> int:
+        """Index after the first closing marker."""
+        form = self._form
+        return self._buffer.index(form.closing, len(form.opening)) + len(form.closing)
+
+    def _calls(self, span: str) -> list[ToolCall]:
+        form = self._form
+        inner = span.removeprefix(form.opening).removesuffix(form.closing)
+        parsed = [self._call(value) for value in _values(inner, listed=form.listed)]
+        calls = [call for call in parsed if call is not None]
+        if len(calls) != len(parsed) or self.calls + len(calls) > CALLS_MAX:
+            return []
+        self.calls += len(calls)
+        return calls
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get(self._form.arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        # Without a marker only the name tells a call from an answer in JSON.
+        if not self._form.opening and name not in self._names:
+            return None
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            name.encode()
+        except (ValueError, RecursionError):  # a number beyond a double's range is no JSON any more
+            return None
+        # half a character, which JSON can spell, goes back to how it was spelled
+        text = text.encode(errors="backslashreplace").decode()
+        return ToolCall(id=self._new_id(), name=name, arguments=text)
+
+
+def malformed_call(form: ToolFormat, content: str) -> str | None:
+    """Return the part of a parsed answer's content that was meant as a call; None without one.
+
+    It begins at a marker of a call that could not be read. Without a marker, only JSON at the
+    beginning with both keys of a call is taken for one: other JSON is an answer.
+    """
+    if form.opening:
+        _, marker, after = content.partition(form.opening)
+        return marker + after if marker else None
+    text = content.lstrip()
+    keys = ('"name"', f'"{form.arguments}"')
+    return text if text.startswith("{") and all(key in text for key in keys) else None
+
+
+def _values(text: str, *, listed: bool) -> list[Any]:
+    """The JSON values of a call's text; [] if they are none."""
+    try:
+        values = list(_decoded(text))
+    except (ValueError, RecursionError):
+        return []
+    if listed:
+        return values[0] if len(values) == 1 and isinstance(values[0], list) else []
+    return values
+
+
+def _ends_in_string(text: str) -> bool:
+    """True if a call's text is JSON so far, and ends within a string of it."""
+    try:
+        list(_decoded(text))
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def _decoded(text: str) -> Iterator[Any]:
+    """The JSON values of a text, with `;` between them. Raises ValueError and RecursionError."""
+    decoder = json.JSONDecoder(parse_constant=no_constant)
+    text, at = text.strip(), 0
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        yield value
+        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
+
+
+def no_constant(name: str) -> Any:
+    """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
+    raise ValueError(f"{name} is not JSON")
