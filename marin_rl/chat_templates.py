@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import WorkerFault, WorkerLimits, WorkerPool
 from marin_rl.isolated.templates import failure_of, render
 
 # Each message opens with the token of its role; what the assistant says ends with EOS, and the

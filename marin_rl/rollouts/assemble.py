@@ -5,19 +5,27 @@ Pure but for the clock: nothing is asked for here, and nothing is written.
 Axes: T tokens of a rollout, n of a part of it.
 """
 
+import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import BadResponse, MarinRLError
+from marin_rl.inference.client.protocol import Completion
 from marin_rl.rollouts.episode import (
+    ABORTED,
+    BRIDGE,
+    CONTEXT,
+    LENGTH,
     MAX_TURNS,
+    REQUEST_FAULTS,
     GroupRequest,
     SampledTurn,
     Score,
@@ -34,8 +42,10 @@ from marin_rl.types import (
 )
 
 _STATUS_OF: dict[str, Status] = {
-    "length": "truncated",
+    LENGTH: "truncated",
     MAX_TURNS: "truncated",
+    CONTEXT: "truncated",
+    BRIDGE: "truncated",
     "abort": "aborted",
     "error": "aborted",
 }
@@ -59,15 +69,14 @@ class RolloutMaker:
         Answers without the prompt's ids are text alone: their rollouts have no tokens.
         """
         if isinstance(score, MarinRLError):
-            return self.failed(index, score, trajectory.text)
+            return self.failed(index, score, trajectory)
         for turn in trajectory.turns:
             if not len(turn.completion.token_ids) and len(turn.answer.prompt_token_ids):
-                return self.failed(index, BadResponse("the completion has no tokens"))
+                return self.failed(index, BadResponse("the completion has no tokens"), trajectory)
         status = _STATUS_OF.get(trajectory.finish_reason, "complete")
         reward = None if status == "aborted" else reward_of(score)
         tokens = _tokens_of(self._policy.weight_version, trajectory.turns)
         n_sampled = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-        timings = [turn.answer.timings for turn in trajectory.turns]
         return Rollout(
             rollout_id=self._name(index),
             index_in_group=index,
@@ -79,31 +88,33 @@ class RolloutMaker:
             loss_mask=tokens.mask,
             logprobs=tokens.logprobs,
             policy_versions=tokens.versions,
+            segment_lengths=tokens.segment_lengths,
             policy_version_min=tokens.version_min,
             policy_version_max=tokens.version_max,
             n_prompt_tokens=len(tokens.ids) - n_sampled,
             n_completion_tokens=n_sampled,
             sampling=self._request.sampling_of(index),
             turns=tuple(self._turns(trajectory, reward)),
-            timing=replace(
-                self._timing,
-                queue_s=sum(t.queue_s for t in timings),
-                prefill_s=sum(t.prefill_s for t in timings),
-                decode_s=sum(t.decode_s for t in timings),
-            ),
+            timing=self._timed(trajectory),
         )
 
-    def failed(self, index: int, error: MarinRLError, text: str | None = None) -> Rollout:
-        """A failed rollout with its reason; `text`, where there is one, is kept for inspection."""
+    def failed(
+        self, index: int, error: MarinRLError, trajectory: Trajectory | None = None
+    ) -> Rollout:
+        """A failed rollout with its reason; the turns that there were are kept for inspection."""
         version = self._policy.weight_version
-        turns = _turns_of(self._request.example.messages)
-        if text is not None:
-            turns = (*turns, Turn(role="assistant", content=text))
+        turns, reason = _turns_of(self._request.example.messages), ABORTED
+        timing = self._timing
+        if trajectory is not None:
+            timing = self._timed(trajectory)
+            turns = tuple(_texts_of(trajectory))
+            reason = ABORTED if isinstance(error, REQUEST_FAULTS) else trajectory.finish_reason
         return Rollout(
             rollout_id=self._name(index),
             index_in_group=index,
             status="error",
             reward=None,
+            finish_reason=reason,
             error=f"{type(error).__name__}: {error}",
             token_ids=np.zeros(0, np.int32),
             loss_mask=np.zeros(0, np.int32),
@@ -114,7 +125,19 @@ class RolloutMaker:
             n_completion_tokens=0,
             sampling=self._request.sampling_of(index),
             turns=turns,
-            timing=self._timing,
+            timing=timing,
+        )
+
+    def _timed(self, trajectory: Trajectory) -> Timing:
+        """Clock of the group, with the seconds of a member's own requests."""
+        turns = [*trajectory.turns, *filter(None, [trajectory.unanswered])]
+        timings = [turn.timing for turn in turns]
+        return replace(
+            self._timing,
+            start_s=trajectory.start_s,
+            queue_s=_total([timing.queue_s for timing in timings]),
+            prefill_s=_total([timing.prefill_s for timing in timings]),
+            decode_s=_total([timing.decode_s for timing in timings]),
         )
 
     def _name(self, index: int) -> str:
@@ -125,18 +148,29 @@ class RolloutMaker:
 
         Where only the finished episode is scored, its last turn has the rollout's reward.
         """
-        messages, end = trajectory.messages, 0
+        messages, end, segment, before = trajectory.messages, 0, 0, 0
         for number, turn in enumerate(trajectory.turns, start=1):
-            start = len(turn.answer.prompt_token_ids)
-            yield from _turns_of(messages, end, start)
+            begins = turn.segment != segment
+            if begins:
+                segment, before = turn.segment, end
+            start = before + len(turn.answer.prompt_token_ids)
+            # A prompt that was rendered again holds the turns before too: no span is theirs alone.
+            yield from _turns_of(messages) if begins else _turns_of(messages, end, start)
             end = start + len(turn.completion.token_ids)
-            by_group = trajectory.reward is None and number == len(trajectory.turns)
+            own = turn.result.received
+            if trajectory.scored and number == len(trajectory.turns) and reward is not None:
+                own = (own or 0.0) + reward - (trajectory.reward or 0.0)
             yield Turn(
                 role="assistant",
-                content=turn.completion.text,
+                content=_as_sampled(turn.completion),
+                tool_calls=turn.completion.tool_calls,
+                tool_name=", ".join(call.name for call in turn.completion.tool_calls) or None,
+                tool_call_id=", ".join(call.id for call in turn.completion.tool_calls) or None,
                 start=start,
                 end=end,
-                reward=reward if by_group else turn.result.reward,
+                reward=own,
+                rewards=turn.result.rewards,
+                malformed=turn.completion.malformed,
                 logprobs=turn.completion.logprobs,
                 inference_metadata=InferenceMetadata(
                     model=turn.answer.model,
@@ -145,8 +179,26 @@ class RolloutMaker:
                     request_id=turn.answer.request_id,
                     finish_reason=turn.completion.finish_reason,
                 ),
+                timing=turn.timing,
             )
             messages = turn.result.messages
+
+
+def _total(seconds: Sequence[float | None]) -> float | None:
+    """Sum of seconds; None where one is not known, or there is none."""
+    known = [value for value in seconds if value is not None]
+    return sum(known) if known and len(known) == len(seconds) else None
+
+
+def _as_sampled(completion: Completion) -> str:
+    """Return a turn's text with its calls in it: as it was sampled, or a line of JSON for each."""
+    if completion.sampled_text is not None or not completion.tool_calls:
+        return completion.text if completion.sampled_text is None else completion.sampled_text
+    calls = [
+        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        for call in completion.tool_calls
+    ]
+    return "\n".join([completion.text, *calls] if completion.text else calls)
 
 
 def _turns_of(
@@ -158,12 +210,48 @@ def _turns_of(
     """
     if len(messages) > 1:
         start = end = None
-    return tuple(Turn(role=m.role, content=m.content, start=start, end=end) for m in messages)
+    return tuple(
+        Turn(
+            role=message.role,
+            content=message.content,
+            start=start,
+            end=end,
+            tool_name=message.name if message.role == "tool" else None,
+            tool_call_id=message.tool_call_id,
+            tool_calls=message.tool_calls,
+            cut=message.cut,
+        )
+        for message in messages
+    )
+
+
+def _texts_of(trajectory: Trajectory) -> Iterator[Turn]:
+    """Turns of a trajectory whose tokens are not kept."""
+    yield from _turns_of(trajectory.messages)
+    for turn in trajectory.turns:
+        yield Turn(
+            role="assistant",
+            content=turn.completion.text,
+            tool_calls=turn.completion.tool_calls,
+            reward=turn.result.received,
+            rewards=turn.result.rewards,
+            malformed=turn.completion.malformed,
+            timing=turn.timing,
+        )
+        yield from _turns_of(turn.result.messages)
+    if (last := trajectory.unanswered) is not None:
+        calls = last.completion.tool_calls
+        yield Turn(
+            role="assistant", content=last.completion.text, tool_calls=calls, timing=last.timing
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Everything the model saw, in order: arrays of length T, the mask 1 where it was sampled."""
+    """Everything the model saw, in order: arrays of length T, the mask 1 where it was sampled.
+
+    `segment_lengths` add up to T; None where all is one segment.
+    """
 
     ids: Int32[np.ndarray, " T"]
     mask: Int32[np.ndarray, " T"]
@@ -171,10 +259,11 @@ class _Tokens:
     versions: Int32[np.ndarray, " T"] | None
     version_min: int
     version_max: int
+    segment_lengths: tuple[int, ...] | None
 
 
 def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
-    """Join turns, each of whose prompts extends the turn before it.
+    """Join turns, each of whose prompts extends the turn before it or begins a segment.
 
     Versions are by token as soon as weights were swapped within any turn; what was not sampled has
     that of the next sampled token. `version` is that of turns without a swap.
@@ -183,8 +272,9 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
     logprobs: list[np.ndarray] = []
     context: list[np.ndarray] = []
     sampled: list[np.ndarray] = []
-    end = 0
-    for turn in turns:
+    segments = [list(turns) for _, turns in groupby(turns, key=lambda turn: turn.segment)]
+    ids = [_ids_of(segment[-1]) for segment in segments]
+    for turn, end in (pair for segment in segments for pair in _with_ends(segment)):
         n_context = len(turn.answer.prompt_token_ids) - end
         n_sampled = len(turn.completion.token_ids)
         mask += [np.zeros(n_context, np.int32), np.ones(n_sampled, np.int32)]
@@ -195,14 +285,25 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
         # what was not sampled has no version of its own: it gets that of the next sampled token
         context.append(np.full(n_context, versions[0] if n_sampled else version, np.int32))
         sampled.append(versions)
-        end += n_context + n_sampled
     mixed = any(turn.completion.policy_versions is not None for turn in turns)
     by_token = [part for pair in zip(context, sampled, strict=True) for part in pair]
     return _Tokens(
-        ids=np.concatenate([turns[-1].answer.prompt_token_ids, turns[-1].completion.token_ids]),
+        ids=np.concatenate(ids),
         mask=np.concatenate(mask),
         logprobs=np.concatenate(logprobs),
         versions=np.concatenate(by_token) if mixed else None,
         version_min=int(np.concatenate(sampled).min()) if mixed else version,
         version_max=int(np.concatenate(sampled).max()) if mixed else version,
+        segment_lengths=tuple(map(len, ids)) if len(ids) > 1 else None,
     )
+
+
+def _ids_of(turn: SampledTurn) -> Int32[np.ndarray, " n"]:
+    """Prompt and completion of a turn: of the last one of a segment, the whole segment."""
+    return np.concatenate([turn.answer.prompt_token_ids, turn.completion.token_ids])
+
+
+def _with_ends(segment: Sequence[SampledTurn]) -> Iterator[tuple[SampledTurn, int]]:
+    """Turns of a segment, each with the number of its prompt's tokens that came before."""
+    ends = [len(_ids_of(turn)) for turn in segment]
+    return zip(segment, [0, *ends[:-1]], strict=True)

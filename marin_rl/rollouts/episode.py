@@ -5,7 +5,9 @@ themselves, and the prompt of a turn is
 
     ids of the last prompt + ids that were sampled from it + bridge(new messages)
 
-so that sampled ids are never rendered to text and tokenized again. Owns the order of turns, the
+so that sampled ids are never rendered to text and tokenized again. Where the chat template has no
+such bridge, the episode ends, or goes on in a new segment whose prompt is the whole dialogue as the
+template renders it now; what was sampled before is only read there. Owns the order of turns, the
 seed of each, and the checks of what an endpoint answers. Leaves out what an episode does
 (`environments.episode`), scores, and the rollouts that trajectories become (`assemble`).
 """
@@ -13,26 +15,37 @@ seed of each, and the checks of what an endpoint answers. Leaves out what an epi
 import asyncio
 import hashlib
 import logging
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 
+from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import Episode, StepResult, episode_of
+from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
+from marin_rl.environments.episode_wire import Start
 from marin_rl.environments.scoring import Scorer, fault_of
 from marin_rl.errors import (
     BadResponse,
+    BridgeFault,
     EndpointUnavailable,
+    EnvironmentTimeout,
     InputError,
     MarinRLError,
     RequestRejected,
+    RewardFault,
     StalePolicy,
+    ToolFault,
 )
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.types import (
     Example,
     Message,
@@ -41,10 +54,18 @@ from marin_rl.types import (
     Sampling,
     ServedPolicy,
     Turn,
+    TurnTiming,
 )
 
-TURNS_MAX = 64
-MAX_TURNS = "max_turns"  # finish reason of an episode that TURNS_MAX ended
+# Finish reasons of episodes that something else than the environment or the model ended.
+MAX_TURNS = "max_turns"  # `rollouts.turns_max`
+CONTEXT = "context"  # no room for a further turn in `policy.context_length`
+BRIDGE = "bridge"  # the chat template cannot go on with the environment's messages
+TIMEOUT = "timeout"  # a call of the environment took longer than `environment.step_timeout_s`
+ENVIRONMENT_ERROR = "environment_error"  # the environment raised, or its process ended
+TOOL_ERROR = "tool_error"  # the environment raised ToolFault
+ABORTED = "aborted"  # the endpoint failed a request
+LENGTH = "length"  # a turn was cut at `sampling.max_tokens`; or `environment.tokens_max` is reached
 SEED_BITS = 48
 
 # Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
@@ -55,8 +76,13 @@ _log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 Score = tuple[RewardComponent, ...] | MarinRLError
 
-# Ids that the chat template puts between a sampled turn, its stop token included, and the next.
-Bridge = Callable[[Sequence[Message]], Int32[np.ndarray, " n"]]
+# Ids between the last turn of a dialogue, whose last id is given, and the next, where tools are
+# offered: see `bridge.TemplateBridge`.
+Bridge = Callable[
+    [Sequence[Message], int, Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]
+]
+# Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
+Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +90,7 @@ class GroupRequest:
     """Request to sample a group: its example, its name, and the sampling with the request's seed.
 
     Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
+    `members` are those that are asked for, None for all of them.
     """
 
     group_id: str
@@ -71,6 +98,12 @@ class GroupRequest:
     size: int
     sampling: Sampling
     greedy: bool = False
+    members: tuple[int, ...] | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Indices of the members that are asked for, ascending."""
+        return tuple(range(self.size)) if self.members is None else self.members
 
     def sampling_of(self, index: int, turn: int = 0) -> Sampling:
         """Return the sampling of a turn of one member; every turn has a seed of its own."""
@@ -93,20 +126,65 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """Sampled turn: the completion, the answer that it came in, and the environment's step."""
+    """Sampled turn: the completion, the answer that it came in, and the environment's step.
+
+    Prompts extend the turn before them within a `segment`, which counts from 0. `environment_s` are
+    the seconds that the step took.
+    """
 
     answer: ChatAnswer
     completion: Completion
     sampling: Sampling
     result: StepResult
+    segment: int = 0
+    environment_s: float | None = None
+
+    @property
+    def timing(self) -> TurnTiming:
+        """Seconds of the model and of the environment."""
+        return _timing(self.answer, self.environment_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Segment that is being played, and the tokens of those before it."""
+
+    segment: int = 0
+    before: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnansweredTurn:
+    """Sampled turn that the environment failed to answer, after `environment_s` seconds."""
+
+    answer: ChatAnswer
+    completion: Completion
+    fault: RewardFault
+    environment_s: float
+
+    @property
+    def timing(self) -> TurnTiming:
+        """Seconds of the model and of the environment."""
+        return _timing(self.answer, self.environment_s)
+
+
+def _timing(answer: ChatAnswer, environment_s: float | None) -> TurnTiming:
+    server = answer.timings
+    return TurnTiming(
+        queue_s=server.queue_s,
+        prefill_s=server.prefill_s,
+        decode_s=server.decode_s,
+        environment_s=environment_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The turns of one member, and why it ended.
 
-    `fault` is set where the environment or a request of a later turn failed; then `text` is kept
-    for people, and nothing is trained on.
+    `fault` is set where the environment or a request of a later turn failed; then the turns are
+    kept for people, and nothing is trained on. `unanswered` is the last turn where the environment
+    did not answer it; it is not among `turns`. `start_s` are the seconds of the episode's start.
     """
 
     messages: tuple[Message, ...]  # of the first prompt
@@ -114,100 +192,139 @@ class Trajectory:
     text: str  # of the last completion
     finish_reason: str
     fault: MarinRLError | None = None
+    unanswered: UnansweredTurn | None = None
+    start_s: float | None = None
 
     @property
     def reward(self) -> float | None:
         """Sum of the steps' rewards; None where no step has one."""
-        rewards = [turn.result.reward for turn in self.turns if turn.result.reward is not None]
+        received = [turn.result.received for turn in self.turns]
+        rewards = [reward for reward in received if reward is not None]
         return float(sum(rewards)) if rewards else None
+
+    @property
+    def scored(self) -> bool:
+        """True where the environment scores the finished episode."""
+        return self.reward is None or any(turn.result.scored for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDriver:
     """Plays the episodes of groups against one served policy.
 
-    Without a `bridge` episodes have one turn, and one that goes on is an InputError.
+    An episode has `turns_max` turns at most, `context_length` tokens in a segment, and `tokens_max`
+    in all where that is set. `settings` are those of its environment; `tool_turns` reads the calls
+    of episodes that offer tools; `render` begins a segment where `bridge` raises BridgeFault, None
+    ends the episode there.
     """
 
     client: PolicyClient
     policy: ServedPolicy
     environment: Environment
-    bridge: Bridge | None = None
+    settings: EnvironmentConfig
+    bridge: Bridge
+    turns_max: int
+    context_length: int
+    tool_turns: ToolTurns | None = None
+    render: Render | None = None
 
     async def play_group(self, request: GroupRequest) -> list[Trajectory]:
-        """Play every member of a group, concurrently; in the order of the members.
+        """Play the members that are asked for, concurrently; in their order.
 
         Raises what costs the whole group (`REQUEST_FAULTS` in the first turn), StalePolicy where
         the endpoint serves other weights, and InputError for episodes that cannot be played.
         """
-        episodes = [episode_of(self.environment, request.example) for _ in range(request.size)]
+        indices = request.indices
+        episodes = open_episodes(self.environment, self.settings, request.example, len(indices))
         try:
-            messages = _first_messages(episodes)
-            sampled = await self._first_turns(request, messages)
-            members = zip(episodes, sampled, strict=True)
-            played = [
-                self._play(request, index, episode, messages, *first)
-                for index, (episode, first) in enumerate(members)
-            ]
-            return await all_of(played)
-        finally:
-            for episode in episodes:
-                await _close(episode)
-
-    async def _first_turns(
-        self, request: GroupRequest, messages: Sequence[Message]
-    ) -> list[tuple[ChatAnswer, Completion]]:
-        """Completions in the order of the members; the greedy one is a request of its own."""
-        if request.greedy:
-            last = request.size - 1
-            answers = await all_of(
+            timed = await all_of([_start(episode) for episode in episodes])
+            starts = [start for start, _ in timed]
+            prompt = _first_prompt(starts, request.example)
+            self._check_tools(request.example, prompt.tools)
+            able = [i for i, start in zip(indices, starts, strict=True) if isinstance(start, Start)]
+            sampled = await self._first_turns(request, prompt, able)
+            firsts = dict(zip(able, sampled, strict=True))
+            played = await all_of(
                 [
-                    self.client.chat(messages, last, request.sampling),
-                    self.client.chat(messages, 1, request.sampling_of(last)),
+                    _not_begun(request, start)
+                    if isinstance(start, RewardFault)
+                    else self._play(request, index, episode, start, *firsts[index])
+                    for index, episode, start in zip(indices, episodes, starts, strict=True)
                 ]
             )
+            pairs = zip(played, timed, strict=True)
+            return [replace(trajectory, start_s=start_s) for trajectory, (_, start_s) in pairs]
+        finally:
+            await asyncio.gather(*map(_close, episodes))
+
+    async def _first_turns(
+        self, request: GroupRequest, prompt: Start, indices: Sequence[int]
+    ) -> list[tuple[ChatAnswer, Completion]]:
+        """Completions in the order of the members; the greedy one is a request of its own."""
+        messages, tools = prompt.messages, prompt.tools
+        chat, last = partial(self.client.chat, tools=tools), request.size - 1
+        if len(indices) < request.size:
+            calls = [chat(messages, 1, request.sampling_of(index)) for index in indices]
+        elif request.greedy:
+            calls = [
+                chat(messages, last, request.sampling),
+                chat(messages, 1, request.sampling_of(last)),
+            ]
         else:
-            answers = [await self.client.chat(messages, request.size, request.sampling)]
+            calls = [chat(messages, request.size, request.sampling)]
+        answers = await all_of(calls)
         for answer in answers:
             self._check_identity(answer)
+            if tools and len(answer.prompt_token_ids):
+                self._reader.check_prompt(answer.prompt_token_ids, tools)
         return [(answer, completion) for answer in answers for completion in answer.completions]
 
     async def _play(
         self,
         request: GroupRequest,
         index: int,
-        episode: Episode,
-        messages: Sequence[Message],
+        episode: PlayedEpisode,
+        prompt: Start,
         answer: ChatAnswer,
         completion: Completion,
     ) -> Trajectory:
         """Play a member from its first completion to its end."""
         turns: list[SampledTurn] = []
+        messages, tools = prompt.messages, prompt.tools
         dialogue = list(messages)
-        reason, fault = completion.finish_reason, None
+        sampling, fault, unanswered = request.sampling_of(index), None, None
+        place = _Place()
         while True:
-            sampling = request.sampling_of(index, len(turns))
-            reply = Message(role="assistant", content=completion.text)
-            try:
-                result = await episode.step(_as_turn(answer, completion))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-                fault = fault_of(error)
-                break
-            turns.append(
-                SampledTurn(answer=answer, completion=completion, sampling=sampling, result=result)
-            )
+            completion = self._with_calls(completion, sampling, tools, len(turns))
             reason = completion.finish_reason
+            turn = await self._stepped(episode, answer, completion, sampling, place)
+            if isinstance(turn, UnansweredTurn):
+                unanswered, fault, reason = turn, turn.fault, end_of(turn.fault)
+                break
+            turns.append(turn)
+            result = turn.result
             # a turn that was cut has no stop token, which new messages must follow
             if result.done or reason != "stop":
                 break
-            if len(turns) == TURNS_MAX:
+            if len(turns) == self.turns_max:
                 reason = MAX_TURNS
                 break
-            dialogue += [reply, *result.messages]
+            dialogue.append(_as_message(completion))
+            sampling = request.sampling_of(index, len(turns))
             try:
-                answer = await self._go_on(request, index, dialogue, turns)
+                ids, place = self._next_prompt(dialogue, turns[-1], tools, place)
+                dialogue += result.messages
+                if (full := self._full(ids, place)) is not None:
+                    reason = full
+                    break
+                sampling = self._within_limits(sampling, ids, place)
+                answer = await self._go_on(dialogue, tools, sampling, ids)
+            except BridgeFault as error:
+                _log.warning("an episode of %r ended early: %s", self.environment.name, error)
+                reason = BRIDGE
+                break
             except REQUEST_FAULTS as error:
-                fault = error
+                fault, reason = error, ABORTED
                 break
             (completion,) = answer.completions
         return Trajectory(
@@ -216,32 +333,116 @@ class EpisodeDriver:
             text=completion.text,
             finish_reason=reason,
             fault=fault,
+            unanswered=unanswered,
         )
+
+    async def _stepped(
+        self,
+        episode: PlayedEpisode,
+        answer: ChatAnswer,
+        completion: Completion,
+        sampling: Sampling,
+        place: _Place,
+    ) -> SampledTurn | UnansweredTurn:
+        """Give a completion to the environment, and take its answer within the limits."""
+        began = time.monotonic()
+        try:
+            result = self._limited(await episode.step(_as_turn(answer, completion, place)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            return UnansweredTurn(
+                answer=answer,
+                completion=completion,
+                fault=fault_of(error),
+                environment_s=time.monotonic() - began,
+            )
+        return SampledTurn(
+            answer=answer,
+            completion=completion,
+            sampling=sampling,
+            result=result,
+            segment=place.segment,
+            environment_s=time.monotonic() - began,
+        )
+
+    @property
+    def _reader(self) -> ToolTurns:
+        if self.tool_turns is None:
+            raise InputError("an episode offers tools: expected a driver with `tool_turns`")
+        return self.tool_turns
+
+    def _check_tools(self, example: Example, tools: Sequence[Tool]) -> None:
+        """Refuse tools that the policy's chat template cannot carry, before anything is sampled.
+
+        Raises InputError.
+        """
+        if any(message.tool_calls for message in example.messages):
+            raise InputError(
+                f"example {example.example_id} has messages that call tools: expected them in the "
+                "messages that its episode starts with"
+            )
+        if tools and self.client.gives_ids:
+            self._reader.check(tools)
+
+    def _with_calls(
+        self, completion: Completion, sampling: Sampling, tools: Sequence[Tool], turn: int
+    ) -> Completion:
+        """Return a completion with its tool calls, where tools are offered."""
+        return self._reader.read(completion, sampling.stop, tools, turn) if tools else completion
+
+    def _limited(self, result: StepResult) -> StepResult:
+        """Return a step with its tools' results within the limits."""
+        if self.tool_turns is None or not any(m.role == "tool" for m in result.messages):
+            return result
+        return replace(result, messages=tuple(map(self.tool_turns.limited, result.messages)))
+
+    def _next_prompt(
+        self, dialogue: Sequence[Message], last: SampledTurn, tools: Sequence[Tool], place: _Place
+    ) -> tuple[Int32[np.ndarray, " P"], _Place]:
+        """Return the exact ids that the turn after `last` goes on from, and their place.
+
+        No ids for texts alone. `dialogue` ends with that turn. Raises BridgeFault where there is no
+        bridge, and no segment may begin.
+        """
+        prompt, sampled = last.answer.prompt_token_ids, last.completion.token_ids
+        if not len(prompt):  # an endpoint of texts, never trained on
+            return prompt, place
+        messages = last.result.messages
+        try:
+            bridge = self.bridge(dialogue, int(sampled[-1]), messages, tools)
+        except BridgeFault:
+            if self.render is None:
+                raise
+            before = place.before + len(prompt) + len(sampled)
+            ids = self.render([*dialogue, *messages], tools)
+            return ids, _Place(segment=place.segment + 1, before=before)
+        return np.concatenate([prompt, sampled, bridge]), place
+
+    def _full(self, ids: np.ndarray, place: _Place) -> str | None:
+        """Return the end of an episode that has no room for a further turn, None if it has."""
+        if len(ids) >= self.context_length:
+            return CONTEXT
+        return LENGTH if place.before + len(ids) >= self._tokens_max else None
+
+    def _within_limits(self, sampling: Sampling, ids: np.ndarray, place: _Place) -> Sampling:
+        room = min(self.context_length, self._tokens_max - place.before) - len(ids)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    @property
+    def _tokens_max(self) -> int:
+        """Tokens of all segments; without a limit of their own, the turns are what is limited."""
+        return self.settings.tokens_max or sys.maxsize
 
     async def _go_on(
         self,
-        request: GroupRequest,
-        index: int,
         dialogue: Sequence[Message],
-        turns: Sequence[SampledTurn],
+        tools: Sequence[Tool],
+        sampling: Sampling,
+        ids: Int32[np.ndarray, " P"],
     ) -> ChatAnswer:
-        """Sample a member's next turn from the exact ids of the turns before it."""
-        last, sampling = turns[-1], request.sampling_of(index, len(turns))
-        if not len(last.answer.prompt_token_ids):  # an endpoint of texts, never trained on
-            return await self.client.chat(dialogue, 1, sampling)
-        if self.bridge is None:
-            raise InputError(
-                f"the environment {self.environment.name!r} has episodes of several turns: expected"
-                " a bridge from its chat template, found none"
-            )
-        ids = np.concatenate(
-            [
-                last.answer.prompt_token_ids,
-                last.completion.token_ids,
-                self.bridge(last.result.messages),
-            ]
-        )
-        answer = await self.client.chat(dialogue, 1, sampling, prompt_ids=ids)
+        """Sample a member's next turn from exact ids, or from messages where there are none."""
+        if not len(ids):
+            return await self.client.chat(dialogue, 1, sampling, tools=tools)
+        answer = await self.client.chat(dialogue, 1, sampling, prompt_ids=ids, tools=tools)
         self._check_identity(answer)
         if not np.array_equal(answer.prompt_token_ids, ids):
             raise BadResponse(
@@ -270,34 +471,75 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
     return [task.result() for task in tasks]
 
 
-async def _close(episode: Episode) -> None:
+async def _start(episode: PlayedEpisode) -> tuple[Start | RewardFault, float]:
+    """The start of an episode or its fault, and its seconds.
+
+    Raises InputError where none can be started.
+    """
+    began = time.monotonic()
+    try:
+        start = await episode.start()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+        start = fault_of(error)
+    return start, time.monotonic() - began
+
+
+async def _close(episode: PlayedEpisode) -> None:
     try:
         await episode.close()
     except Exception:  # noqa: BLE001 - other people's code; what was played stays valid
         _log.exception("an episode could not be closed")
 
 
-def _first_messages(episodes: Sequence[Episode]) -> Sequence[Message]:
-    """The first prompt, which all members of a group share. Raises InputError."""
-    starts = [episode.start() for episode in episodes]
-    messages, tools = starts[0]
-    if any(start != starts[0] for start in starts[1:]):
+def end_of(fault: RewardFault) -> str:
+    """Return the finish reason of an episode that a fault of its environment ended."""
+    match fault:
+        case EnvironmentTimeout():
+            return TIMEOUT
+        case ToolFault():
+            return TOOL_ERROR
+        case _:
+            return ENVIRONMENT_ERROR
+
+
+async def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
+    """The trajectory of an episode that could not be started."""
+    return Trajectory(
+        messages=request.example.messages,
+        turns=(),
+        text="",
+        finish_reason=end_of(fault),
+        fault=fault,
+    )
+
+
+def _first_prompt(starts: Sequence[Start | RewardFault], example: Example) -> Start:
+    """The messages and tools that all members of a group start with; the example's if none began.
+
+    Raises InputError.
+    """
+    begun = [start for start in starts if isinstance(start, Start)]
+    if any(start != begun[0] for start in begun[1:]):
         raise InputError("expected the episodes of one example to start alike, found two starts")
-    if tools:
-        raise InputError(
-            f"an episode offers {len(tools)} tools: requests of this client cannot carry them yet"
-        )
-    return messages
+    return begun[0] if begun else Start(messages=example.messages, tools=())
 
 
-def _as_turn(answer: ChatAnswer, completion: Completion) -> Turn:
-    start = len(answer.prompt_token_ids)
+def _as_message(completion: Completion) -> Message:
+    return Message(role="assistant", content=completion.text, tool_calls=completion.tool_calls)
+
+
+def _as_turn(answer: ChatAnswer, completion: Completion, place: _Place) -> Turn:
+    start = place.before + len(answer.prompt_token_ids)
     return Turn(
         role="assistant",
         content=completion.text,
         start=start,
         end=start + len(completion.token_ids),
         logprobs=completion.logprobs,
+        tool_calls=completion.tool_calls,
+        malformed=completion.malformed,
     )
 
 
@@ -309,16 +551,19 @@ async def score_group(
     What the environment scores goes to a worker in one message. Raises InputError where no worker
     can be started.
     """
-    finished = [t for t in trajectories if t.fault is None and t.reward is None]
-    scored = iter(await scorer.score(example, [t.text for t in finished]) if finished else [])
+    finished = [t for t in trajectories if t.fault is None and t.scored]
+    texts = [t.text for t in finished]
+    ids = [t.turns[-1].completion.token_ids for t in finished]
+    scored = iter(await scorer.score(example, texts, ids) if finished else [])
     scores: list[Score] = []
     for trajectory in trajectories:
         if trajectory.fault is not None:
             scores.append(trajectory.fault)
-        elif trajectory.reward is not None:
-            scores.append((RewardComponent(name="steps", value=trajectory.reward),))
-        else:
-            scores.append(next(scored))
+            continue
+        score = next(scored) if trajectory.scored else ()
+        if trajectory.reward is not None and not isinstance(score, MarinRLError):
+            score = (RewardComponent(name="steps", value=trajectory.reward), *score)
+        scores.append(score)
     return scores
 
 

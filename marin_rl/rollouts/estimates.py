@@ -9,8 +9,9 @@ Axes: N samples of an example, E examples.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -84,6 +85,19 @@ def wilson(mean: float, effective: float | int) -> tuple[float, float]:
     half = Z95 / shrunk * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
     # Rounding may put a bound a hair on the wrong side of a value of exactly 0 or 1.
     return max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p))
+
+
+def held_out_accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[int, Estimate]:
+    """`eval/accuracy` with its interval by round, of the rows of metrics that have one.
+
+    Wilson's interval for the number of examples, as that of `mean@1`.
+    """
+    result: dict[int, Estimate] = {}
+    for row in rows:
+        if (accuracy := row.get("eval/accuracy")) is not None:
+            low, high = wilson(accuracy, row.get("eval/examples") or 0)
+            result[row["round"]] = Estimate(value=accuracy, low=low, high=high)
+    return result
 
 
 def estimate(value_E: Float64[np.ndarray, " E"]) -> Estimate:

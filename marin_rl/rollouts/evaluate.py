@@ -16,34 +16,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marin_rl.config import Config, EnvironmentConfig, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.base import (
-    Environment,
-    FixedSet,
-    answer_in,
+from marin_rl.environments.base import Environment, FixedSet, answer_in
+from marin_rl.environments.checks import (
     check_seeds_apart,
-    construct,
+    entries_of,
     environment_of,
-    loaded_environment,
 )
+from marin_rl.environments.mixture import labelled, parts_of, sampling_for
+from marin_rl.environments.registry import construct, loaded_environment
 from marin_rl.environments.scoring import Judge
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.episode import GroupRequest, last_completion
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups, sampling_fields
 from marin_rl.storage.commits import (
-    commit_manifest,
+    commit_slot,
     find_commit,
     fingerprint,
     new_attempt,
-    new_manifest,
     parent_of,
     part_of,
-    ref_of,
 )
 from marin_rl.storage.runs import Run, evals_slot, round_name
 from marin_rl.storage.tables.rollouts import encode_shard
-from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
-from schemas.rollouts import SCHEMA_VERSION
+from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from schemas.rollouts import CONTENT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +55,15 @@ class HeldOut:
     config: EnvironmentConfig
     environment: Environment
     examples: int
+    of_list: bool = False  # one of the run's own list, whose examples have ids with its label
 
     def example(self, index: int) -> Example:
         """The example at `index`, the same in every round."""
         example = self.environment.example(self.config.eval_seed, index, "eval")
-        return example if self.name is None else replace(example, environment=self.name)
+        if self.name is None:
+            return example
+        own = replace(example, environment=self.name)
+        return labelled(example, self.name) if self.of_list else own
 
 
 def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
@@ -72,18 +73,26 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     evaluation would meet; InputError where there are no examples.
     """
     named = config.evaluation.sets
+    if named is None and config.environment.mixture is not None:
+        mixture = environment_of(config)
+        return tuple(
+            replace(_held_out(part.label, part.config, part.environment, config), of_list=True)
+            for part in parts_of(mixture, config.environment)
+        )
     if named is None:
         return (_held_out(None, config.environment, environment_of(config), config),)
     used, examples = config.rounds * config.rollouts.groups_per_round, config.evaluation.examples
     for name, chosen in named.items():
-        if chosen.name == config.environment.name:
-            check_seeds_apart(
-                config.environment,
-                chosen,
-                train_examples=used,
-                eval_examples=examples,
-                held_out_section=f"evaluation.sets.{name}",
-            )
+        for key, own in entries_of(config.environment).items():
+            if chosen.name == own.name:
+                check_seeds_apart(
+                    own,
+                    chosen,
+                    train_examples=used,
+                    eval_examples=examples,
+                    section=key,
+                    held_out_section=f"evaluation.sets.{name}",
+                )
     return tuple(
         _held_out(name, chosen, loaded_environment(chosen, "eval"), config)
         for name, chosen in sorted(named.items())
@@ -92,6 +101,9 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
 
 def judges_of(config: Config) -> Judge | Mapping[str, Judge]:
     """The judges of an evaluation's answers: the run's environment, or that of each named set."""
+    if config.evaluation.sets is None and config.environment.mixture is not None:
+        parts = parts_of(construct(config.environment), config.environment)
+        return {part.label: Judge(part.environment, part.config) for part in parts}
     if config.evaluation.sets is None:
         return Judge(construct(config.environment), config.environment)
     return {
@@ -151,7 +163,7 @@ def evaluation_fingerprint(
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
     fields = sampling_fields(run.config, round, policy) | own
     fields["evaluation"] = fingerprint_fields(run.config.evaluation)
-    return fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
+    return fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
 
 
 def evaluation_requests(run: Run, round: int, held_out: HeldOut) -> list[GroupRequest]:
@@ -163,17 +175,21 @@ def requests_of(
     config: Config, name: str, held_out: HeldOut, seed_of: Callable[..., int]
 ) -> list[GroupRequest]:
     """Requests of an evaluation under this name; `seed_of("evaluate", i)` is example i's seed."""
-    temperature = {"temperature": config.evaluation.temperature}
-    settings = config.sampling.model_copy(update=temperature).model_dump()
+    temperature, mixed = {"temperature": config.evaluation.temperature}, config.environment
     of = () if held_out.name is None else (held_out.name,)
     return [
         GroupRequest(
             group_id="/".join((name, *of, f"group-{index:05d}")),
-            example=held_out.example(index),
+            example=example,
             size=config.evaluation.samples,
-            sampling=Sampling(**settings, seed=seed_of("evaluate", *of, index)),
+            sampling=Sampling(
+                **sampling_for(config.sampling, mixed, example.environment)
+                .model_copy(update=temperature)
+                .model_dump(),
+                seed=seed_of("evaluate", *of, index),
+            ),
         )
-        for index in range(held_out.examples)
+        for index, example in enumerate(map(held_out.example, range(held_out.examples)))
     ]
 
 
@@ -201,10 +217,18 @@ def evaluation_metrics(
         result["eval/reward_mean"] = sum(rewards) / len(rewards)
     if lengths:
         result["eval/mean_length"] = sum(lengths) / len(lengths)
+    turns = [n for n in map(sampled_turns, rollouts) if n]
+    if max(turns, default=0) > 1:
+        result["eval/mean_turns"] = sum(turns) / len(turns)
     for name in sorted({judged_group.environment for judged_group in judged}):
         own = [judged_group for judged_group in judged if judged_group.environment == name]
         result |= _estimates(f"eval/{name}", own, evaluation.k)
     return result
+
+
+def sampled_turns(rollout: Rollout) -> int:
+    """Number of turns that were sampled, unlike turns of the model in an example's prompt."""
+    return sum(turn.inference_metadata is not None for turn in rollout.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +292,8 @@ def _commit(
     )
     name = f"evals-{attempt}.parquet"
     run.store.put_part(f"{slot}/{name}", data)
-    manifest = new_manifest(
+    return commit_slot(
+        run.store,
         slot,
         attempt=attempt,
         fingerprint=digest,
@@ -276,5 +301,3 @@ def _commit(
         parts=(part_of(name, data, rows=sum(len(group.rollouts) for group in groups)),),
         totals=metrics,
     )
-    winner = commit_manifest(run.store, manifest)
-    return ref_of(winner, reused=winner.attempt != attempt)

@@ -2,25 +2,35 @@
 
 What a shard asks for depends on the run's content, the round and the shard alone: its examples, and
 a seed per sample. So shards may be made in any order, at once, or again. Groups are sampled
-concurrently and scored as they arrive. Nothing is visible before the one create that commits all.
+concurrently and scored as they arrive. Nothing is visible before the one create that commits all;
+with `rollouts.commit_groups` each group is durable before that, under a private name.
 """
 
 import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.environments.base import Environment, environment_of
+from marin_rl.environments.base import Environment
+from marin_rl.environments.checks import environment_of
+from marin_rl.environments.mixture import part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import Scorer, scorer_for
-from marin_rl.errors import InferenceError, MarinRLError, RewardFault
+from marin_rl.errors import (
+    EnvironmentTimeout,
+    InferenceError,
+    MarinRLError,
+    RewardFault,
+    ToolFault,
+)
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
+from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import (
     REQUEST_FAULTS,
     Bridge,
@@ -30,13 +40,17 @@ from marin_rl.rollouts.episode import (
     score_group,
 )
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
+from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
+from marin_rl.storage.tables.pieces import ShardPieces
 from marin_rl.storage.tables.rollouts import commit_shard, shard_ref
-from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
-from schemas.rollouts import SCHEMA_VERSION
+from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from schemas.rollouts import CONTENT_VERSION
 
 Connect = Callable[..., PolicyClient]
+
+TURNS_MAX = 64
 
 
 async def generate_shard(
@@ -56,12 +70,16 @@ async def generate_shard(
     if existing is not None:
         return existing
     requests = shard_requests(run, round, shard, environment)
+    pieces = None
+    if run.config.rollouts.commit_groups:
+        pieces = ShardPieces(run, round, shard, digest, policy)
     groups = await sample_groups(
         run.config,
         policy,
         environment,
         requests,
         ProgressEvent(run_id=run.run_id, stage="generate", round=round, message=f"shard {shard}"),
+        pieces=pieces,
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
@@ -91,7 +109,7 @@ def shard_fingerprint(
     }
     if scorer is not None:
         fields["reward_model"] = asdict(scorer.identity)
-    return fingerprint("shard", fields, (parent_of(policy.checkpoint),), SCHEMA_VERSION)
+    return fingerprint("shard", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
 
 
 def sampling_fields(config: Config, round: int, policy: ServedPolicy) -> dict[str, Any]:
@@ -131,7 +149,10 @@ def shard_requests(
             size=config.rollouts.group_size,
             greedy=bool(config.rollouts.greedy_baseline),
             sampling=Sampling(
-                **config.sampling.model_dump(), seed=run.seed_of("sample", round, first + place)
+                **sampling_for(
+                    config.sampling, config.environment, example.environment
+                ).model_dump(),
+                seed=run.seed_of("sample", round, first + place),
             ),
         )
         for place, example in enumerate(examples_of(config, round, shard, environment))
@@ -147,16 +168,21 @@ async def sample_groups(
     *,
     connect: Connect = PolicyClient,
     bridge: Bridge | None = None,
+    pieces: ShardPieces | None = None,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
-    `bridge` joins the turns of episodes that have several. Publishes `progress` with its numbers as
-    each group is done. Raises what no single group can bear: StalePolicy, InputError. Cancelling
-    cancels every request.
+    With `pieces`, members that are committed are not sampled again, and groups are committed as
+    they are finished.
+
+    `bridge` joins the turns of episodes that have several, by default as the policy's chat template
+    does. Publishes `progress` with its numbers as each group is done. Raises what no single group
+    can bear: StalePolicy, InputError. Cancelling cancels every request.
     """
     inference = config.inference
     meter = _Meter(replace(progress, total=len(requests)))
-    scorer = scorer_for(environment, config.environment)
+    template = TemplateBridge(config.policy)
+    finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
     async with connect(
         endpoints=policy.endpoints,
         model=policy.model,
@@ -164,38 +190,94 @@ async def sample_groups(
         timeout_s=inference.request_timeout_s,
         attempts_max=inference.request_attempts_max,
         in_flight_max=inference.requests_in_flight_max,
+        turns_per_request=inference.turns_per_request or 1,
     ) as client:
-        driver = EpisodeDriver(client=client, policy=policy, environment=environment, bridge=bridge)
-        return await all_of(_sample(driver, scorer, request, meter.count) for request in requests)
+        samplers = {
+            part.label: _Sampler(
+                EpisodeDriver(
+                    client=client,
+                    policy=policy,
+                    environment=part.environment,
+                    settings=part.config,
+                    bridge=bridge or template,
+                    render=template.prompt if part.config.on_broken_prefix == "segments" else None,
+                    tool_turns=ToolTurns(config.policy, part.config),
+                    turns_max=part.config.turns_max or TURNS_MAX,
+                    context_length=config.policy.context_length,
+                ),
+                scorer_for(part.environment, part.config),
+                meter.count,
+                pieces,
+                finished,
+            )
+            for part in parts_of(environment, config.environment)
+        }
+        labels = [part_for(environment, config.environment, r.example).label for r in requests]
+        pairs = zip(labels, requests, strict=True)
+        return await all_of(samplers[label].sample(request) for label, request in pairs)
 
 
-async def _sample(
-    driver: EpisodeDriver,
-    scorer: Scorer,
-    request: GroupRequest,
-    count: Callable[[RolloutGroup], None],
-) -> RolloutGroup:
-    started_at = datetime.now(UTC)
-    try:
-        trajectories = await driver.play_group(request)
-    except REQUEST_FAULTS as error:
-        maker = RolloutMaker(driver.policy, request, started_at)
-        rollouts = [maker.failed(index, error) for index in range(request.size)]
-    else:
-        scores = await score_group(scorer, request.example, trajectories)
-        maker = RolloutMaker(driver.policy, request, started_at)
-        rollouts = [
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    """Samples and scores groups; `finished` are members that are committed, by group and index."""
+
+    driver: EpisodeDriver
+    scorer: Scorer
+    count: Callable[[RolloutGroup], None]
+    pieces: ShardPieces | None
+    finished: Mapping[str, Mapping[int, Rollout]]
+
+    async def sample(self, request: GroupRequest) -> RolloutGroup:
+        """A group: its finished members, and those that are still missing."""
+        members = dict(self.finished.get(request.group_id, {}))
+        missing = tuple(index for index in range(request.size) if index not in members)
+        if missing:
+            asked = replace(request, members=missing) if members else request
+            played = {r.index_in_group: r for r in await self._played(asked)}
+            members |= played
+            members |= await self._committed(request, played)
+        group = RolloutGroup(
+            group_id=request.group_id,
+            example=request.example,
+            rollouts=tuple(members[index] for index in range(request.size)),
+            group_size=request.size,
+        )
+        self.count(group)
+        return group
+
+    async def _played(self, request: GroupRequest) -> list[Rollout]:
+        started_at = datetime.now(UTC)
+        try:
+            trajectories = await self.driver.play_group(request)
+        except REQUEST_FAULTS as error:
+            maker = RolloutMaker(self.driver.policy, request, started_at)
+            return [maker.failed(index, error) for index in request.indices]
+        scores = await score_group(self.scorer, request.example, trajectories)
+        maker = RolloutMaker(self.driver.policy, request, started_at)
+        return [
             maker.sampled(index, trajectory, score)
-            for index, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
+            for index, trajectory, score in zip(request.indices, trajectories, scores, strict=True)
         ]
-    group = RolloutGroup(
-        group_id=request.group_id,
-        example=request.example,
-        rollouts=tuple(rollouts),
-        group_size=request.size,
-    )
-    count(group)
-    return group
+
+    async def _committed(
+        self, request: GroupRequest, played: Mapping[int, Rollout]
+    ) -> Mapping[int, Rollout]:
+        """Commit members that did not fail; what is committed of them, by index.
+
+        Where a score depends on the other members, a group is committed whole or not at all.
+        """
+        good = tuple(r for r in played.values() if r.status not in ("error", "aborted"))
+        if self.pieces is None or not good:
+            return {}
+        if len(good) < request.size and await self.scorer.scores_groups():
+            return {}
+        group = RolloutGroup(
+            group_id=request.group_id,
+            example=request.example,
+            rollouts=good,
+            group_size=request.size,
+        )
+        return await asyncio.to_thread(self.pieces.commit, group)
 
 
 def refuse_if_mostly_errors(
@@ -219,7 +301,7 @@ def refuse_if_mostly_errors(
 
 
 _FAULTS: dict[str, type[MarinRLError]] = {
-    kind.__name__: kind for kind in (*REQUEST_FAULTS, RewardFault)
+    kind.__name__: kind for kind in (*REQUEST_FAULTS, RewardFault, EnvironmentTimeout, ToolFault)
 }
 
 

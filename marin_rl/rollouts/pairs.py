@@ -1,7 +1,7 @@
 """Preference pairs out of committed rollouts: the best against the worst member of each group."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from marin_rl.errors import InputError
 from marin_rl.rollouts.episode import last_completion
@@ -29,7 +29,7 @@ def pairs_of_run(
         for table in iter_shards(run, round):
             digests = table["tokenizer_digest"][0].as_py(), table["chat_template_digest"][0].as_py()
             for group in groups_of(table):
-                names |= set(_components(group))
+                names |= {part.name for r in group.rollouts for part in r.reward_components}
                 pair = pair_of_group(group, component, margin_min, digests, run.run_id)
                 pairs += [] if pair is None else [pair]
     if not pairs:
@@ -66,7 +66,7 @@ def pair_of_group(
     worst, rejected = min(valued, key=lambda item: item[0])
     if best - worst < margin_min or best == worst:
         return None
-    if chosen.token_ids.tolist() == rejected.token_ids.tolist():
+    if chosen.last_segment.tolist() == rejected.last_segment.tolist():
         return None
     return PreferencePair(
         id=f"{source}/{group.group_id}",
@@ -78,8 +78,8 @@ def pair_of_group(
         rejected_id=rejected.rollout_id,
         chosen_reward=best,
         rejected_reward=worst,
-        chosen_token_ids=chosen.token_ids,
-        rejected_token_ids=rejected.token_ids,
+        chosen_token_ids=chosen.last_segment,
+        rejected_token_ids=rejected.last_segment,
         tokenizer_digest=digests[0],
         chat_template_digest=digests[1],
     )
@@ -93,7 +93,3 @@ def _value(rollout: Rollout, component: str | None) -> float | None:
         values = [part.value for part in rollout.reward_components if part.name == component]
         value = values[0] if values else None
     return value if value is not None and math.isfinite(value) else None
-
-
-def _components(group: RolloutGroup) -> Iterator[str]:
-    return (part.name for rollout in group.rollouts for part in rollout.reward_components)

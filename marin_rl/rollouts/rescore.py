@@ -10,15 +10,19 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import construct, reward_of
+from marin_rl.environments.base import reward_of
+from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.rollouts.episode import last_completion
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.run_records import keep_code
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rewards import (
     RewardSource,
@@ -28,6 +32,7 @@ from marin_rl.storage.tables.rewards import (
 )
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
 from marin_rl.types import Rollout, RolloutGroup
+from marin_rl.user_code import parse_spec, pin
 from schemas.manifests import Manifest
 from schemas.rewards import REWARDS
 
@@ -45,21 +50,26 @@ class Rescored:
 
 
 def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
-    """Score the rollouts of a sealed round by `function`, `module:name(example, completion)`.
+    """Score the rollouts of a sealed round by `function`, FILE.py:name or module:name.
 
-    The function gets the last message of the assistant; it is not asked where its table is there.
-    Raises InputError where it cannot be imported, ObjectMissing while the round is not sealed,
-    ConfigError for a name that is none, CorruptObject.
+    The function gets the last message of the assistant; it is not asked where its table is there. A
+    file is sought in the current folder, and a copy of it is kept with the run. Raises InputError
+    where it cannot be imported, ObjectMissing while the round is not sealed, ConfigError for a name
+    that is none and for a file that is not there, CorruptObject.
     """
+    function = pin(function, Path(), "--reward")
     sealed = rollouts_manifest(run, round)
     parent = read_manifest(run.store, sealed.slot)
     assert parent is not None, "it was read above"
     source = RewardSource(
-        function=function, source_sha256=source_digest(function), rollouts_sha256=parent[1]
+        function=function.partition("#")[0],
+        source_sha256=source_digest(function),
+        rollouts_sha256=parent[1],
     )
     existing = committed_rewards(run, round, name, source)
     if existing is not None:
         return _compared(*existing)
+    keep_code(run.folder, function)
     made = commit_rewards(run, round, name, source, _scores_of(run, sealed, function))
     existing = committed_rewards(run, round, name, source)  # ours, or another process's
     assert existing is not None, "it was committed above"
@@ -100,6 +110,9 @@ def source_digest(function: str) -> str:
     What that module imports is not covered.
     Raises InputError where it cannot be imported.
     """
+    spec = parse_spec(function)
+    if spec is not None and spec.is_file:
+        return spec.sha256
     module, _, attribute = function.partition(":")
     try:
         loaded = importlib.import_module(module)
@@ -107,7 +120,8 @@ def source_digest(function: str) -> str:
         return hashlib.sha256(inspect.getsource(loaded).encode()).hexdigest()
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise InputError(
-            f"cannot import {function!r}: {error}; expected module:function on the Python path"
+            f"cannot import {function!r}: {error}; expected FILE.py:function, or module:function "
+            "of an installed package"
         ) from error
 
 
@@ -118,7 +132,8 @@ async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> 
         for group in groups:
             answered = [rollout for rollout in group.rollouts if _answer(rollout) is not None]
             texts = [_answer(rollout) or "" for rollout in answered]
-            scores = await scorer.score(group.example, texts) if texts else []
+            ids = [_answer_ids(rollout) for rollout in answered]
+            scores = await scorer.score(group.example, texts, ids) if texts else []
             by_id = {r.rollout_id: s for r, s in zip(answered, scores, strict=True)}
             rows += [_row(rollout, by_id.get(rollout.rollout_id)) for rollout in group.rollouts]
         return rows
@@ -129,6 +144,14 @@ async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> 
 def _answer(rollout: Rollout) -> str | None:
     """The text that is scored; None for rollouts that failed."""
     return last_completion(rollout) if rollout.status in ("complete", "truncated") else None
+
+
+def _answer_ids(rollout: Rollout) -> np.ndarray:
+    """Token ids of the text that is scored; none where the endpoint gave none."""
+    last = next(turn for turn in reversed(rollout.turns) if turn.role == "assistant")
+    return (
+        rollout.token_ids[last.start : last.end] if last.end is not None else np.zeros(0, np.int32)
+    )
 
 
 def _row(rollout: Rollout, score: Score | None) -> dict:

@@ -18,6 +18,7 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_named
 from marin_rl.types import RewardComponent, Rollout, RolloutGroup, SlotRef
 
+KEY = "environment.reward_model.checkpoint"
 STAMP = "reward_model"  # in the footer of a shard: the digest of the model that scored it
 
 
@@ -56,26 +57,35 @@ class RewardModelSlot:
     identity: RewardIdentity
 
 
+def reward_model_named(config: Config) -> tuple[Run, SlotRef]:
+    """The run and slot of `environment.reward_model`.
+
+    Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
+    use.
+    """
+    settings = config.environment.reward_model
+    assert settings is not None, "the configuration names no reward model"
+    kinds = {"reward_model": "step-00200"}
+    run, ref = checkpoint_named(settings.checkpoint, kinds, KEY, config.storage_options)
+    source = run.store.url_of(ref.slot)
+    longest, needed = run.config.policy.context_length, config.policy.context_length
+    if longest < needed:
+        raise ConfigError(
+            f"{KEY}: {source} was trained with policy.context_length {longest}, but rollouts may "
+            f"have {needed} tokens: expected at least that; lower policy.context_length to it"
+        )
+    return run, ref
+
+
 def reward_model_slot_of(
     config: Config, tokenizer_digest: str, chat_template_digest: str
 ) -> RewardModelSlot:
     """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
 
-    Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
-    use; InputError where its tokenizer or chat template is another.
+    Raises as `reward_model_named` does; InputError where its tokenizer or chat template is another.
     """
-    settings = config.environment.reward_model
-    assert settings is not None, "the configuration names no reward model"
-    kinds = {"reward_model": "step-00200"}
-    key = "environment.reward_model.checkpoint"
-    run, ref = checkpoint_named(settings.checkpoint, kinds, key, config.storage_options)
+    run, ref = reward_model_named(config)
     source = run.store.url_of(ref.slot)
-    longest, needed = run.config.policy.context_length, config.policy.context_length
-    if longest < needed:
-        raise ConfigError(
-            f"{key}: {source} was trained with policy.context_length {longest}, but rollouts may "
-            f"have {needed} tokens: expected at least that; lower policy.context_length to it"
-        )
     extra = manifest_of(run.store, ref).extra
     for field, expected in (
         ("tokenizer_digest", tokenizer_digest),
@@ -83,7 +93,7 @@ def reward_model_slot_of(
     ):
         if (actual := str(extra[field])) != expected:
             raise InputError(
-                f"{key}: {source} was trained with another {field.removesuffix('_digest')}: "
+                f"{KEY}: {source} was trained with another {field.removesuffix('_digest')}: "
                 f"expected digest {expected[:12]} of the policy's, found {actual[:12]}; train a "
                 "reward model with the policy's tokenizer and chat template"
             )
@@ -105,7 +115,7 @@ def add_model_reward(
     judged = [r for group in groups for r in group.rollouts if _is_judged(r)]
     if not judged:
         return list(groups)
-    raw = scorer.score([rollout.token_ids for rollout in judged])
+    raw = scorer.score([rollout.last_segment for rollout in judged])
     if not np.isfinite(raw).all():
         raise RewardFault(
             f"the reward model gave {np.count_nonzero(~np.isfinite(raw))} of {len(raw)} rollouts "

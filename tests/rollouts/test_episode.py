@@ -8,18 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fakes import END, TEMPLATE, FakePolicyServer, echo_script, logprob_of, prompt_ids
+from support.fakes import (
+    END,
+    TEMPLATE,
+    FakePolicyServer,
+    echo_script,
+    logprob_of,
+    prompt_ids,
+    served_policy,
+)
 
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import Config, EnvironmentConfig, load_config
 from marin_rl.environments.echo import Echo
-from marin_rl.environments.episode import Episode, StepResult
-from marin_rl.errors import InputError
+from marin_rl.environments.episode import Episode, StepResult, Tool
+from marin_rl.errors import BridgeFault, InputError
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.episode import TURNS_MAX, Bridge, GroupRequest, turn_seed
+from marin_rl.rollouts.episode import Bridge, GroupRequest, turn_seed
 from marin_rl.rollouts.generate import sample_groups
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of
 from marin_rl.types import (
@@ -29,7 +37,6 @@ from marin_rl.types import (
     RolloutGroup,
     Sampling,
     ServedPolicy,
-    SlotRef,
     Turn,
 )
 
@@ -106,8 +113,14 @@ class Dialogue(Echo):
         return self.made[-1]
 
 
-def bridge(messages: Sequence[Message]) -> np.ndarray:
+def bridge(
+    dialogue: Sequence[Message],
+    last_id: int,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+) -> np.ndarray:
     """The fake server's template, after a turn whose last token was its end."""
+    assert last_id == END
     text = "".join(TEMPLATE.format(role=m.role, content=m.content) for m in messages)
     return np.array(list(f"{text}<assistant>".encode()), np.int32)
 
@@ -119,19 +132,15 @@ def server() -> Iterator[FakePolicyServer]:
 
 
 def policy_of(server: FakePolicyServer) -> ServedPolicy:
-    return ServedPolicy(
-        endpoints=(server.url,),
-        model=MODEL,
-        weight_version=4,
-        parameters_digest=DIGEST,
-        tokenizer_digest="t",
-        chat_template_digest="c",
-        checkpoint=SlotRef(slot="checkpoints/round-00004", sha256="5" * 64),
+    return served_policy(server.url, MODEL, weight_version=4, parameters_digest=DIGEST)
+
+
+def configured(overrides: Sequence[str] = ()) -> Config:
+    # characters of the fake server are tokens: room for the longest dialogue, unless a test says so
+    room = ["policy.context_length=4096", "batching.length_buckets=[4096]"]
+    return load_config(
+        "configs/debug.yaml", ["inference.request_attempts_max=1", *room, *overrides]
     )
-
-
-def configured() -> Config:
-    return load_config("configs/debug.yaml", ["inference.request_attempts_max=1"])
 
 
 def play(
@@ -140,7 +149,8 @@ def play(
     *,
     size: int = 3,
     max_tokens: int = 16,
-    joined: Bridge | None = bridge,
+    joined: Bridge = bridge,
+    overrides: Sequence[str] = (),
     connect: type[PolicyClient] = PolicyClient,
 ) -> RolloutGroup:
     """One sampled and scored group."""
@@ -152,7 +162,7 @@ def play(
     )
     (group,) = asyncio.run(
         sample_groups(
-            configured(),
+            configured(overrides),
             policy_of(server),
             environment,
             [request],
@@ -176,7 +186,7 @@ def check_two_turns(rollout: Rollout, example: Example) -> None:
     parts = [
         prompt,
         [*first.encode(), END],
-        bridge([Message(role="user", content=SECOND)]).tolist(),
+        bridge([], END, [Message(role="user", content=SECOND)]).tolist(),
     ]
     parts.append([*second.encode(), END])
     assert rollout.token_ids.tolist() == [token for part in parts for token in part]
@@ -258,7 +268,8 @@ def test_an_episode_that_raises_costs_one_rollout(server: FakePolicyServer) -> N
     assert sorted(right) == [False, True, True]
     for rollout, fails in zip(group.rollouts, right, strict=True):
         if fails:
-            assert rollout.error == "RewardFault: RuntimeError: the table fell over"
+            fault = "RewardFault: RuntimeError: the table fell over (test_episode.py, line "
+            assert (rollout.error or "").startswith(fault)
             assert (rollout.status, len(rollout.token_ids)) == ("error", 0)
         else:
             check_two_turns(rollout, group.example)
@@ -297,11 +308,13 @@ def test_a_turn_that_was_cut_ends_the_episode(server: FakePolicyServer) -> None:
 def test_an_endless_episode_ends_and_is_scored_by_the_environment(
     server: FakePolicyServer,
 ) -> None:
-    group = play(server, Dialogue(Endless), size=1)
+    turns_max = 5
+    limit = f"environment.turns_max={turns_max}"
+    group = play(server, Dialogue(Endless), size=1, overrides=[limit])
     (rollout,) = group.rollouts
     assert (rollout.status, rollout.finish_reason) == ("truncated", "max_turns")
     assert (
-        sum(turn.role == "assistant" for turn in rollout.turns) == TURNS_MAX == len(server.requests)
+        sum(turn.role == "assistant" for turn in rollout.turns) == turns_max == len(server.requests)
     )
     assert [component.name for component in rollout.reward_components] == ["echo"]
     assert [turn.reward for turn in rollout.turns[:-1]] == [None] * (len(rollout.turns) - 1)
@@ -314,15 +327,52 @@ def test_a_reward_that_is_no_number_is_a_fault(server: FakePolicyServer) -> None
     assert errors == {"RewardFault: ValueError: expected a finite reward of a step, found nan"}
 
 
-def test_a_run_that_cannot_be_continued_is_refused(server: FakePolicyServer) -> None:
-    with pytest.raises(InputError, match="expected a bridge from its chat template, found none"):
-        play(server, Dialogue(TwoTurns), joined=None)
-    with pytest.raises(InputError, match="offers 1 tools"):
+@pytest.mark.parametrize(
+    "reward",
+    [float("inf"), {"a": 1.0, "b": float("nan")}, {"a": None, "b": float("inf")}],
+)
+def test_a_step_takes_finite_numbers_alone(reward: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected a finite reward of a step, found (nan|inf)"):
+        StepResult(reward=reward)
+
+
+def test_a_dialogue_ends_where_its_context_is_full(server: FakePolicyServer) -> None:
+    group = play(server, Dialogue(Endless), size=2, overrides=["policy.context_length=64"])
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.finish_reason) == ("truncated", "context")
+        assert 0 < len(rollout.token_ids) <= 64
+    # the last turns are asked for what is left of the 64 tokens
+    room = [64 - len(body["tokens"]) for body in server.requests if "tokens" in body]
+    asked = [body["max_tokens"] for body in server.requests if "tokens" in body]
+    assert asked == [min(16, left) for left in room]
+
+
+def test_a_template_that_cannot_go_on_ends_the_episode(server: FakePolicyServer) -> None:
+    def refusing(
+        dialogue: Sequence[Message],
+        last_id: int,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> np.ndarray:
+        raise BridgeFault("the chat template refuses to go on")
+
+    group = play(server, Dialogue(TwoTurns), joined=refusing, size=2)
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.finish_reason) == ("truncated", "bridge")
+        assert [turn.role for turn in rollout.turns] == ["user", "assistant"]
+        assert rollout.reward == rollout.turns[1].reward
+
+
+def test_tools_that_a_template_cannot_carry_are_refused_before_sampling(
+    server: FakePolicyServer,
+) -> None:
+    with pytest.raises(InputError, match=r"tools look, but .* no tool calls in a form"):
         play(server, Dialogue(Tooled))
+    assert server.requests == []
 
 
 def test_an_endpoint_of_texts_is_asked_with_messages(server: FakePolicyServer) -> None:
-    group = play(server, Dialogue(TwoTurns), joined=None, connect=TextClient, size=2)
+    group = play(server, Dialogue(TwoTurns), connect=TextClient, size=2)
     for rollout in group.rollouts:
         assert [turn.role for turn in rollout.turns] == ["user", "assistant"] * 2
         assert len(rollout.token_ids) == 0

@@ -1,11 +1,14 @@
 """Evaluation of several samples: by hand, per environment, with intervals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.run_factories import group_of, rollout
 
 from marin_rl.config import EnvironmentConfig, EvaluationConfig
-from marin_rl.environments.base import answer_in, construct
+from marin_rl.environments.base import answer_in
+from marin_rl.environments.registry import construct
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.estimates import estimate
 from marin_rl.rollouts.evaluate import evaluation_metrics
@@ -53,6 +56,20 @@ def test_several_samples_by_hand():
     of = estimate(np.array([1.0, 0.0]))
     assert (found["eval/pass@4/low"], found["eval/pass@4/high"]) == (of.low, of.high)
     assert found["eval/echo/pass@4"] == found["eval/pass@4"]
+
+
+def test_sampled_turns_are_counted_where_there_are_several():
+    of_two = GROUPS[0].rollouts[0]
+    assert "eval/mean_turns" not in evaluation_metrics(GROUPS, EVALUATION, ECHO)
+    said = next(turn for turn in of_two.turns if turn.inference_metadata is not None)
+    answer = replace(
+        of_two, turns=(*of_two.turns, replace(said, role="user", inference_metadata=None), said)
+    )
+    groups = [replace(GROUPS[0], rollouts=(answer, *GROUPS[0].rollouts[1:]))]
+    found = evaluation_metrics(groups, EVALUATION, ECHO)
+    assert is_defined("eval/mean_turns")
+    # of four rollouts, one has two turns; the user's turn between them is not counted
+    assert found["eval/mean_turns"] == 5 / 4
 
 
 def test_a_k_beyond_the_samples_is_refused():

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from support.fakes import FakePolicyServer
+from support.fakes import FakePolicyServer, served_policy
 
 from marin_rl.analysis.verify import evaluation_of
 from marin_rl.config import Config, fingerprint_fields, load_config
@@ -17,7 +17,7 @@ from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.evaluate import evaluate_round, held_out_sets
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
-from marin_rl.types import ServedPolicy, SlotRef
+from marin_rl.types import ServedPolicy
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 MODEL = served_model_id("policy", 0, "ab" * 32)
@@ -45,15 +45,7 @@ def configured(root: Path, **evaluation: Any) -> Config:
 
 
 def policy_of(server: FakePolicyServer) -> ServedPolicy:
-    return ServedPolicy(
-        endpoints=(server.url,),
-        model=MODEL,
-        weight_version=0,
-        parameters_digest="ab" * 32,
-        tokenizer_digest="t",
-        chat_template_digest="c",
-        checkpoint=SlotRef(slot="checkpoints/round-00000", sha256="0" * 64),
-    )
+    return served_policy(server.url, MODEL)
 
 
 def test_named_sets_are_separate_and_count_no_example_twice(

@@ -1,6 +1,7 @@
 """Generate and evaluate against the fake server: what is asked, kept, refused, and done once."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids
+from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids, served_policy
 
 from marin_rl.config import Config, load_config, override, parse_config
-from marin_rl.environments.base import environment_of
+from marin_rl.environments.checks import environment_of
 from marin_rl.errors import (
     BadResponse,
     CommitConflict,
@@ -39,16 +40,8 @@ def configured(root: Path, *items: str) -> Config:
 
 
 def policy_of(server: FakePolicyServer, **changes: Any) -> ServedPolicy:
-    values: dict[str, Any] = {
-        "endpoints": (server.url,),
-        "model": MODEL,
-        "weight_version": 4,
-        "parameters_digest": DIGEST,
-        "tokenizer_digest": "t",
-        "chat_template_digest": "c",
-        "checkpoint": SlotRef(slot="checkpoints/round-00004", sha256="5" * 64),
-    }
-    return ServedPolicy(**values | changes)
+    values = {"weight_version": 4, "parameters_digest": DIGEST} | changes
+    return served_policy(server.url, MODEL, **values)
 
 
 def groups_in(run: Run, key: str) -> list[RolloutGroup]:
@@ -266,12 +259,15 @@ def test_a_faulty_reward_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(RewardFault, match="4 of 8 rollouts failed"):
             generate(strict, server)
     rollouts = [r for g in groups_in(run, ref.slot) for r in g.rollouts]
-    told = {r.turns[-1].content: r.error for r in rollouts}
-    assert told == {
-        "fine": None,
-        "good": None,
-        "hang": "RewardFault: the reward took longer than 1 s",
-        "raise": "RewardFault: ArithmeticError: by design",
+    errors = {
+        r.turns[-1].content: re.sub(r"example \w+", "example", r.error or "") for r in rollouts
+    }
+    where = "RewardFault: faulty_rewards:reward, example"
+    assert errors == {
+        "fine": "",
+        "good": "",
+        "hang": f"{where}: took longer than 1 s",
+        "raise": f"{where}: ArithmeticError: by design (faulty_rewards.py, line 7)",
     }
     assert {(r.status, r.reward) for r in rollouts} == {("error", None), ("complete", 1.0)}
 

@@ -9,6 +9,8 @@ import pytest
 from support.run_factories import CHECKPOINT, FINGERPRINT, configuration, group, policy
 from typer.testing import CliRunner
 
+from marin_rl.analysis.query import TABLES
+from marin_rl.analysis.scan import sql
 from marin_rl.batching.build import build_round, preview_round
 from marin_rl.cli import app
 from marin_rl.config import load_config
@@ -156,3 +158,32 @@ def test_the_command(run: Run) -> None:
     assert "wrote rewards/round-00000/length-v0001.parquet" in runner.invoke(app, arguments).output
     told = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
     assert told["table"]["reused"] is True
+
+
+def test_every_table_of_rewards_is_queried_by_its_name_and_version(run: Run) -> None:
+    asked = "select name, version, rewards.round, rollout_id, reward from rewards order by all"
+    assert sql(run.config.root, run.run_id, asked).is_empty()
+    rescore_round(run, 0, "my_rewards:length", "length")
+    rescore_round(run, 0, "my_rewards:strict", "length")
+    rescore_round(run, 0, "my_rewards:length", "other")
+    rows = sql(run.config.root, run.run_id, asked).rows()
+    assert len(rows) == 15
+    assert rows[0] == ("length", 1, 0, "a/0", 3.0)
+    assert rows[5] == ("length", 2, 0, "a/0", 1.5)
+    assert {row[:2] for row in rows} == {("length", 1), ("length", 2), ("other", 1)}
+    joined = """select r.reward, r.reward_before = o.reward as same
+                from rewards r join rollouts o using (run_id, rollout_id)
+                where name = 'other' and rollout_id = 'b/1'"""
+    assert sql(run.config.root, run.run_id, joined).rows() == [(4.0, True)]
+
+
+def test_sql_without_a_query_lists_the_tables_and_their_columns(run: Run) -> None:
+    arguments = ["sql", run.run_id, "--root", run.config.root]
+    shown = CliRunner().invoke(app, [*arguments, "--json"])
+    tables = {item["table"]: item["columns"] for item in map(json.loads, shown.output.splitlines())}
+    assert list(tables) == list(TABLES)
+    assert tables["rewards"]["name"] == "VARCHAR"
+    assert tables["rollouts"]["reward"] == "DOUBLE"
+    lines = CliRunner().invoke(app, arguments).output.splitlines()
+    assert "rewards" in lines
+    assert "    version  INTEGER" in lines

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fakes import FakePolicyServer
+from support.fakes import FakePolicyServer, served_policy
 from support.run_factories import group, rollout
 
 from marin_rl.config import (
@@ -103,15 +103,8 @@ def configured(root: Path, *items: str) -> Config:
 
 
 def policy_of(server: FakePolicyServer) -> ServedPolicy:
-    return ServedPolicy(
-        endpoints=(server.url,),
-        model=served_model_id("policy", 0, DIGEST),
-        weight_version=0,
-        parameters_digest=DIGEST,
-        tokenizer_digest="t",
-        chat_template_digest="c",
-        checkpoint=SlotRef(slot="checkpoints/round-00000", sha256="5" * 64),
-    )
+    model = served_model_id("policy", 0, DIGEST)
+    return served_policy(server.url, model, parameters_digest=DIGEST)
 
 
 JUDGED = f"environment.reward_model.checkpoint={SETTINGS.checkpoint}"

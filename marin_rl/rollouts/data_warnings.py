@@ -1,0 +1,62 @@
+"""Facts about a run's data that its user may not expect, known before anything starts.
+
+Owns the sentences that `run`, its plan and `doctor` print. Nothing here is an error: what cannot
+work is refused where the data is read (`environments`).
+"""
+
+from collections.abc import Iterator
+
+from marin_rl.config import Config, EnvironmentConfig
+from marin_rl.environments.base import FixedSet, HasNotices
+from marin_rl.environments.mixture import entry_alone
+from marin_rl.environments.registry import loaded_environment
+
+# They make examples without an end, from libraries that take seconds to import.
+GENERATORS = ("echo", "reasoning_gym")
+
+
+def data_warnings(config: Config) -> list[str]:
+    """Return what the environments say of their data, and held-out sets that are too small.
+
+    Reads the prompts, once per process. Raises ConfigError, InputError as `loaded_environment`.
+    """
+    warnings: list[str] = []
+    for chosen in _environments(config):
+        environment = loaded_environment(chosen)
+        if isinstance(environment, HasNotices):
+            warnings += [notice for notice in environment.notices() if notice not in warnings]
+    return [*warnings, *_small_sets(config)]
+
+
+def _own(config: Config) -> dict[str, EnvironmentConfig]:
+    """The run's environments by their keys, with the settings of each alone."""
+    outer = config.environment
+    if outer.mixture is None:
+        return {"environment": outer}
+    return {f"environment.{n}": entry_alone(outer, e) for n, e in enumerate(outer.mixture)}
+
+
+def _environments(config: Config) -> Iterator[EnvironmentConfig]:
+    chosen = [*_own(config).values(), *(config.evaluation.sets or {}).values()]
+    if config.policy.init == "sft" and config.sft.environment is not None:
+        chosen.append(config.sft.environment)
+    yield from (environment for environment in chosen if environment.name not in GENERATORS)
+
+
+def _small_sets(config: Config) -> Iterator[str]:
+    """Yield a sentence for each evaluation set with fewer examples than are asked for."""
+    wanted = config.evaluation.examples
+    sets = config.evaluation.sets or _own(config)
+    for name, chosen in sorted(sets.items()):
+        if chosen.name in GENERATORS:
+            continue
+        environment = loaded_environment(chosen)
+        if not isinstance(environment, FixedSet) or environment.eval_size >= wanted:
+            continue
+        key = f"evaluation.sets.{name}" if config.evaluation.sets else name
+        rows = environment.eval_size + (environment.size or 0)
+        yield (
+            f"evaluation.examples is {wanted}, but {key} holds out {environment.eval_size} of its "
+            f"{rows} rows, so every evaluation has {environment.eval_size} examples; raise "
+            f"{key}.options.eval_fraction or add rows"
+        )

@@ -1,0 +1,320 @@
+"""Episodes played again: the recorded actions, against the environment as it is now.
+
+An environment that is a function of example and actions gives the recorded messages, rewards and
+ends again, which this checks. Nothing is sampled and nothing is written. Leaves out the training
+step, which `training.replay` plays again.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from marin_rl.config import Config
+from marin_rl.environments.base import Environment
+from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_episodes
+from marin_rl.environments.registry import loaded_environment
+from marin_rl.environments.scoring import fault_of, scorer_for
+from marin_rl.errors import InputError, MarinRLError
+from marin_rl.inference.client.protocol import Completion
+from marin_rl.rollouts.episode import (
+    ENVIRONMENT_ERROR,
+    LENGTH,
+    TIMEOUT,
+    TOOL_ERROR,
+    all_of,
+    end_of,
+    last_completion,
+)
+from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.storage.provenance import code_version
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
+from marin_rl.types import Message, Rollout, RolloutGroup, Turn
+
+SIDE_BY_SIDE = 256  # episodes that are played at once
+SHOWN_MAX = 120  # characters of a text in a difference
+FAULTS = (ENVIRONMENT_ERROR, TIMEOUT, TOOL_ERROR)
+
+_ID = re.compile(r"round-(\d{5,})/group-\d{5,}/\d{3,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedTurn:
+    """A turn of the model, counted from 1, and the first difference in what followed it.
+
+    Turn 0 is the start of the episode; the turn after the last is the score of the whole.
+    """
+
+    turn: int
+    difference: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedEpisode:
+    """A rollout that was played again."""
+
+    rollout_id: str
+    finish_reason: str
+    turns: tuple[ReplayedTurn, ...]
+
+    @property
+    def equal(self) -> bool:
+        """True if nothing differs."""
+        return all(turn.difference is None for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replays:
+    """Episodes of a round, and what `changed` since they were recorded: then, and now."""
+
+    round: int
+    episodes: tuple[ReplayedEpisode, ...]
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+
+    @property
+    def equal(self) -> bool:
+        """True if no episode differs."""
+        return all(episode.equal for episode in self.episodes)
+
+
+def round_of_rollout(rollout_id: str) -> int:
+    """The round of a rollout. Raises InputError for another form of an id."""
+    match = _ID.fullmatch(rollout_id)
+    if match is None:
+        raise InputError(
+            f"expected the id of a rollout, such as round-00003/group-00002/001, found "
+            f"{rollout_id[:100]!r}; `marin-rl rollouts` shows ids"
+        )
+    return int(match[1])
+
+
+def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Replays:
+    """Play the rollouts of a sealed round again, or one of them.
+
+    Code that the run names must be allowed (`trust.check_named`). Raises ObjectMissing while the
+    round is not sealed, InputError for an unknown id and for environments that say they cannot be
+    played again, CorruptObject.
+    """
+    player = run.at_round(round)
+    manifest = rollouts_manifest(player, round)
+    groups = [g for table in iter_row_groups(player, manifest) for g in groups_of(table)]
+    wanted = {r.rollout_id for group in groups for r in group.rollouts}
+    if rollout_id is not None:
+        if rollout_id not in wanted:
+            raise InputError(
+                f"round {round} of {run.run_id!r} has no rollout {rollout_id}: it has "
+                f"{min(wanted)} to {max(wanted)}"
+            )
+        wanted = {rollout_id}
+        groups = [g for g in groups if any(r.rollout_id == rollout_id for r in g.rollouts)]
+    environment = loaded_environment(player.config.environment)
+    if isinstance(environment, Replayable) and not environment.replayable:
+        raise InputError(
+            f"environment {environment.name!r} says `replayable = False`: its steps have effects "
+            "outside of their process, or answers that differ"
+        )
+    recorded_code = {name: str(value) for name, value in manifest.code.items()}
+    code = {name: str(value) for name, value in code_version().items()}
+    changed = {
+        f"code.{name}": (then, code.get(name, "nothing"))
+        for name, then in recorded_code.items()
+        if code.get(name) != then
+    }
+    versions = sorted({group.example.environment_version for group in groups})
+    if versions != [environment.version]:
+        changed["environment version"] = ", ".join(versions), environment.version
+    episodes = asyncio.run(_Replayer(player.config, environment).groups(groups, wanted))
+    return Replays(round=round, episodes=tuple(episodes), changed=changed)
+
+
+class _Replayer:
+    def __init__(self, config: Config, environment: Environment) -> None:
+        self._config, self._environment = config, environment
+        self._tool_turns = ToolTurns(config.policy, config.environment)
+        learned = config.environment.reward_model
+        self._by_steps = {"steps"} if learned is None else {"steps", learned.name}
+        self._places = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def groups(
+        self, groups: Sequence[RolloutGroup], wanted: set[str]
+    ) -> list[ReplayedEpisode]:
+        """The wanted rollouts, in order."""
+        replayed = await all_of(self._group(group, wanted) for group in groups)
+        return [episode for group in replayed for episode in group]
+
+    async def _group(self, group: RolloutGroup, wanted: set[str]) -> list[ReplayedEpisode]:
+        chosen = [rollout for rollout in group.rollouts if rollout.rollout_id in wanted]
+        episodes = await all_of(self._rollout(group, rollout) for rollout in chosen)
+        scores = await self._scores(group)
+        return [
+            replace(episode, turns=(*episode.turns, *_scored(rollout, episode, scores)))
+            for rollout, episode in zip(chosen, episodes, strict=True)
+        ]
+
+    async def _rollout(self, group: RolloutGroup, rollout: Rollout) -> ReplayedEpisode:
+        async with self._places:
+            (episode,) = open_episodes(
+                self._environment, self._config.environment, group.example, 1
+            )
+            try:
+                turns = [turn async for turn in self._turns(episode, rollout)]
+            finally:
+                await episode.close()
+        return ReplayedEpisode(
+            rollout_id=rollout.rollout_id,
+            finish_reason=rollout.finish_reason,
+            turns=tuple(turns),
+        )
+
+    async def _turns(self, episode: PlayedEpisode, rollout: Rollout):
+        """Turns in order, up to the first that differs."""
+        opening, *exchanges = _exchanges(rollout.turns)
+        try:
+            start = await episode.start()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            yield ReplayedTurn(turn=0, difference=_fault_difference(rollout, error, last=True))
+            return
+        difference = _messages_difference(opening, start.messages)
+        yield ReplayedTurn(turn=0, difference=difference)
+        for number, (turn, *observed) in enumerate(exchanges, start=1):
+            if difference is not None:
+                return
+            last = number == len(exchanges)
+            try:
+                result = await episode.step(self._action(rollout, turn, start.tools, number - 1))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+                difference = _fault_difference(rollout, error, last=last)
+            else:
+                result = replace(result, messages=tuple(map(self._limited, result.messages)))
+                difference = _step_difference(rollout, turn, observed, result, last=last)
+            yield ReplayedTurn(turn=number, difference=difference)
+
+    def _action(self, rollout: Rollout, turn: Turn, tools: Sequence[Tool], number: int) -> Turn:
+        """The turn as the environment got it: the calls of tools are read from its ids again.
+
+        Raises InputError for calls of a rollout without ids.
+        """
+        if not tools:
+            return turn
+        if turn.start is None or not len(rollout.token_ids):
+            if turn.tool_calls or turn.tool_name is None:
+                return turn
+            raise InputError("calls of tools cannot be read again: the rollout has no token ids")
+        source = turn.inference_metadata
+        assert turn.logprobs is not None, "sampled turns have them"
+        assert source is not None, "sampled turns have it"
+        completion = Completion(
+            text=turn.content,
+            token_ids=rollout.token_ids[turn.start : turn.end],
+            logprobs=turn.logprobs,
+            finish_reason=source.finish_reason,
+        )
+        read = self._tool_turns.read(completion, source.sampling.stop, tools, number)
+        return replace(
+            turn, content=read.text, tool_calls=read.tool_calls, malformed=read.malformed
+        )
+
+    def _limited(self, message: Message) -> Message:
+        return self._tool_turns.limited(message) if message.role == "tool" else message
+
+    async def _scores(self, group: RolloutGroup) -> Mapping[str, object]:
+        """Scores of the members that the environment scored, by id."""
+        scored = [
+            rollout
+            for rollout in group.rollouts
+            if _is_scored(rollout)
+            and not {part.name for part in rollout.reward_components} <= self._by_steps
+        ]
+        texts = [last_completion(rollout) or "" for rollout in scored]
+        lasts = [[t for t in r.turns if t.role == "assistant"][-1] for r in scored]
+        ids = [r.token_ids[t.start : t.end] for r, t in zip(scored, lasts, strict=True)]
+        scorer = scorer_for(self._environment, self._config.environment)
+        scores = await scorer.score(group.example, texts, ids) if scored else []
+        return {r.rollout_id: score for r, score in zip(scored, scores, strict=True)}
+
+
+def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The opening messages, and each turn of the model with what the environment answered."""
+    exchanges: list[list[Turn]] = [[]]
+    for turn in turns:
+        sampled = turn.role == "assistant" and (
+            turn.inference_metadata is not None or turn.start is None
+        )
+        if sampled and (exchanges[0] or len(exchanges) > 1):
+            exchanges.append([turn])
+        else:
+            exchanges[-1].append(turn)
+    return exchanges
+
+
+def _is_scored(rollout: Rollout) -> bool:
+    """True if the environment scored a rollout as a whole, whether its steps had rewards or not."""
+    names = {component.name for component in rollout.reward_components}
+    return rollout.status in ("complete", "truncated") and names != {"steps"}
+
+
+def _scored(
+    rollout: Rollout, episode: ReplayedEpisode, scores: Mapping[str, object]
+) -> Iterator[ReplayedTurn]:
+    """The comparison of a score, where there is one."""
+    if rollout.rollout_id not in scores or not episode.equal:
+        return
+    score, number = scores[rollout.rollout_id], len(episode.turns)
+    if isinstance(score, MarinRLError):
+        yield ReplayedTurn(turn=number, difference=f"scored before, now {score}")
+        return
+    assert isinstance(score, tuple), "components of a score"
+    recorded = {component.name: component.value for component in rollout.reward_components}
+    for component in score:  # a learned reward's component is not the environment's
+        if recorded.get(component.name) != component.value:
+            then = recorded.get(component.name)
+            difference = f"reward {component.name}: {then!r} then, {component.value!r} now"
+            yield ReplayedTurn(turn=number, difference=difference)
+            return
+    yield ReplayedTurn(turn=number)
+
+
+def _messages_difference(then: Sequence[Turn], now: Sequence[Message]) -> str | None:
+    for place, (turn, message) in enumerate(zip(then, now, strict=False), start=1):
+        if (turn.role, turn.content) != (message.role, message.content):
+            return (
+                f"message {place}: {turn.role} {_shown(turn.content)} then, {message.role} "
+                f"{_shown(message.content)} now"
+            )
+    return None if len(then) == len(now) else f"{len(then)} messages then, {len(now)} now"
+
+
+def _step_difference(
+    rollout: Rollout, turn: Turn, observed: Sequence[Turn], result: StepResult, *, last: bool
+) -> str | None:
+    """The first difference of a step: messages, reward, end."""
+    if last and rollout.status == "error" and rollout.finish_reason in FAULTS:
+        return f"{rollout.finish_reason} then, an answer now"
+    if not last or observed:
+        difference = _messages_difference(observed, result.messages)
+        if difference is not None:
+            return difference
+    # the last turn of an episode that is scored as a whole has that score, too
+    if not (last and _is_scored(rollout)) and turn.reward != result.received:
+        return f"reward {turn.reward!r} then, {result.received!r} now"
+    if turn.rewards != result.rewards:
+        then, now = ({part.name: part.value for part in r.rewards} for r in (turn, result))
+        return f"rewards {then!r} then, {now!r} now"
+    expected_done = last and rollout.finish_reason == "stop"
+    if result.done != expected_done and not (last and rollout.finish_reason in (LENGTH, "abort")):
+        return f"done {expected_done} then, {result.done} now"
+    return None
+
+
+def _fault_difference(rollout: Rollout, error: BaseException, *, last: bool) -> str | None:
+    """None where the episode ended by a fault of the same kind at the same turn."""
+    fault = fault_of(error)
+    if last and rollout.finish_reason == end_of(fault):
+        return None
+    return f"{rollout.finish_reason if last else 'an answer'} then, now {fault}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "…")

@@ -1,0 +1,165 @@
+"""Tool calls in sampled turns, by the chat template of the policy.
+
+Owns the check that a template can carry tools at all, the reading of calls from sampled ids, and
+the limit of what a tool's result may add to a dialogue. Calls are read as the server reads them
+(`marin_rl.tool_calls`), but from the ids and with ids of their own that follow from the turn, so
+that a rollout depends on nothing that an endpoint draws. Leaves out what is done with a call
+(`environments`), and the ids that lead to the next turn (`bridge`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from marin_rl.chat_templates import ChatTemplate, Conversation
+from marin_rl.config import EnvironmentConfig, PolicyConfig
+from marin_rl.environments.episode import Tool
+from marin_rl.errors import BadResponse, InputError, TemplateRefusal
+from marin_rl.inference.client.protocol import Completion
+from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
+from marin_rl.types import Message
+
+# transformers takes seconds to import, and few episodes have tools
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OUTPUT_CHARACTERS_MAX = 16_384
+# OpenAI's word for a turn that ends with calls; it is the model's own end like any other.
+_CALLED = ("tool_calls", "function_call")
+_SHOWN = 120
+
+
+class ToolTurns:
+    """Tool calls and results of a policy's dialogues; its tokenizer is read on first use."""
+
+    def __init__(self, policy: PolicyConfig, environment: EnvironmentConfig) -> None:
+        self._policy = policy
+        self._characters_max = environment.tool_output_characters_max or OUTPUT_CHARACTERS_MAX
+        self._tokens_max = environment.tool_output_tokens_max
+
+    def check(self, tools: Sequence[Tool]) -> None:
+        """Raise InputError unless the chat template renders these tools and calls of them."""
+        names = _names(tools)
+        form, fix = self._form, "choose a model whose template has tools, or an episode without"
+        if form is None:
+            raise InputError(
+                f"the episode offers the tools {', '.join(names)}, but the policy's chat template "
+                "writes no tool calls in a form that is known (Hermes and Qwen, Llama 3.1, "
+                f"Mistral): {fix}"
+            )
+        messages = [{"role": "user", "content": "question"}]
+        template = ChatTemplate.of(self._tokenizer, tools=True)
+        try:
+            text = template.render(Conversation(messages=messages, tools=[*map(dict, tools)])).text
+        except TemplateRefusal as error:
+            raise InputError(f"the policy's chat template refuses the tools: {error}") from None
+        if missing := [name for name in names if name not in text]:
+            raise InputError(
+                f"the policy's chat template leaves out the tools {', '.join(missing)}: {fix}"
+            )
+
+    def check_prompt(self, prompt_ids: np.ndarray, tools: Sequence[Tool]) -> None:
+        """Raise BadResponse unless an endpoint's prompt names the tools of the request."""
+        text = self._decoded(prompt_ids.tolist(), special=True)
+        if missing := [name for name in _names(tools) if name not in text]:
+            raise BadResponse(
+                f"expected a prompt that names the tools {', '.join(missing)}, found "
+                f"{text[-_SHOWN:]!r}: the endpoint left the tools of the request out"
+            )
+
+    def read(
+        self, completion: Completion, stop: Sequence[str], tools: Sequence[Tool], turn: int
+    ) -> Completion:
+        """Return a completion with its calls apart from its text; `turn` numbers their ids.
+
+        An endpoint of texts has read them itself. A turn that was cut makes no calls.
+        """
+        finish_reason = completion.finish_reason
+        if finish_reason in _CALLED:
+            finish_reason = "stop"
+        form = self._form if len(completion.token_ids) else None
+        if form is None:
+            return replace(completion, finish_reason=finish_reason)
+        text = self._text(completion.token_ids.tolist(), stop, form)
+        if finish_reason != "stop":
+            return replace(completion, text=text)
+        ids = (f"c{turn:04d}{number:04d}" for number in itertools.count())
+        parsed = parse_tool_calls(form, text, _names(tools), new_id=ids.__next__)
+        content = parsed.content or ""
+        return replace(
+            completion,
+            text=content,
+            finish_reason=finish_reason,
+            tool_calls=parsed.calls,
+            malformed=malformed_call(form, content),
+            sampled_text=text,
+        )
+
+    def limited(self, message: Message) -> Message:
+        """Return a tool's result within the limits, cut after a whole token and marked if so."""
+        if message.role != "tool":
+            return message
+        text = message.content[: self._characters_max]
+        cut = message.cut or len(text) < len(message.content)
+        if not cut and self._tokens_max is None:
+            return message
+        ends = self._token_ends(text)
+        kept = len(ends) - cut  # the last token of a text that was cut may be a part of one
+        if self._tokens_max is not None and kept > self._tokens_max:
+            kept, cut = self._tokens_max, True
+        if not cut:
+            return message
+        return replace(message, content=text[: ends[kept - 1]] if kept > 0 else "", cut=True)
+
+    @cached_property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        from marin_rl.tokenizers import tokenizer_for
+
+        return tokenizer_for(self._policy)
+
+    @cached_property
+    def _form(self) -> ToolFormat | None:
+        return tool_format(self._tokenizer)
+
+    @cached_property
+    def _end_ids(self) -> tuple[int, ...]:
+        from marin_rl.tokenizers import end_token_ids
+
+        return end_token_ids(self._tokenizer)
+
+    def _text(self, ids: list[int], stop: Sequence[str], form: ToolFormat) -> str:
+        """Return the text of a turn without its end token, or cut before a stop string."""
+        if ids[-1] in self._end_ids:
+            return self._decoded(ids[:-1], special=form.special)
+        text = self._decoded(ids, special=form.special)
+        places = [at for string in stop if (at := text.find(string)) >= 0]
+        return text[: min(places, default=len(text))]
+
+    def _decoded(self, ids: list[int], *, special: bool) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "the ids of one text"
+        return text
+
+    def _token_ends(self, text: str) -> list[int]:
+        """Return where each token of a text ends in it, in characters."""
+        if not self._tokenizer.is_fast:  # without offsets: every character ends one, at worst
+            return list(range(1, len(text) + 1))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets: Any = encoded["offset_mapping"]
+        return [end for _, end in offsets]
+
+
+def _names(tools: Sequence[Tool]) -> list[str]:
+    try:
+        return [str(tool["function"]["name"]) for tool in tools]
+    except (TypeError, KeyError):
+        raise InputError(
+            'expected tools of the form {"type": "function", "function": {"name": …}}, found '
+            f"{list(tools)!r:.200}"
+        ) from None
