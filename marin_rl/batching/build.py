@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.batching import turns
+from marin_rl.batching import segments, turns
 from marin_rl.batching.packing import Kept, fill_packed
 from marin_rl.batching.plan import (
     RoundPlan,
@@ -28,16 +28,11 @@ from marin_rl.batching.plan import (
 )
 from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
-from marin_rl.config import Config, ObjectiveConfig, fingerprint_fields
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.storage.commits import find_commit, fingerprint, new_attempt, parent_of
+from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, batches_slot
-from marin_rl.storage.tables.batches import (
-    BatchWriter,
-    StepRows,
-    commit_batches,
-    write_dispositions,
-)
+from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, INTEGER_ARRAYS, SCHEMA_VERSION
@@ -50,7 +45,7 @@ SHAPING = (
     "advantage", "advantage_scale", "pass_k", "success_threshold",
     "overlong", "overlong_buffer", "overlong_penalty",
 )  # fmt: skip
-TOKENS = ("rollout_id", "token_ids", "loss_mask", "logprobs")
+TOKENS = ("rollout_id", "token_ids", "loss_mask", "logprobs", segments.LENGTHS)
 
 
 def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
@@ -62,11 +57,12 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     """
     parents = (parent_of(rollouts),)
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
+    # Before any work: a retry, and a run that is continued, find what is there.
     existing = find_commit(run.store, batches_slot(round), decided)
     if existing is not None:
         return existing
     manifest = rollouts_manifest(run, round, rollouts)
-    scalars = _scalar_columns(run, manifest, run.config.objective)
+    scalars = _scalar_columns(run, manifest, run.config)
     plan = plan_round(scalars, run.config, round)
     attempt, slot = new_attempt(), batches_slot(round)
     writer = BatchWriter(run.store, slot, attempt, plan.length)
@@ -74,9 +70,9 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         writer.write(rows)
     parts = writer.close()
     table = dispositions_table(plan, scalars)
-    return commit_batches(
-        run,
-        round,
+    return commit_slot(
+        run.store,
+        slot,
         attempt=attempt,
         fingerprint=decided,
         parents=parents,
@@ -103,7 +99,7 @@ def preview_round(
     Nothing is written. Raises as `build_round` does, and InputError where `rewards` lacks rollouts.
     """
     manifest = rollouts_manifest(run, round)
-    scalars = _scalar_columns(run, manifest, config.objective)
+    scalars = _scalar_columns(run, manifest, config)
     names = tuple(scalars["rollout_id"].to_pylist())
     if rewards is not None:
         scalars = _with_rewards(scalars, names, rewards)
@@ -139,15 +135,20 @@ def _step_rows(
         row_groups = _with_returns(plan, iter_row_groups(run, manifest, (*TOKENS, "turns")))
     elif plan.turns is not None:
         row_groups = _with_advantages(plan.turns, row_groups)
+    parts = plan.segments
+    if plan.is_cut:
+        row_groups = map(segments.cut, row_groups)
+        scalars = scalars.select(["rollout_id", "environment"]).take(pa.array(parts.rollout_S))
     if plan.packing is None:
         return fill_steps(plan, scalars, row_groups)
-    index_K = np.flatnonzero(plan.kept_N)
+    index_K = np.flatnonzero(plan.kept_S)
+    rollout_K, lead_K = parts.rollout_S[index_K], parts.lead_S[index_K]
     kept = Kept(
         index_K=index_K,
-        prompt_K=numbers(scalars, "n_prompt_tokens")[index_K],
-        sampled_K=numbers(scalars, "n_completion_tokens")[index_K],
-        advantage_K=plan.advantage_N[index_K],
-        reward_K=plan.reward_N[index_K],
+        prompt_K=lead_K,
+        sampled_K=parts.tokens_S[index_K] - lead_K,
+        advantage_K=plan.advantage_N[rollout_K],
+        reward_K=plan.reward_N[rollout_K],
     )
     return fill_packed(plan.packing, kept, plan.length, scalars, row_groups)
 
@@ -179,6 +180,7 @@ def _decisive(config: Config) -> dict[str, object]:
         "filters": fingerprint_fields(config.filters),
         "batching": fingerprint_fields(config.batching),
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
+        # Keys only where they apply: fingerprints of earlier runs stay what they were.
         **({"regularised": True} if config.objective.regularised else {}),
         **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
@@ -188,14 +190,20 @@ def _decisive(config: Config) -> dict[str, object]:
     }
 
 
-def _scalar_columns(run: Run, manifest: Manifest, objective: ObjectiveConfig) -> pa.Table:
-    columns = (*SCALAR_COLUMNS, *columns_needed(objective))
-    if looks_at_turns(objective):
-        row_groups = map(with_turns, iter_row_groups(run, manifest, (*columns, *READ)))
-    else:
-        row_groups = iter_row_groups(run, manifest, columns)
+def _scalar_columns(run: Run, manifest: Manifest, config: Config) -> pa.Table:
+    columns = (*SCALAR_COLUMNS, segments.LENGTHS, *columns_needed(config.objective))
+    by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
+    read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
+    row_groups = iter_row_groups(run, manifest, (*columns, *read))
+    if share:
+        row_groups = map(segments.with_leads, row_groups)
+    if by_turn:
+        row_groups = map(with_turns, row_groups)
+    elif share:
+        row_groups = (table.drop_columns("loss_mask") for table in row_groups)
     table = pa.concat_tables(row_groups).combine_chunks()
     ids = table["rollout_id"]
+    # A shard that was sealed twice under two names would train on its rollouts twice.
     if pc.count_distinct(ids).as_py() != len(ids):
         counts = ids.value_counts()
         twice = [item["values"].as_py() for item in counts if item["counts"].as_py() > 1]
@@ -230,14 +238,16 @@ def fill_steps(
 ) -> Iterator[StepRows]:
     """The rows of each step in turn, out of row groups with tokens, masks and log-probabilities.
 
-    With a column `returns` too where rewards are received turn by turn, and `advantages` where they
-    differ from turn to turn.
+    A row is a segment, and so is a row of `scalars` and of the row groups: a rollout of several is
+    cut. With a column `returns` too where rewards are received turn by turn, and `advantages` where
+    they differ from turn to turn.
 
     Raises CorruptObject when the row groups are not those the plan was made from.
     """
     names = scalars["rollout_id"].combine_chunks(), scalars["environment"].combine_chunks()
-    kept = np.flatnonzero(plan.kept_N)
-    step = _Step(plan, min(plan.rows_per_step, len(kept)))
+    kept = np.flatnonzero(plan.kept_S)
+    counts = iter((*plan.rows_of_step, 0))
+    step = _Step(plan, next(counts))
     start = 0
     for table in row_groups:
         chunk = _Chunk(plan, start, table)
@@ -247,30 +257,35 @@ def fill_steps(
             taken += step.take(chunk, taken)
             if step.full:
                 yield step.rows(kept, names)
-                step = _Step(plan, min(plan.rows_per_step, len(kept) - step.end), step.end)
-    if start != len(plan.place_N):
-        raise CorruptObject(f"expected {len(plan.place_N)} rollouts, found {start} in the shards")
+                step = _Step(plan, next(counts), step.end)
+    expected = len(plan.segments.rollout_S)
+    if start != expected:
+        raise CorruptObject(f"expected {expected} rollouts, found {start} in the shards")
 
 
 class _Chunk:
-    """The kept sequences of one row group, padded: arrays (rows, T)."""
+    """The kept segments of one row group, padded: arrays (rows, T)."""
 
     def __init__(self, plan: RoundPlan, start: int, table: pa.Table) -> None:
         here = slice(start, start + table.num_rows)
-        kept_N, tokens_N = plan.kept_N[here], plan.tokens_N[here]
-        if len(kept_N) != table.num_rows:
-            raise CorruptObject(f"expected {len(plan.place_N)} rollouts, found more in the shards")
-        self.rows = int(kept_N.sum())
-        lengths = tokens_N[kept_N].astype(np.int32)
+        rollout_s, tokens_s = plan.segments.rollout_S[here], plan.segments.tokens_S[here]
+        kept_s = plan.kept_N[rollout_s]
+        if len(kept_s) != table.num_rows:
+            expected = len(plan.segments.rollout_S)
+            raise CorruptObject(f"expected {expected} rollouts, found more in the shards")
+        rollout_k = rollout_s[kept_s]
+        self.rows = len(rollout_k)
+        lengths = tokens_s[kept_s].astype(np.int32)
+        # Comparison of two axes in place of a loop over rollouts; padding has segment 0.
         positions = np.arange(plan.length, dtype=np.int32)
         valid = positions < lengths[:, None]
-        keep = None if kept_N.all() else np.flatnonzero(kept_N)
+        keep = None if kept_s.all() else np.flatnonzero(kept_s)
         mask = _padded(table, "loss_mask", keep, valid, np.int32)
         on = mask.astype(np.float32)
-        returns = plan.reward_N[here][kept_N, None].astype(np.float32)
+        returns = plan.reward_N[rollout_k, None].astype(np.float32)
         if turns.RETURNS in table.column_names:
             returns = _padded(table, turns.RETURNS, keep, valid, np.float32)
-        advantages = plan.advantage_N[here][kept_N, None].astype(np.float32)
+        advantages = plan.advantage_N[rollout_k, None].astype(np.float32)
         if turns.ADVANTAGES in table.column_names:
             advantages = _padded(table, turns.ADVANTAGES, keep, valid, np.float32)
         self.arrays = {
@@ -278,6 +293,7 @@ class _Chunk:
             "loss_mask": mask,
             "segment_ids": valid.astype(np.int32),
             "positions": positions * valid,
+            # 0 off the mask: tokens that the policy did not sample have no logprob of its own.
             "policy_logprobs": _padded(table, "logprobs", keep, valid, np.float32) * on,
             "advantages": on * advantages,
             "returns": on * returns,
@@ -291,6 +307,7 @@ class _Step:
         self.start, self.end, self._step_rows = start, start + rows, 0
         shape = rows, plan.length
         self._arrays = {
+            # Not zeroed: `take` writes every row before the step is yielded.
             name: np.empty(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
             for name in ARRAYS
         }
@@ -321,6 +338,7 @@ def _padded(
     column = table[name].combine_chunks()
     column = column if keep is None else column.take(pa.array(keep))
     values = column.flatten().to_numpy(zero_copy_only=True)
+    # Checked here, since the assignment below would fail without the rollout's name.
     if len(values) != np.count_nonzero(valid):
         raise CorruptObject(
             f"rollouts {table['rollout_id'][0].as_py()} and following: {len(values)} {name}, but "

@@ -23,6 +23,7 @@ def stale(
     version_N: Int64[np.ndarray, " N"], round_number: int, rounds_max: int
 ) -> Bool[np.ndarray, " N"]:
     """Rollouts whose oldest policy is more than `rounds_max` rounds older than the round's."""
+    # By the oldest version: weights may have been swapped in the middle of a completion.
     return round_number - version_N > rounds_max
 
 
@@ -50,4 +51,5 @@ def short(valid_P: Int64[np.ndarray, " P"], members_min: int) -> Bool[np.ndarray
 
 def zero_signal(spread_P: Float64[np.ndarray, " P"]) -> Bool[np.ndarray, " P"]:
     """Groups with a spread of 0: every advantage would be exactly 0."""
+    # Exactly 0, not nearly: max - min of equal rewards has no rounding.
     return spread_P == 0.0

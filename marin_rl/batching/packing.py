@@ -8,7 +8,7 @@ shared, they are segments of their own, numbered after the completions; a comple
 then go on where its prompt's end, and that is how a reader tells: a segment that begins at a
 position above 0 continues the last segment before it that begins at 0.
 
-Axes: K kept rollouts of a round in shard order, T tokens of a row.
+Axes: K kept rollouts of a round in shard order, or segments of them, T tokens of a row.
 """
 
 from collections.abc import Iterator
@@ -62,12 +62,14 @@ def pack(
     row_tokens: int,
     sequences_per_step: int,
     share: bool,
+    rollout_K: Integers | None = None,
 ) -> Packing:
-    """Rollouts into rows of `row_tokens`, in order; a row is left when the next does not fit.
+    """Sequences into rows of `row_tokens`, in order; a row is left when the next does not fit.
 
-    With `share`, a rollout whose group's prompt lies in the current row adds its completion alone,
-    and a group that would not fit into what is left of a row begins a new one. Raises ConfigError
-    for a rollout longer than a row.
+    A sequence is a rollout, or a segment of the rollout that `rollout_K` counts it to; a step has
+    `sequences_per_step` rollouts. With `share`, a sequence whose group's prompt lies in the current
+    row adds its completion alone, and a group that would not fit into what is left of a row begins
+    a new one. Raises ConfigError for a sequence longer than a row.
     """
     longest = int((prompt_K + sampled_K).max(initial=0))
     if longest > row_tokens:
@@ -78,21 +80,21 @@ def pack(
     packer = _Packer(row_tokens, share)
     if len(group_K) == 0:
         return packer.packing()
-    group_tokens = _group_tokens(prompt_K, sampled_K, group_K, sequences_per_step)
+    step_K = (np.arange(len(group_K)) if rollout_K is None else rollout_K) // sequences_per_step
+    group_tokens = _group_tokens(prompt_K, sampled_K, group_K, step_K)
     for k, (prompt, sampled, group) in enumerate(
         zip(prompt_K.tolist(), sampled_K.tolist(), group_K.tolist(), strict=True)
     ):
-        if k and k % sequences_per_step == 0:
+        if k and step_K[k] != step_K[k - 1]:
             packer.next_step()
         packer.put(prompt, sampled, group, group_tokens[k])
     return packer.packing()
 
 
 def _group_tokens(
-    prompt_K: Integers, sampled_K: Integers, group_K: Integers, per_step: int
+    prompt_K: Integers, sampled_K: Integers, group_K: Integers, step_K: Integers
 ) -> list[int]:
     """Tokens of each rollout's group within its step, the prompt counted once."""
-    step_K = np.arange(len(group_K)) // per_step
     _, index = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
     index = index.reshape(-1)
     sums = np.bincount(index, weights=sampled_K)[index].astype(np.int64)
@@ -119,10 +121,13 @@ class _Packer:
 
     def put(self, prompt: int, sampled: int, group: int, group_tokens: int) -> None:
         """Place a rollout whose group needs `group_tokens` in all, the prompt counted once."""
+        # By length only: tokens are not read yet. `_compare` refuses a prompt of the same length
+        # and other tokens.
         here = self._prompt is not None and self._prompt[:2] == (group, prompt)
         if here and self._filled + sampled <= self._row_tokens:
             self._add(sampled, shared=True)
             return
+        # A group longer than a row cannot lie in one: its members are placed one at a time.
         together = self._share and group_tokens <= self._row_tokens
         needed = group_tokens if together else prompt + sampled
         if self._filled + needed > self._row_tokens:
@@ -145,8 +150,10 @@ class _Packer:
 
     def packing(self) -> Packing:
         """Places of all rollouts."""
+        # reshape: without any rollout the list is empty and has no second axis.
         table = np.array(self._placed, np.int64).reshape(-1, 7).T
         step_K, row_K, segment_K, start_K, column_K, number_K, shared_K = table
+        # Prompts are numbered after a row's completions, whose number is known only now.
         begins = np.flatnonzero(segment_K == 1)
         counts = np.diff(np.append(begins, len(segment_K)))
         completions_K = np.repeat(counts, counts)
@@ -164,7 +171,11 @@ class _Packer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Facts of the kept rollouts before their tokens are read."""
+    """Facts of the kept sequences before their tokens are read.
+
+    `prompt_K` are the tokens before the first trained one where prompts are shared, and 0 else;
+    `sampled_K` all others, among them what an environment wrote between two turns.
+    """
 
     index_K: Integers
     prompt_K: Integers
@@ -186,6 +197,7 @@ def fill_packed(
     for table in row_groups:
         stop = int(np.searchsorted(kept.index_K, start + table.num_rows))
         while done < stop:
+            # A row group may end in the middle of a step, and a step in the middle of a row group.
             of_step = int(np.searchsorted(packing.step_K, step + 1))
             upto = min(stop, of_step)
             rows.put(slice(done, upto), table, start)
@@ -218,8 +230,10 @@ class _Rows:
         columns = {name: _flat(table, name) for name in ("token_ids", "loss_mask", "logprobs")}
         source_k = columns["token_ids"][1][kept.index_K[these] - start]
         self._check(columns, kept.index_K[these] - start, prompt_k + sampled_k, table)
+        # A shared prompt is written once, by the first rollout of its group.
         own_k = np.where(shared_k, 0, prompt_k)
         completion_k = packing.start_K[these] + np.where(packing.apart, 0, own_k)
+        # Index arrays rather than a loop over the thousands of rollouts of a row group.
         tokens = _ranges(row_k + completion_k, source_k + prompt_k, sampled_k)
         self._write(columns, *tokens, prompt_k, sampled_k, packing.segment_K[these])
         prompt_at = row_k + packing.prompt_start_K[these]
@@ -231,6 +245,8 @@ class _Rows:
         for name in {turns.RETURNS, turns.ADVANTAGES}.intersection(table.column_names):
             values, _ = _flat(table, name)
             self._arrays[name].reshape(-1)[tokens[0]] = values[tokens[1]] * mask
+        # After the prompts are written: what lies at the place of a shared one is its first
+        # owner's.
         self._compare(columns, prompt_at, source_k, np.where(shared_k, prompt_k, 0), table)
 
     def _write(
@@ -311,6 +327,7 @@ def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as flat values, and where each list begins and the last one ends."""
     column = table[name].combine_chunks()
     offsets = column.offsets.to_numpy().astype(np.int64)
+    # A slice keeps the offsets of the whole column, while `flatten` returns its own values alone.
     return column.flatten().to_numpy(zero_copy_only=False), offsets - offsets[0]
 
 

@@ -72,6 +72,7 @@ class PairTokenizer:
     def _check_digests(self, pair: PreferencePair) -> None:
         for field in ("tokenizer_digest", "chat_template_digest"):
             expected, digest = getattr(self, field), getattr(pair, field)
+            # Ids mean other texts to another tokenizer, and nothing else would show it.
             if digest not in (None, expected):
                 raise InputError(
                     f"pair {pair.id}, field {field}: expected {expected[:12]}, found "
@@ -104,6 +105,7 @@ class PairTokenizer:
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
     """True if a prompt's pairs are for evaluation: by a hash of it, so that new pairs move none."""
+    # Of the prompt alone: all pairs of a prompt are on one side of the split.
     text = orjson.dumps([[message.role, message.content] for message in messages])
     part = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
     return part < fraction
@@ -117,6 +119,7 @@ def pairs_of_step(count: int, per_step: int, seed: int, step: int) -> Int64[np.n
     epochs, places = np.divmod(numbers, count)
     indices = np.empty(per_step, np.int64)
     for epoch in np.unique(epochs):
+        # A permutation by seed and epoch alone: step n needs none of the steps before it.
         order = np.random.default_rng((seed, int(epoch))).permutation(count)
         indices[epochs == epoch] = order[places[epochs == epoch]]
     return indices
@@ -129,6 +132,7 @@ def longest(pairs: Sequence[PreferencePair]) -> int:
 
 def pair_batch(pairs: Sequence[PreferencePair], margin: float, length: int) -> PairBatch:
     """Pairs with tokens as rows of `length`; a pair without a margin of its own gets `margin`."""
+    # Chosen and rejected side by side: the loss takes row 2i against row 2i + 1.
     rows = [ids for pair in pairs for ids in _both(pair)]
     token_ids, inside = padded(rows, len(rows), length)
     margins = [margin if pair.margin is None else pair.margin for pair in pairs]
@@ -143,6 +147,7 @@ def padded(
     lengths[: len(sequences)] = [len(ids) for ids in sequences]
     inside = np.arange(length) < lengths[:, None]
     token_ids = np.zeros(inside.shape, np.int32)
+    # Boolean indexing goes row by row, in the order that the sequences are joined in.
     token_ids[inside] = np.concatenate(sequences)
     return token_ids, inside
 

@@ -5,7 +5,7 @@ round it was generated in and in no other: it leaves that round consumed or drop
 it can be trained on at most once. What staleness bounds is the age of the policy that sampled it,
 which is above 0 when generation runs ahead of training.
 
-Axes: N rollouts of a round in shard order, P groups.
+Axes: N rollouts of a round in shard order, S segments of them, K those of kept rollouts, P groups.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,13 @@ import pyarrow as pa
 from jaxtyping import Bool, Float64, Int64
 
 from marin_rl.batching import filters
-from marin_rl.batching.advantages import (
+from marin_rl.batching.packing import Packing, pack
+from marin_rl.batching.round_advantages import (
     AdvantageChoice,
     group_statistics,
     round_advantages,
 )
-from marin_rl.batching.packing import Packing, pack
+from marin_rl.batching.segments import Segments
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import BatchingConfig, Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
@@ -33,11 +34,11 @@ SHORTEST_BUCKET = 32
 class RoundPlan:
     """Dispositions, advantages and places of the N rollouts of a round, in shard order.
 
-    `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` is their row in the
-    round (step * rows_per_step + row), -1 for others; `length` the padded length in tokens. Where
-    the round is `by_token`, advantages are 0 until the training stage makes them. `turns` has the
-    advantages of turns where they have their own; `advantage_N` then is their mean over a rollout's
-    tokens.
+    `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` counts the segments of
+    kept rollouts before a kept one's first, and is -1 for others; `length` is the padded length in
+    tokens. Without packing a step has `rows_of_step` rows, one for each segment. Where the round is
+    `by_token`, advantages are 0 until the training stage makes them. `turns` has the advantages of
+    turns where they have their own; `advantage_N` then is their mean over a rollout's tokens.
     """
 
     disposition_N: np.ndarray
@@ -46,8 +47,9 @@ class RoundPlan:
     advantage_N: Float64[np.ndarray, " N"]
     tokens_N: Int64[np.ndarray, " N"]
     place_N: Int64[np.ndarray, " N"]
+    segments: Segments
     length: int
-    rows_per_step: int
+    rows_of_step: tuple[int, ...]
     packing: Packing | None = None
     by_token: bool = False
     turns: TurnAdvantages | None = None
@@ -57,21 +59,40 @@ class RoundPlan:
         """The rollouts that are trained on."""
         return self.place_N >= 0
 
+    @property
+    def kept_S(self) -> Bool[np.ndarray, " S"]:
+        """The segments that are trained on."""
+        return self.kept_N[self.segments.rollout_S]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a rollout has several segments."""
+        return len(self.segments.rollout_S) > len(self.place_N)
+
     def places_N(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Step, row and segment (from 1) of each kept rollout."""
-        if self.packing is None:
-            step_N, row_N = np.divmod(self.place_N, self.rows_per_step)
-            return step_N, row_N, np.ones_like(self.place_N)
-        columns = (self.packing.step_K, self.packing.row_K, self.packing.segment_K)
+        """Step, row and segment (from 1) of the first segment of each kept rollout."""
+        columns = self._places_K()
         places = tuple(np.zeros_like(self.place_N) for _ in columns)
         for place, column in zip(places, columns, strict=True):
-            place[self.kept_N] = column
+            place[self.kept_N] = column[self.place_N[self.kept_N]]
         return places[0], places[1], places[2]
+
+    def _places_K(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if self.packing is not None:
+            return self.packing.step_K, self.packing.row_K, self.packing.segment_K
+        rows = np.array(self.rows_of_step, np.int64)
+        row_K = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+        return np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)
 
     @property
     def rows(self) -> int:
         """Rows of all steps."""
-        return int(self.kept_N.sum()) if self.packing is None else self.packing.rows
+        return sum(self.rows_of_step) if self.packing is None else self.packing.rows
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.rows_of_step)
 
     def reasons_counted(self) -> dict[str, int]:
         """Number of dropped rollouts by `disposition/reason`, sorted."""
@@ -98,17 +119,22 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     tokens_N = numbers(scalars, "n_prompt_tokens") + numbers(scalars, "n_completion_tokens")
     group_N, groups = _groups(scalars)
     disposition_N, reason_N = _before_groups(scalars, reward_N, config, round)
+    # NaN rather than a reward: what failed or is stale is in no mean that others are compared with.
     eligible_N = np.where(disposition_N == "", reward_N, np.nan)
     choice = advantage_choice(objective)
     statistics = group_statistics(eligible_N, group_N, groups)
+    # Counted after the drops above: of a group of four with three failures, one has no baseline.
     fewest = max(config.rollouts.group_size_min, choice.members_min)
     short_P = filters.short(statistics.count, fewest)
     greedy_N = _greedy(scalars, choice)
     if greedy_N is not None:
+        # Without the reward of its greedy member, a group of remax has nothing to compare with.
         short_P |= np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups) == 0
     _drop(disposition_N, reason_N, short_P[group_N], "filtered", "short_group")
+    # Short groups leave the statistics of the round too, which batch_std and whitening divide by.
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     advantages = _advantages(scalars, compared_N, group_N, groups, objective)
+    # A KL or entropy term has a gradient where all rewards are equal: such groups are kept then.
     if config.filters.zero_signal and choice.within_groups and not objective.regularised:
         spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
@@ -120,22 +146,27 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
     if greedy_N is not None:
         _drop(disposition_N, reason_N, greedy_N, "filtered", "greedy")
+    # Last, since its reward still counts in its group: overlong filtering masks the loss alone
+    # (DAPO, arXiv:2503.14476, section 3.4).
     if objective.overlong == "mask":
         _drop(disposition_N, reason_N, filters.truncated(statuses(scalars)), "filtered", "overlong")
     kept_N = disposition_N == ""
     disposition_N[kept_N] = "consumed"
-    kept = int(kept_N.sum())
-    per_step = config.batching.sequences_per_step or max(kept, 1)
-    packing = _packing(scalars, kept_N, group_N, config.batching, per_step)
+    segments = Segments.of(scalars, tokens_N)
+    kept_S = kept_N[segments.rollout_S]
+    per_step = config.batching.sequences_per_step or max(int(kept_N.sum()), 1)
+    step_N = (np.cumsum(kept_N) - 1) // per_step
+    packing = _packing(segments, kept_N, group_N, config.batching, per_step)
     return RoundPlan(
         disposition_N=disposition_N,
         reason_N=reason_N,
         reward_N=reward_N,
         advantage_N=np.where(kept_N, advantages.advantage_N, 0.0),
         tokens_N=tokens_N,
-        place_N=np.where(kept_N, np.cumsum(kept_N) - 1, -1),
-        length=_length(int(tokens_N[kept_N].max(initial=1)), config.batching),
-        rows_per_step=per_step,
+        place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.first_N], -1),
+        segments=segments,
+        length=_length(int(segments.tokens_S[kept_S].max(initial=1)), config.batching),
+        rows_of_step=tuple(np.bincount(step_N[segments.rollout_S[kept_S]]).tolist()),
         packing=packing,
         by_token=choice.facts.by_token,
         turns=advantages.turns,
@@ -177,7 +208,7 @@ def _length(longest: int, config: BatchingConfig) -> int:
 
 
 def _packing(
-    scalars: pa.Table,
+    segments: Segments,
     kept_N: np.ndarray,
     group_N: np.ndarray,
     config: BatchingConfig,
@@ -185,13 +216,19 @@ def _packing(
 ) -> Packing | None:
     if config.packing == "none" or config.row_tokens is None:
         return None
+    kept_S = kept_N[segments.rollout_S]
+    lead_S, rollout_S = segments.lead_S, segments.rollout_S
+    # What a later segment begins with follows from its own first one: no other rollout has it.
+    alone_S = -1 - np.arange(len(rollout_S))
+    group_S = np.where(segments.begins_S, group_N[rollout_S], alone_S)
     return pack(
-        numbers(scalars, "n_prompt_tokens")[kept_N],
-        numbers(scalars, "n_completion_tokens")[kept_N],
-        group_N[kept_N],
+        lead_S[kept_S],
+        (segments.tokens_S - lead_S)[kept_S],
+        group_S[kept_S],
         row_tokens=config.row_tokens,
         sequences_per_step=per_step,
         share=config.packing == "shared_prompt",
+        rollout_K=(np.cumsum(kept_N) - 1)[rollout_S[kept_S]],
     )
 
 
@@ -279,6 +316,7 @@ def _before_groups(
     disposition_N = np.full(len(reward_N), "", dtype=object)
     reason_N = disposition_N.copy()
     failed_N = filters.failed(status_N, reward_N, sampled_N)
+    # A broken rollout may have tokens or none; its status says more than either reason does.
     broken_N = (status_N == "error") | (status_N == "aborted")
     reason_N[failed_N] = np.where(sampled_N == 0, "no_tokens", "no_reward")[failed_N]
     reason_N[broken_N] = status_N[broken_N]
@@ -295,6 +333,7 @@ def _drop(
     disposition_N: np.ndarray, reason_N: np.ndarray, mask_N: np.ndarray, kind: str, reason: str
 ) -> None:
     """Mark, in place, what the mask holds for and nothing has dropped before."""
+    # The first reason stays, so the order of calls decides: failed, stale, filtered.
     newly_N = mask_N & (disposition_N == "")
     disposition_N[newly_N] = kind
     reason_N[newly_N] = reason
@@ -343,6 +382,7 @@ def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
         "step": _places(step_N, dropped),
         "row": _places(row_N, dropped),
         "segment": _places(segment_N, dropped),
+        # Null where the training stage makes them: 0 would say that they have no signal.
         "advantage": pa.array(plan.advantage_N, mask=dropped | plan.by_token),
         "reward": scalars["reward"],
     }

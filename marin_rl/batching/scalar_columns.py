@@ -35,8 +35,10 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
     `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
     """
     reward_N = _column(scalars, "reward").astype(np.float64)
+    # An infinite reward is a missing one, as in `advantages.rewards_array`.
     reward_N = np.where(np.isfinite(reward_N), reward_N, np.nan)
     statuses, components = scalars["status"].to_pylist(), _components(scalars)
+    # Numbers in place of names: the metrics add up by index.
     _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
     length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
     age_N = round - _column(scalars, "policy_version_min").astype(np.int64)
@@ -56,6 +58,8 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
             rewards=reward_N,
             statuses=statuses,
             formats=format_N,
+            groups=group_N,
+            lengths=length_N,
         ),
         **consumed_metrics(
             rewards=reward_N[kept_N],

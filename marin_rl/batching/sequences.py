@@ -47,11 +47,25 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> Toke
 
 def prompts_tokens(tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]) -> list[Tokens]:
     """Tokens of several prompts, rendered together; raises as `prompt_tokens` does."""
+    return [_ids(_tokenized(tokenizer, rendering)) for rendering in _opened(tokenizer, prompts)]
+
+
+def rendered_prompts(
+    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
+) -> list[tuple[str, int]]:
+    """Text and number of tokens of several prompts; raises as `prompt_tokens` does."""
+    return [
+        (rendering.text, len(_ids(_tokenized(tokenizer, rendering))))
+        for rendering in _opened(tokenizer, prompts)
+    ]
+
+
+def _opened(tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]) -> Sequence[Rendering]:
+    """Render prompts together, each with the assistant's opening."""
     conversations = [
         Conversation(messages=_conversation(messages), opening=True) for messages in prompts
     ]
-    renderings = _rendered(_template(tokenizer), conversations)
-    return [_ids(_tokenized(tokenizer, rendering)) for rendering in renderings]
+    return _rendered(_template(tokenizer), conversations)
 
 
 def chat_tokens(
@@ -77,6 +91,7 @@ def chats_tokens(
     for messages, answer in chats:
         prompt = _conversation(messages)
         conversation = [*prompt, {"role": "assistant", "content": answer}]
+        # Both in one message to the worker: a round trip costs more than rendering.
         conversations.append(Conversation(messages=prompt, opening=True))
         conversations.append(Conversation(messages=conversation))
     renderings = _rendered(template, conversations, spans=marked)
@@ -98,6 +113,7 @@ def _trained_tokens(
     prompt = _ids(_tokenized(tokenizer, prompt_rendering))
     encoding = _tokenized(tokenizer, rendering)
     ids = _ids(encoding)
+    # A sampler sees the prompt alone; other tokens in training would be another distribution.
     if len(ids) < len(prompt) or not np.array_equal(ids[: len(prompt)], prompt):
         raise InputError(
             "the chat template renders a prompt that the finished conversation does not begin "
@@ -106,6 +122,7 @@ def _trained_tokens(
             "generation prompt is a prefix of the assistant's turn"
         )
     mask = np.zeros(len(ids), dtype=np.int32)
+    # From the prompt on, so that earlier turns of the assistant are never trained on.
     mask[len(prompt) :] = 1
     if marked:
         mask *= _assistant_mask(encoding, rendering.spans, len(ids))
@@ -156,6 +173,7 @@ def _rendered(
 
 
 def _tokenized(tokenizer: ChatTokenizer, rendering: Rendering) -> Any:
+    # The template has written the special tokens that open and end a text.
     return tokenizer(rendering.text, add_special_tokens=False)
 
 

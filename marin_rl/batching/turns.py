@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float64, Int64
 
-from marin_rl.batching.advantages import (
+from marin_rl.batching.advantages import discounted_returns
+from marin_rl.batching.round_advantages import (
     AdvantageChoice,
-    discounted_returns,
     group_statistics,
     round_advantages,
 )
@@ -60,6 +60,8 @@ def with_turns(table: pa.Table) -> pa.Table:
     begins_N = trained_N & ~goes_on_N
     rollout_U, turn_N = rollout_N[begins_N], np.cumsum(begins_N) - 1
     within_N = turn_N >= 0
+    # Tokens before a rollout's first trained one would else count to the last turn of the rollout
+    # before.
     within_N[within_N] = rollout_U[turn_N[within_N]] == rollout_N[within_N]
     turns = len(rollout_U)
     reward_U = _sums(turn_N[within_N], early.received_N[within_N], turns)
@@ -165,12 +167,14 @@ def turn_advantages(
     `reward_n` is NaN for a rollout that is left out. Raises as `round_advantages` does.
     """
     return_U, rollout_U = turns.returns(reward_n, discount), turns.rollout_U
+    # First turns are compared with first turns: a later turn has seen what earlier ones made.
     index_U = np.arange(len(rollout_U)) - turns.offset_n[rollout_U]
     group_U = group_n[rollout_U]
     places, place_U = np.unique(np.stack([group_U, index_U]), axis=1, return_inverse=True)
     place_U, count = place_U.reshape(-1).astype(np.int64), places.shape[1]
     statistics = group_statistics(return_U, place_U, count)
     spread_P = np.zeros(groups)
+    # A group has several turns, and indexing alone would keep the last one written.
     np.maximum.at(spread_P, group_U, statistics.spread[place_U])
     advantage_U = round_advantages(return_U, place_U, count, choice, turns.tokens_U)
     return TurnAdvantages(turns=turns, advantage_U=advantage_U, spread_P=spread_P)
@@ -190,6 +194,7 @@ class _Early:
         early_R = end_R < np.diff(offsets)[rollout_R]  # the others are received at the end anyhow
         rollout_R, end_R, turn_R = rollout_R[early_R], end_R[early_R], turn_R[early_R]
         received_N, ends_N = np.zeros(offsets[-1]), np.zeros(offsets[-1], bool)
+        # Two rewarded turns may end at the same token: `+=` by index would keep one of them.
         np.add.at(received_N, offsets[rollout_R] + end_R - 1, turn_R)
         ends_N[offsets[rollout_R] + end_R - 1] = True
         sum_n = _sums(rollout_R, turn_R, len(turns))
@@ -204,6 +209,7 @@ def _sums(place: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 def _offsets(column: pa.ListArray) -> Int64[np.ndarray, " n1"]:
     """Offset of each list among the flat values, and the end of the last one."""
     offsets = column.offsets.to_numpy().astype(np.int64)
+    # A slice keeps the offsets of the whole column, while `flatten` returns its own values alone.
     return offsets - offsets[0]
 
 
@@ -220,6 +226,7 @@ def _rewarded(turns: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         each.field(name).to_numpy(zero_copy_only=False).astype(np.float64)
         for name in ("end", "reward")
     )
+    # A turn without tokens has no last token to receive a reward at.
     there = np.isfinite(end) & np.isfinite(reward) & (np.nan_to_num(end) > 0)
     rollout = np.repeat(np.arange(len(counts)), counts)
     return rollout[there], end[there].astype(np.int64), reward[there]

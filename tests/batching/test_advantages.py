@@ -14,12 +14,9 @@ from support.cases import printed_seed
 
 from marin_rl.batching.advantages import (
     EPSILON,
-    WHITENING_VARIANCE_MIN,
-    AdvantageChoice,
     discounted_returns,
     dr_grpo,
     gae,
-    group_statistics,
     grpo,
     maxrl,
     opo,
@@ -27,6 +24,11 @@ from marin_rl.batching.advantages import (
     remax,
     rewards_array,
     rloo,
+)
+from marin_rl.batching.round_advantages import (
+    WHITENING_VARIANCE_MIN,
+    AdvantageChoice,
+    group_statistics,
     round_advantages,
 )
 from marin_rl.config.estimators import ESTIMATORS, GROUPS_OF_ONE
