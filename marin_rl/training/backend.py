@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config
 from marin_rl.errors import InputError
-from marin_rl.storage.checkpoints import Beside
+from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
 from marin_rl.training.gradients import combine
 from marin_rl.training.optimizer import policy_adamw
@@ -106,7 +106,7 @@ class Backend(Protocol):
         checkpoint: CheckpointSlot,
         totals: Mapping[str, float],
         extra: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
+        extra_parts: ExtraParts | None = None,
     ) -> Future[SlotRef]:
         """Commit the training state as a checkpoint: see `CheckpointSlot.commit`."""
         ...
@@ -125,6 +125,7 @@ class DeviceBackend:
         self._program, self._state, self._frozen = program, state, frozen or {}
         self._gradients: Gradients = ()
         self._loss: Any = None  # of the gradients that wait
+        # One thread: operations run in the order that they were called in.
         self._queue = futures.ThreadPoolExecutor(1, "training")
 
     @classmethod
@@ -179,10 +180,12 @@ class DeviceBackend:
         checkpoint: CheckpointSlot,
         totals: Mapping[str, float],
         extra: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
+        extra_parts: ExtraParts | None = None,
     ) -> Future[SlotRef]:
         """See Backend."""
-        return self._queued(_same, lambda: checkpoint.commit(self._state, totals, extra, beside))
+        return self._queued(
+            _same, lambda: checkpoint.commit(self._state, totals, extra, extra_parts)
+        )
 
     def _queued(
         self, fetch: Callable[[Any], T], run: Callable[..., Any], *arguments: Any
@@ -201,6 +204,8 @@ class DeviceBackend:
             )
             if self._gradients:
                 pairs = zip(self._gradients, gradients, strict=True)
+                # Several batches before a step: their gradients add up, as those of microbatches
+                # do.
                 gradients = [jax.tree.map(jnp.add, *pair) for pair in pairs]
                 self._loss = self._loss + metrics["loss"]
             else:
@@ -213,6 +218,7 @@ class DeviceBackend:
             raise InputError(
                 "expected forward_backward before optim_step, found no gradients: queue a batch"
             )
+        # Taken: a second step without a batch between is refused, not repeated.
         gradients, self._gradients = self._gradients, ()
         with self._program.layout.active():
             self._state, metrics = self._program.update(self._state, gradients, self._loss)
@@ -229,6 +235,7 @@ class DeviceBackend:
                 f"weights do not fit the policy: {names[0]} expected {expected.get(names[0])}, "
                 f"found {shapes.get(names[0])}; load those of a model of its architecture"
             )
+        # Masters are float32, whatever a model folder has.
         copies = {name: jnp.asarray(array, jnp.float32) for name, array in weights.items()}
         layout, template = self._program.layout, self._program.template
         self._state = self._state._replace(parameters=layout.place_parameters(copies, template))

@@ -118,6 +118,7 @@ class CompiledStep:
         self, run: RowsPass, trainable: TrainableParams, frozen: Parameters, rows: StepRows
     ) -> Float32[np.ndarray, "M R T"]:
         """Return what a pass that trains nothing gives for the rows of a step."""
+        # Sharding constraints inside of the program are resolved on the active mesh.
         with self.layout.active():
             placed = self.layout.place_rows(rows.arrays)
             return np.asarray(run(trainable, frozen, placed, as_array(rows.used)))
@@ -143,12 +144,14 @@ def compiled_step_of(
     key = (
         config.policy,
         config.mesh,
+        # A critic's optimizer is made from `training`; a policy's is in `adamw`.
         training.gradient_checkpointing if settings.critic is None else training,
         adamw,
         settings,
         vocabulary_of(config.policy, tokenizer),
     )
     if key not in _programs:
+        # Oldest first. A process of many small runs would otherwise keep the programs of all.
         while len(_programs) >= PROGRAMS_KEPT_MAX:
             _programs.pop(next(iter(_programs)))
         _programs[key] = CompiledStep(config, tokenizer, adamw, settings)

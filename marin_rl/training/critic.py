@@ -27,7 +27,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Float32, Int
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.advantages import whitened as whitened_tokens
+from marin_rl.batching.round_advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
 from marin_rl.training.logprobs import (

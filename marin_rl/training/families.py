@@ -25,6 +25,7 @@ from transformers.models.qwen3 import Qwen3Config as HfQwen3Config
 
 from marin_rl.config import ModelConfig, ModelFamily
 from marin_rl.errors import InputError
+from marin_rl.model_folders import check_family
 
 LevanterConfig = LlamaConfig | GemmaConfig
 ROPE_KEYS = {
@@ -135,11 +136,7 @@ def checked_hf_config(tree: dict[str, Any], path: Path) -> PretrainedConfig:
 
     Raises InputError naming what Levanter would ignore or misread; `path` is for the message.
     """
-    name = tree.get("model_type")
-    if name not in FAMILIES:
-        raise InputError(
-            f"{path}: model_type is {name!r}; expected one of {', '.join(sorted(FAMILIES))}"
-        )
+    name = check_family(tree, FAMILIES, path)
     rope_theta, rope_scaling = _rope_of(tree, path)
     hf_config = FAMILIES[name].hf(
         **(tree | {"rope_theta": rope_theta, "rope_scaling": rope_scaling})
@@ -199,8 +196,15 @@ def _has_window(family: str, hf: Any) -> bool:
 
 
 def _rope_of(tree: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from `rope_theta`/`rope_scaling` or from `rope_parameters`."""
-    parameters = dict(tree.get("rope_parameters") or {})
+    """Rotary base and scaling, from `rope_theta`/`rope_scaling` or from `rope_parameters`.
+
+    transformers 5 writes the latter, by layer type where these differ; all supported layers are of
+    the type full_attention.
+    """
+    parameters = tree.get("rope_parameters") or {}
+    parameters = dict(parameters.get("full_attention") or parameters)
+    if parameters.get("partial_rotary_factor") in (None, 1):  # of all dimensions
+        parameters.pop("partial_rotary_factor", None)
     bases = {float(b) for b in (tree.get("rope_theta"), parameters.pop("rope_theta", None)) if b}
     if len(bases) > 1:
         raise InputError(

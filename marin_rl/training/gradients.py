@@ -116,6 +116,7 @@ def accumulate(
     ref_params = None
     if reference is not None:
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
+    # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
     tokens = jnp.sum(arrays.mask) if trained.critic is not None else None
 
     def loss(
@@ -133,6 +134,7 @@ def accumulate(
 
     def body(number: Array, carry: Any) -> Any:
         total, kept = carry
+        # One at a time, so that activations need the memory of one microbatch.
         index = microbatches.microbatch(number)
         rows = jax.tree.map(lambda array: array[index], arrays)
         gradients, outputs = jax.grad(loss, has_aux=True)(trained, rows, weights_MRT[index])
@@ -147,6 +149,8 @@ def accumulate(
         values=None if trained.critic is None else blank,
     )
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    # The number of iterations is an array: microbatches without rows cost nothing, and no number
+    # recompiles.
     return jax.lax.fori_loop(0, microbatches.size, body, (total, kept))
 
 

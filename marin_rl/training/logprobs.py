@@ -1,14 +1,13 @@
 """Running a model over given tokens: log-probabilities, entropies, values; all in chunks.
 
-The activations are those of Levanter's own layers. What each token does by itself at the end, the
-last MLP, the final norm and the logits, is computed only where the mask is, a chunk of tokens at a
-time and again in the backward pass: prompts cost less, and an array of tokens by vocabulary never
-exists. On a mesh each device does so for the rows that it has.
+The activations are those of Levanter's own layers (`hidden_states`). What each token does by itself
+at the end, the last MLP, the final norm and the logits, is computed only where the mask is, a chunk
+of tokens at a time and again in the backward pass: prompts cost less, and an array of tokens by
+vocabulary never exists. On a mesh each device does so for the rows that it has.
 
 Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embedding, V vocabulary.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,21 +15,16 @@ from typing import Any, NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
-from levanter.layers.attention import AttentionBackend, AttentionMask
-from levanter.models.gemma import GemmaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
+from marin_rl.training.hidden_states import is_plain, states_before_last_mlp
 from marin_rl.training.losses import scores_of_logits
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
 TOKENS_PER_CHUNK = 256
-# More layers than this are scanned: see `_blocks` for what either way costs.
-UNROLLED_LAYERS_MAX = 8
 
 Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 
@@ -137,11 +131,13 @@ def _scored(
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
-    if packing.packed_rows and prompts_BT is None and _is_plain(model):
+    if packing.packed_rows and prompts_BT is None and is_plain(model):
         # Levanter's plain attention computes all T x T pairs of a packed row; attention by blocks
         # computes only those in sight.
         prompts_BT = segment_ids_BT
-    states_BTE = _before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, prompts_BT)
+    states_BTE = states_before_last_mlp(
+        model, token_ids_BT, segment_ids_BT, positions_BT, prompts_BT
+    )
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
         states_BTE.reshape(-1, states_BTE.shape[-1]),
@@ -173,7 +169,7 @@ def final_states(
 
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
-    states_BTE = _before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
+    states_BTE = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
     tail = _Tail.of(model)
     states = hax.named(states_BTE, ("batch", "position", "embed"))
     return tail.final_norm(states + tail.mlp(tail.norm(states))).array
@@ -205,77 +201,6 @@ def _predecessors(
     continues_BT = begins_BT & (positions_BT > 0)
     sources_BT = jnp.where(continues_BT, root_BT + positions_BT - 1, jnp.maximum(index_BT - 1, 0))
     return rows_B1 + sources_BT, prompts_BT
-
-
-def _before_last_mlp(
-    model: Any,
-    token_ids_BT: Int[Array, "B T"],
-    segment_ids_BT: Int[Array, "B T"],
-    positions_BT: Int[Array, "B T"],
-    prompts_BT: Int[Array, "B T"] | None,
-) -> Float[Array, "B T E"]:
-    """Levanter's activations, up to where positions stop exchanging anything."""
-    batch = Axis("batch", token_ids_BT.shape[0])
-    position = Axis("position", token_ids_BT.shape[1])
-    named = partial(hax.named, axis=(batch, position))
-    layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
-    mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
-    states = _embedded(model, named(token_ids_BT))
-    positions: NamedArray | Rotation = named(positions_BT)
-    if prompts_BT is not None:
-        layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)
-        layers, positions = with_rotation(layers, positions, states.dtype)
-    *body, last = _blocks(layers, model.config.num_layers)
-    for block in body:
-        states = block(states, mask, pos_ids=positions)
-    # The last MLP is left out: it works on each token alone, so `_Tail` runs it on the mask only.
-    seen = last.self_attn(last.input_layernorm(states), mask, pos_ids=positions)
-    return (states + seen).rearrange((batch, position, model.Embed)).array
-
-
-def _is_plain(model: Any) -> bool:
-    """True if Levanter's own attention would look at every pair of a row's positions."""
-    attention = model.transformer.layers.stacked.self_attn
-    return attention.config.attn_backend is AttentionBackend.VANILLA
-
-
-def _with_sight(layers: Any) -> Any:
-    """The layers with an attention that takes a `Sight`."""
-    stacked = layers.stacked
-    changed = dataclasses.replace(stacked, self_attn=RowAttention.of(stacked.self_attn))
-    return dataclasses.replace(layers, stacked=changed)
-
-
-def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
-    """Input of the first layer. Gemma scales by the root of the width, rounded as the states."""
-    states = model.embeddings.embed(token_ids)
-    if isinstance(model, GemmaLMHeadModel):
-        states = states * jnp.sqrt(model.config.hidden_dim).astype(states.dtype)
-    return states
-
-
-def _blocks(layers: Any, count: int) -> list[Any]:
-    """Blocks of layers to run one after the other; all but the last may be many layers in one scan.
-
-    Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many
-    spares the compiler minutes.
-    """
-    # To wait for the last layer is what makes it possible to skip most of it.
-    last = layers.get_layer(count - 1)
-    if count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable:
-        return list(layers.unstacked())
-    if count == 1:
-        return [last]
-    block = layers.Block
-    stacked = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
-    shorter = dataclasses.replace(layers, stacked=stacked, Block=block.resize(count - 1))
-    return [partial(_fold, shorter), last]
-
-
-def _fold(
-    layers: Any, states: Any, mask: AttentionMask | Sight, *, pos_ids: NamedArray | Rotation
-) -> Any:
-    return layers.fold(states, mask=mask, key=None, pos_ids=pos_ids)
 
 
 class _Tail(NamedTuple):

@@ -18,7 +18,7 @@ from marin_rl.config import Config, fingerprint_fields
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
-from marin_rl.storage.checkpoints import Beside
+from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
@@ -141,8 +141,8 @@ class Trainer:
         account, attempt = RoundAccount(self._tokenizer), new_attempt()
         with ScoresWriter(self._run, round, attempt, account.eos_token_id) as scores:
             backend, totals = self._updated(round, batches, checkpoint, account, scores.write)
-            beside = Beside(attempt=attempt, parts=scores.parts)
-            return self._commit(backend, slot, totals, beside)
+            extra_parts = ExtraParts(attempt=attempt, parts=scores.parts)
+            return self._commit(backend, slot, totals, extra_parts)
 
     def replay_round(
         self, round: int, batches: SlotRef, checkpoint: SlotRef
@@ -167,6 +167,8 @@ class Trainer:
         program, state = self._program, self._loaded
         passes = program.forward_backward(self._settings)
         reference, read = self._reference(round, checkpoint), list(batches())
+        # One update at most: each gradient is taken at the checkpoint, where old logprobs are the
+        # current ones.
         extras, _ = self._before_updates(round, lambda: read, state, reference, min(len(read), 1))
         if self._run.config.objective.kl_placement == "reward":
             reference = None  # it is applied in the advantages
@@ -182,6 +184,8 @@ class Trainer:
             for gradients in parts:
                 assert gradients.policy is not None, "the policy is trained"
                 for name, array in gradients.policy.items():
+                    # On the host, step by step: the sum of a round needs no second set of gradients
+                    # on the device.
                     total[name] += np.asarray(array, np.float32) / len(read)
         return total
 
@@ -207,11 +211,15 @@ class Trainer:
         history: list[Mapping[str, float]] = []
         for batch, extra in self._steps(batches, extras):
             rows = extra(self._rows(batch))
+            # Both are queued before either is awaited: the device does not wait for metrics to be
+            # read.
             forward, update = backend.forward_backward(rows, loss), backend.optim_step()
             before, after = forward.result(), update.result()
             metrics = {**before.metrics, **after.metrics, **known}
             check_finite(metrics, after.refused, config.training.nonfinite_updates_max)
             history.append(metrics)
+            # Scores are of the policy before the round; rows of a second epoch have been trained
+            # on.
             if len(history) <= steps:  # the first pass
                 keep(scored_step(batch, rows.arrays, before.measures, extra))
                 account.add(batch, program.template)
@@ -238,11 +246,13 @@ class Trainer:
         objective, program = self._run.config.objective, self._program
         by_token = objective.estimator.by_token
         weighing = by_token and program.critic is None
+        # In a single update the old logprobs are the current ones, which the step computes anyway.
         correcting = (total > 1 or weighing) and objective.importance_correction != "none"
         penalising = reference is not None and objective.kl_placement == "reward"
         if not total or not (correcting or penalising or by_token):
             return [], {}
         read = list(batches())
+        # The whole round at once: whitening and penalties are over all of its tokens.
         precompute = RowPrecompute(objective, read, [self._rows(batch) for batch in read])
         trainable, frozen = trainable_of(state, {})
         if correcting:
@@ -277,6 +287,10 @@ class Trainer:
         rollouts = config.rollouts.groups_per_round * config.rollouts.group_size
         rows_max = min(config.batching.sequences_per_step or rollouts, rollouts)
         microbatch = config.training.microbatch_sequences
+        # Rollouts that were cut fill more rows than there are rollouts.
+        while rows_max < len(batch.token_ids):
+            rows_max *= 2
+        # Packed rows are fewer than rollouts, by a number that changes from round to round.
         if config.batching.packing != "none":
             rows_max = rows_compiled_for(max(len(batch.token_ids), microbatch), rows_max)
         return to_fixed_shape(batch, microbatch, rows_max, self._program.layout)
@@ -287,6 +301,7 @@ class Trainer:
         if objective.kl_coefficient == 0:
             return None
         coefficient = np.float32(kl_coefficient(self._run, checkpoint))
+        # The average is part of the state, and was updated by the round before.
         if average is not None:
             return Reference(average, coefficient)
         number = reference_round(objective, round)
@@ -325,9 +340,9 @@ class Trainer:
         backend: DeviceBackend,
         slot: CheckpointSlot,
         totals: Mapping[str, float],
-        beside: Beside | None = None,
+        extra_parts: ExtraParts | None = None,
     ) -> SlotRef:
-        ref = backend.save(slot, totals, as_continued(self._run), beside).result()
+        ref = backend.save(slot, totals, as_continued(self._run), extra_parts).result()
         if ref.reused:  # another attempt was first: what it committed is the truth
             self.load(ref)
         else:

@@ -96,9 +96,16 @@ def scores_of_logits(
 
 
 def token_weights(
-    mask_BT: MaskBT, segment_ids_BT: IntBT, aggregation: str, length_norm: int
+    mask_BT: MaskBT,
+    segment_ids_BT: IntBT,
+    aggregation: str,
+    length_norm: int,
+    shares_BT: FloatArrayBT | None = None,
 ) -> FloatBT:
     """The weight of each token's loss; arrays are those of the whole optimizer step.
+
+    A sequence is a segment, or a rollout of several where `shares_BT` has 1 / the trained tokens of
+    each token's rollout; a rollout then weighs what it would uncut.
 
     token_mean                    1 / tokens                    (DAPO, arXiv:2503.14476, eq. 8)
     sequence_mean_token_mean      1 / (sequences * own tokens)  (GRPO, arXiv:2402.03300, eq. 3)
@@ -111,6 +118,8 @@ def token_weights(
     """
     mask_BT = _zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
+    if shares_BT is not None:
+        per_sequence_BT = jnp.asarray(shares_BT)
     # At least 1: without a trained token the weights must be 0 and not 0 / 0.
     tokens = jnp.maximum(jnp.sum(mask_BT), 1.0)
     # The shares of a sequence sum to 1 but for rounding, which would leak into every weight.

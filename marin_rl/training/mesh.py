@@ -120,6 +120,7 @@ class Layout:
         shardings = self.parameter_shardings(template)
         assert shardings is not None
         everywhere = NamedSharding(self.mesh, PartitionSpec())
+        # By structure, not by name: optax nests moments of parameters in states of its own.
         moments = optax.tree_utils.tree_map_params(
             optimizer,
             put,
@@ -139,6 +140,7 @@ class Layout:
         What is more than `rows` is to be empty: it changes no loss and no gradient.
         """
         over = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        # Both at once: rows that the devices share evenly, in whole pairs for a reward model.
         unit = math.lcm(over, together)
         return -(-rows // unit) * unit
 
@@ -146,6 +148,7 @@ class Layout:
         """Arrays [M, R, T] with the rows of each microbatch spread over data and fsdp."""
         if self.mesh is None:
             return arrays
+        # Rows over fsdp too: its devices hold other weights, but work on rows of their own.
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
         return jax.tree.map(lambda array: jax.device_put(array, sharding), arrays)
 
@@ -162,6 +165,7 @@ class Layout:
         assert self.mesh is not None
         for axis in axes:
             over = STORED.get(axis.name)
+            # Refused here, with the name, since XLA would fail in the middle of compiling the step.
             if over is not None and axis.size % self.mesh.shape[over]:
                 raise ConfigError(
                     f"mesh.{over} is {self.mesh.shape[over]}, but axis {axis.name} of {name} has "
@@ -200,6 +204,7 @@ def layout_of(config: MeshConfig) -> Layout:
     count = int(np.prod(list(sizes.values())))
     if count > len(devices):
         raise ConfigError(f"mesh: {sizes} needs {count} devices, found {len(devices)}")
+    # Without a mesh the step has no constraints, and compiles to the program of one device.
     if count == 1:
         return SINGLE_DEVICE
     return Layout(Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes)))

@@ -30,8 +30,9 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.model_folders import check_model_folder
-from marin_rl.tokenizers import check_vocabulary, end_token_ids, load_tokenizer
+from marin_rl.model_folders import read_hf_config, weight_files
+from marin_rl.tokenizer_files import check_vocabulary
+from marin_rl.tokenizers import end_token_ids, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
     LevanterConfig,
@@ -42,6 +43,8 @@ from marin_rl.training.families import (
 )
 
 LAYER_AXES = ("layer", "layers")
+# Tensors that repeat others: a tied head, and the rotary tables that Llama 2 was saved with.
+RECOMPUTED = ("lm_head", "rotary_emb.inv_freq")
 
 # A policy, or another tree of named arrays: a scalar model, a head alone.
 M = TypeVar("M", bound=eqx.Module)
@@ -98,7 +101,7 @@ def hf_template(folder: str | Path) -> LmHeadModel:
 
 
 def _hf_architecture(path: Path) -> tuple[LevanterConfig, int]:
-    hf_config: Any = checked_hf_config(_read_hf_config(path), path)
+    hf_config: Any = checked_hf_config(read_hf_config(path), path)
     family = FAMILIES[hf_config.model_type]
     config = dataclasses.replace(family.levanter.from_hf_config(hf_config), **execution())
     return config, hf_config.vocab_size
@@ -209,7 +212,10 @@ def load_hf(folder: str | Path) -> LmHeadModel:
         model = cast(Any, converter).load_pretrained(
             config.model_type, config=config, dtype=jnp.float32
         )
-    weights = {name: np.asarray(array) for name, array in named_parameters(model).items()}
+    # Levanter keeps the dtype of the files, which is bfloat16 in most, whatever `dtype` says.
+    weights = {
+        name: np.asarray(array, np.float32) for name, array in named_parameters(model).items()
+    }
     return with_parameters(model, weights)
 
 
@@ -225,7 +231,7 @@ def _check_tensors(template: LmHeadModel, path: Path) -> None:
         for name, array in eqx.filter_eval_shape(_exported, template).items()
     }
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         try:
             with safe_open(str(file), framework="numpy") as tensors:
                 names = tensors.keys()
@@ -235,7 +241,9 @@ def _check_tensors(template: LmHeadModel, path: Path) -> None:
     wrong = sorted(name for name in expected if shapes.get(name) != expected[name])
     # A checkpoint of tied embeddings may hold the head a second time; a norm or bias that the
     # configuration does not speak of would be dropped silently.
-    surplus = sorted(name for name in set(shapes) - set(expected) if "lm_head" not in name)
+    surplus = sorted(
+        name for name in set(shapes) - set(expected) if not any(part in name for part in RECOMPUTED)
+    )
     for name in (*wrong, *surplus):
         raise InputError(
             f"{path} does not fit its config.json: tensor {name} expected "
@@ -293,27 +301,4 @@ def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dic
 def check_hf_support(folder: str | Path) -> None:
     """Raise InputError, reading no weight, if `load_hf` would refuse the folder's configuration."""
     path = Path(folder).resolve()
-    checked_hf_config(_read_hf_config(path), path)
-
-
-def _read_hf_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise InputError(
-            f"no model folder at {path}: expected a local Hugging Face folder with config.json and "
-            "safetensors; download it first"
-        )
-    check_model_folder(path)
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    if not any((path / name).is_file() for name in weights):
-        raise InputError(
-            f"{path} holds no safetensors: expected model.safetensors or "
-            "model.safetensors.index.json; convert other formats with transformers' "
-            "save_pretrained(safe_serialization=True)"
-        )
-    try:
-        tree = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / 'config.json'}: {error}") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{path / 'config.json'}: expected an object, found {tree!r:.80}")
-    return tree
+    checked_hf_config(read_hf_config(path), path)

@@ -17,10 +17,11 @@ from jaxtyping import Float32
 
 from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
-from marin_rl.training.critic import token_gae, whitened
+from marin_rl.training.critic import whitened
 from marin_rl.training.reference_policy import reward_penalty, token_penalty
 from marin_rl.training.step_types import StepArrays, StepRows
 from marin_rl.training.token_baseline import return_weights, round_token_advantages
+from marin_rl.training.trajectories import rollout_gae, rollouts_of_tokens
 from marin_rl.types import TrainingBatch
 
 RowsPass = Callable[[StepRows], Float32[np.ndarray, "M R T"]]
@@ -87,17 +88,20 @@ class RowPrecompute:
         """
         objective, batches, arrays = self._objective, self._batches, self._arrays
         ref_logprobs = [score(rows) for rows in self._rows]
-        if objective.advantage == "gae" or objective.kl_by_token:
+        # A critic learns penalised rewards, so they are needed token by token; without one, the
+        # advantage is linear in the rewards and the penalty's own is added to it.
+        if objective.estimator.needs_critic or objective.kl_by_token:
             of_tokens = token_penalty(objective, batches, arrays, ref_logprobs, coefficient)
             metrics = of_tokens.metrics
             if objective.kl_by_token:
-                self._add(advantages=_penalised(arrays, of_tokens.rewards))
+                self._add(advantages=_penalised(batches, arrays, of_tokens.rewards))
             else:
                 self._add(rewards=of_tokens.rewards)
         else:
             penalty = reward_penalty(objective, groups, batches, arrays, ref_logprobs, coefficient)
             metrics = penalty.metrics
             self._add(advantages=penalty.advantages)
+        # Kept for the scores: the step itself is given no reference in this case.
         self._add(ref_logprobs=ref_logprobs)
         self.metrics = {**metrics, "objective/kl_coefficient": coefficient}
 
@@ -107,6 +111,7 @@ class RowPrecompute:
             _estimated(critic, extra, batch, rows.arrays, values(rows))
             for extra, batch, rows in zip(self.extras, self._batches, self._rows, strict=True)
         ]
+        # After all steps are estimated: the mean and the spread are those of the round.
         if self._objective.whitens_tokens:
             advantages = [extra.advantages for extra in self.extras if extra.advantages is not None]
             self._add(advantages=whitened(advantages, [arrays.mask for arrays in self._arrays]))
@@ -126,20 +131,18 @@ class RowPrecompute:
 
 
 def _penalised(
-    arrays: Sequence[StepArrays], rewards: Sequence[Float32[np.ndarray, "M R T"]]
+    batches: Sequence[TrainingBatch],
+    arrays: Sequence[StepArrays],
+    rewards: Sequence[Float32[np.ndarray, "M R T"]],
 ) -> list[Float32[np.ndarray, "M R T"]]:
     """Additions to the batches' advantages for KL: each token's own penalty and all after it.
 
     The sum is whitened over the round's trained tokens (REINFORCE++, arXiv:2501.03262, section 3).
     """
     sums = []
-    for rows, reward in zip(arrays, rewards, strict=True):
-        length = rows.mask.shape[-1]
-        flat = (a.reshape(-1, length) for a in (reward, rows.mask, rows.segment_ids))
-        reward_BT, mask_BT, segment_ids_BT = flat
-        nothing_BT = np.zeros_like(reward_BT)
-        to_come = token_gae(reward_BT, nothing_BT, mask_BT, segment_ids_BT, gamma=1.0, lambda_=1.0)
-        sums.append(rows.advantages + np.asarray(to_come).reshape(rows.mask.shape))
+    for batch, rows, reward in zip(batches, arrays, rewards, strict=True):
+        to_come = _gae(batch, rows, reward, np.zeros_like(reward), gamma=1.0, lambda_=1.0)
+        sums.append(rows.advantages + to_come)
     white = whitened(sums, [rows.mask for rows in arrays])
     return [step - rows.advantages for step, rows in zip(white, arrays, strict=True)]
 
@@ -154,22 +157,31 @@ def _estimated(
     """The extras of a step's rows with values, advantages that are not whitened, and returns."""
     rewards = token_rewards(batch, rows)
     if extra.rewards is not None:
+        # The KL penalty comes first, so that returns and values include it.
         rewards = rewards + extra.rewards
-    length = rows.mask.shape[-1]
-    flat = (array.reshape(-1, length) for array in (rewards, values, rows.mask, rows.segment_ids))
-    gae = token_gae(*flat, gamma=critic.gamma, lambda_=critic.gae_lambda)
-    advantages = np.asarray(gae).reshape(rows.mask.shape)
+    advantages = _gae(batch, rows, rewards, values, gamma=critic.gamma, lambda_=critic.gae_lambda)
     returns = np.where(rows.mask, advantages + values, np.float32(0))
     return replace(extra, values=values, advantages=advantages, returns=returns)
 
 
+def _gae(
+    batch: TrainingBatch,
+    rows: StepArrays,
+    rewards: Float32[np.ndarray, "M R T"],
+    values: Float32[np.ndarray, "M R T"],
+    *,
+    gamma: float,
+    lambda_: float,
+) -> Float32[np.ndarray, "M R T"]:
+    length = rows.mask.shape[-1]
+    flat = (array.reshape(-1, length) for array in (rewards, values, rows.mask, rows.segment_ids))
+    return rollout_gae(batch, *flat, gamma=gamma, lambda_=lambda_).reshape(rows.mask.shape)
+
+
 def token_rewards(batch: TrainingBatch, rows: StepArrays) -> Float32[np.ndarray, "M R T"]:
     """The reward that is received at each trained token, in the places of the rows."""
-    length = rows.mask.shape[-1]
-    mask_BT, segments_BT = (array.reshape(-1, length) for array in (rows.mask, rows.segment_ids))
-    row_N, position_N = np.nonzero(mask_BT)
-    returns_N = batch.returns[row_N, position_N].astype(np.float64)
-    sequence_N = row_N * (length + 1) + segments_BT[row_N, position_N]
+    mask_BT = rows.mask.reshape(-1, rows.mask.shape[-1])
+    returns_N = batch.returns[np.nonzero(mask_BT)].astype(np.float64)
     rewards_BT = np.zeros(mask_BT.shape, np.float32)
-    rewards_BT[row_N, position_N] = rewards_of(returns_N, sequence_N)
+    rewards_BT[mask_BT] = rewards_of(returns_N, rollouts_of_tokens(batch, mask_BT))
     return rewards_BT.reshape(rows.mask.shape)

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
-from marin_rl.batching.advantages import AdvantageChoice, round_advantages
+from marin_rl.batching.round_advantages import AdvantageChoice, round_advantages
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.losses import kl_estimate
 from marin_rl.training.step_types import StepArrays
+from marin_rl.training.trajectories import rollout_numbers
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
 
@@ -101,9 +102,10 @@ def reward_penalty(
     choice = AdvantageChoice(estimator=objective.advantage, scale="none")
     advantage_N = round_advantages(-coefficient * kl.completions_N, group_N, count, choice)
     changes, start = [], 0
+    number_S, _ = rollout_numbers(batches)
     for sums, (rows, segments), step in zip(kl.sums, kl.places, arrays, strict=True):
         by_segment = np.zeros_like(sums)
-        by_segment[rows, segments] = advantage_N[start : start + len(rows)]
+        by_segment[rows, segments] = advantage_N[number_S[start : start + len(rows)]]
         start += len(rows)
         changes.append(_spread(by_segment, step))
     return Penalty(advantages=tuple(changes), metrics=kl.metrics(arrays))
@@ -141,9 +143,9 @@ def token_penalty(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kl:
-    """KL of a round to the reference: step by step of tokens and of segments, and of completions.
+    """KL of a round to the reference: step by step of tokens and of segments, and of rollouts.
 
-    `places` are the rows and segments of the completions in `sums`.
+    `places` are the rows and segments in `sums`.
     """
 
     tokens: Sequence[Float64[np.ndarray, "_ _"]]
@@ -170,8 +172,10 @@ def _kl_of(
     tokens = [_estimates(objective, *pair) for pair in zip(arrays, ref_logprobs, strict=True)]
     sums = [_sums(*pair) for pair in zip(arrays, tokens, strict=True)]
     places = [_places(batch) for batch in batches]
-    # In the order of the batches' ids, which is the order of `group_numbers` too.
-    kl_N = np.concatenate([step[place] for step, place in zip(sums, places, strict=True)])
+    # In the order of the batches' ids, which is the order of `rollout_numbers` too.
+    kl_S = np.concatenate([step[place] for step, place in zip(sums, places, strict=True)])
+    number_S, names = rollout_numbers(batches)
+    kl_N = np.bincount(number_S, weights=kl_S, minlength=len(names)).astype(np.float64)
     return _Kl(tokens=tokens, sums=sums, places=places, completions_N=kl_N)
 
 
@@ -195,7 +199,7 @@ def _sums(arrays: StepArrays, values_BT: Float64[np.ndarray, "B T"]) -> Float64[
 
 
 def _places(batch: TrainingBatch) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
-    """Row and segment of each completion, in the order of their ids."""
+    """Row and segment of each named segment, in the order of their ids."""
     counts = np.array([len(ids) for ids in batch.rollout_ids], np.int64)
     rows = np.repeat(np.arange(len(counts)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -214,8 +218,9 @@ def _spread(
 def group_numbers(
     groups: Mapping[str, str], batches: Sequence[TrainingBatch]
 ) -> tuple[Int64[np.ndarray, " N"], int]:
-    """The group of each completion as a number, and how many there are."""
-    of_each = [groups[name] for batch in batches for row in batch.rollout_ids for name in row]
+    """The group of each rollout as a number, and how many there are."""
+    _, names = rollout_numbers(batches)
+    of_each = [groups[name] for name in names]
     # Numbered by first appearance, not by a set's order, which differs between processes.
     numbers = {group: number for number, group in enumerate(dict.fromkeys(of_each))}
     return np.array([numbers[group] for group in of_each], np.int64), len(numbers)

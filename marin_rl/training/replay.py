@@ -24,6 +24,7 @@ from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import digest_of
 from marin_rl.training.state import tree_of
+from marin_rl.trust import Consent, check_named
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
 
@@ -64,16 +65,19 @@ class Replay:
         return self.digest == self.recorded_digest and not self.differing
 
 
-def replay_round(run: Run, round: int) -> Replay:
+def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     """Train round `round` again from its checkpoint and batches.
 
     Where JAX has not started yet, it starts with as many threads as the recorded update had.
     Raises ObjectMissing when the round was not trained, or retention has pruned the arrays of its
-    first checkpoint; CorruptObject when the committed slots are not those that were trained on.
+    first checkpoint; CorruptObject when the committed slots are not those that were trained on;
+    ConfigError where another user's run names a loss, unless `trust`.
     """
     player = run.at_round(round)
+    check_named(player, player.config, Consent(trust=trust), ("objective",))
     recorded = _recorded(player, round)
     start, batches = _parents(player, recorded, round)
+    # Before JAX starts: sums of another thread pool differ in their last bits.
     _request_recorded_threads(recorded)
     trainer = Trainer(player, tokenizer_for(player.config.policy))
     state, metrics = trainer.replay_round(round, batches, start)
@@ -84,6 +88,7 @@ def replay_round(run: Run, round: int) -> Replay:
         assert ref is not None, "its manifest was read"
         differing = _differences(restore_checkpoint(player, ref, tree), tree)
         compared = len(jax.tree.leaves(tree))
+    # As they were committed: a manifest has only finite numbers.
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return Replay(
         round=round,
@@ -114,6 +119,7 @@ def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef
     parents: list[SlotRef] = []
     for slot in (checkpoint_slot(round), batches_slot(round)):
         ref = committed(run, slot)
+        # A slot that was made again would be compared with an update that never saw it.
         if ref is None or ref.sha256 != named.get(slot):
             raise CorruptObject(
                 f"{run.store.url_of(recorded.slot)} was made from {slot} with SHA-256 "
@@ -130,6 +136,7 @@ def _differences(recorded: Tree, now: Tree) -> tuple[ArrayDifference, ...]:
     differences: list[ArrayDifference] = []
     for (path, old), new in zip(named, others, strict=True):
         old, new = np.asarray(old), np.asarray(new)
+        # Bytes and not values: NaN equals itself, and 0 is not -0.
         if old.tobytes() != new.tobytes():
             apart = np.abs(old.astype(np.float64) - new.astype(np.float64))
             differences.append(

@@ -8,14 +8,23 @@ JAX is imported for the gradient alone.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from marin_rl.batching.build import Preview, preview_round
-from marin_rl.config import Config, differences, fingerprint_fields, override, parse_config
+from marin_rl.config import (
+    Config,
+    differences,
+    fingerprint_fields,
+    override,
+    parse_config,
+    pin_code,
+)
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.tables.rewards import read_rewards
+from marin_rl.trust import Consent, check_named
 from schemas.batches import DISPOSITION_KINDS
 
 # What may change without sampling anything again.
@@ -80,14 +89,18 @@ def reprocess_round(
     rewards: str | None = None,
     *,
     gradient: bool = True,
+    trust: bool = False,
 ) -> Reprocessed:
     """Compare a round with what `overrides`, or the reward table `rewards`, would make of it.
 
     Raises ConfigError for settings that samples depend on, ObjectMissing, CorruptObject; InputError
-    where the reward table lacks rollouts.
+    where the reward table lacks rollouts; ConfigError where another user's run names a loss, for
+    the gradient, unless `trust`.
     """
     player = run.at_round(round)
     config = _changed(player.config, overrides)
+    if gradient:
+        check_named(player, player.config, Consent(trust=trust), ("objective",))
     other = None if rewards is None else read_rewards(run, round, rewards)
     before = preview_round(player, round, player.config)
     after = preview_round(player, round, config, other)
@@ -95,8 +108,8 @@ def reprocess_round(
         round=round,
         settings=tuple(differences(fingerprint_fields(player.config), fingerprint_fields(config))),
         rewards=rewards,
-        before=_batched(before, player.config),
-        after=_batched(after, config),
+        before=_batched(before),
+        after=_batched(after),
         moved=_moved(before, after),
         advantages=_advantages(before, after),
         gradient=_gradients(player, config, round, before, after) if gradient else None,
@@ -105,7 +118,7 @@ def reprocess_round(
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
     tree = config.model_dump(mode="json")
-    changed = parse_config(override(tree, overrides), "reprocess")
+    changed = parse_config(pin_code(override(tree, overrides), Path()), "reprocess")
     lines = differences(fingerprint_fields(config), fingerprint_fields(changed))
     refused = [
         line
@@ -123,15 +136,11 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
     return changed
 
 
-def _batched(preview: Preview, config: Config) -> Batched:
+def _batched(preview: Preview) -> Batched:
     plan = preview.plan
     counts = Counter(plan.disposition_N.tolist())
-    per_step = plan.rows_per_step
-    steps = -(-plan.rows // per_step) if plan.rows else 0
-    if plan.packing is not None:
-        steps = int(plan.packing.step_K.max(initial=-1)) + 1
     return Batched(
-        steps=steps,
+        steps=plan.steps,
         rows=plan.rows,
         length=plan.length,
         rollouts={kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},

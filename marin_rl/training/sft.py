@@ -12,9 +12,11 @@ from typing import TypeVar, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.batching.pairs import padded
 from marin_rl.batching.sequences import ChatTokenizer, chats_tokens
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.environments.base import Environment, make_environment
+from marin_rl.environments.base import Environment
+from marin_rl.environments.checks import make_environment, no_demonstration
 from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.runs import Run, committed, sft_slot
@@ -85,6 +87,7 @@ class WarmStart:
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
                 self._publish(step + 1, metrics)
         ref = backend.save(slot, _summary(metrics)).result()
+        # Another attempt that was first may have other moments to the bit: its state is read then.
         if not ref.reused:
             self._committed.keep(backend.close(), ref)
         return ref
@@ -117,6 +120,7 @@ class WarmStart:
             "policy": fingerprint_fields(config.policy),
             "sft": fingerprint_fields(config.sft),
             "environment": fingerprint_fields(config.sft.environment or config.environment),
+            # Of `training`, what the optimizer of the warm start uses; changing the rest keeps it.
             "moments": [config.training.beta1, config.training.beta2, config.training.epsilon],
             "seed": config.seed,
         }
@@ -143,6 +147,7 @@ def made_ahead(make: Callable[[int], Batch], start: int, end: int) -> Iterator[t
         ahead = [pool.submit(make, step) for step in first]
         for step in range(start, end):
             batch = ahead.pop(0).result()
+            # A few steps ahead: tokenizing overlaps with training, and memory holds few batches.
             if step + PREPARED_MAX < end:
                 ahead.append(pool.submit(make, step + PREPARED_MAX))
             yield step, batch
@@ -159,14 +164,13 @@ def supervised_batch(
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
     chats = list[tuple[Sequence[Message], str]]()
+    # By number and not from an iterator: a segment that is continued needs none of the earlier
+    # ones.
     for number in range(step * rows, (step + 1) * rows):
         example = environment.example(chosen.train_seed, number, "train")
         answer = environment.demonstration(example)
         if answer is None:
-            raise InputError(
-                f"example {example.example_id} of {example.environment} has no answer: a warm "
-                "start needs (prompt, answer) pairs; choose another sft.environment"
-            )
+            raise InputError(no_demonstration(environment, example))
         chats.append((example.messages, answer))
     sequences = chats_tokens(cast(ChatTokenizer, tokenizer), chats)
     longest = max(len(ids) for ids, _ in sequences)
@@ -179,11 +183,8 @@ def supervised_batch(
 
 
 def _padded(sequences: list[tuple[np.ndarray, np.ndarray]], length: int) -> TrainingBatch:
-    lengths = np.array([len(ids) for ids, _ in sequences])
-    inside_BT = np.arange(length) < lengths[:, None]
-    token_ids, loss_mask = (np.zeros(inside_BT.shape, np.int32) for _ in range(2))
-    token_ids[inside_BT] = np.concatenate([ids for ids, _ in sequences])
-    loss_mask[inside_BT] = np.concatenate([mask for _, mask in sequences])
+    token_ids, inside_BT = padded([ids for ids, _ in sequences], len(sequences), length)
+    loss_mask, _ = padded([mask for _, mask in sequences], len(sequences), length)
     nothing = np.zeros(inside_BT.shape, np.float32)
     return TrainingBatch(
         token_ids=token_ids,

@@ -21,14 +21,16 @@ from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.checkpoints import (
-    Beside,
+    ExtraParts,
     checkpoint_fingerprint,
     commit_checkpoint,
     restore_checkpoint,
 )
 from marin_rl.storage.commits import find_commit, manifest_of
+from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
-from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
+from marin_rl.tokenizer_files import check_vocabulary
+from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import (
     build_model,
@@ -92,6 +94,7 @@ def fresh_state(
         parameters=parameters,
         optimizer=optimizer.init(parameters),
         step=jnp.zeros((), jnp.int32),
+        # Both halves of a 64-bit seed: without x64, JAX would make a key of the lower one alone.
         rng=jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32),
         refused=jnp.zeros((), jnp.int32),
         average=dict(parameters) if averaged else None,
@@ -170,6 +173,7 @@ def _optimizer_of(tree: Mapping[str, Any], like: Any) -> Any:
 
 def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
     """Leaves of optax's state by names such as `1.0.mu.transformer/norm/weight`."""
+    # By path and not by position: a checkpoint survives a change in the order of optax's leaves.
     leaves = jax.tree_util.tree_flatten_with_path(optimizer)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
@@ -198,6 +202,7 @@ class Identity:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest's `extra` keeps them."""
         fields = dataclasses.asdict(self)
+        # Left out rather than null: manifests of runs without a critic have no such field.
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -221,6 +226,7 @@ def restore_state(
 
     Raises CorruptObject where files are damaged, or where the arrays are those of another model.
     """
+    # By the manifest, before gigabytes of arrays are read.
     digest, expected = identity_of(run, ref).tokenizer_digest, tokenizer.tokenizer_digest
     if digest != expected:
         raise InputError(
@@ -235,6 +241,7 @@ def restore_parameters(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> Parameters:
     """The parameters of a checkpoint alone. Raises as `restore_state` does."""
+    # Which other branches there are is up to the run that wrote the checkpoint.
     alone = like._replace(average=None, critic=None)
     return restore_state(run, ref, alone, tokenizer, unasked=UNSERVED).parameters
 
@@ -273,9 +280,8 @@ def sft_result(run: Run) -> SlotRef:
 
 def other_run(config: Config) -> tuple[Run, SlotRef]:
     """The run and checkpoint that policy.checkpoint names: ROOT/RUN_ID/checkpoints/round-00012."""
-    kinds = {"checkpoints": "round-00012", "sft": "step-00500"}
     text = config.policy.checkpoint or ""
-    return checkpoint_named(text, kinds, "policy.checkpoint", config.storage_options)
+    return checkpoint_named(text, POLICY_SLOTS, "policy.checkpoint", config.storage_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +307,7 @@ class CheckpointSlot:
         state: TrainState,
         totals: Mapping[str, float],
         extra: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
+        extra_parts: ExtraParts | None = None,
     ) -> SlotRef:
         """Commit a state; totals that are not finite are left out.
 
@@ -313,9 +319,10 @@ class CheckpointSlot:
             tree_of(state),
             content=self.content,
             parents=self.parents,
+            # A manifest is strict JSON, which has neither NaN nor infinities.
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
             extra={**Identity.of(state, self.tokenizer).as_dict(), **(extra or {})},
-            beside=beside,
+            extra_parts=extra_parts,
         )
 
 

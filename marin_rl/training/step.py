@@ -45,6 +45,7 @@ from marin_rl.training.step_types import (
     TrainState,
 )
 from marin_rl.training.token_baseline import squared_score_norms
+from marin_rl.training.trajectories import rollout_shares
 from marin_rl.types import TrainingBatch
 
 # Gradients of a batch, in the parts that its loops summed: `Update` adds them up.
@@ -69,13 +70,16 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
         padded[:count] = array_BT
         return padded.reshape(microbatches, rows, length)
 
+    mask_BT = trained_mask(batch)
+    shares_BT = rollout_shares(batch, mask_BT)
     arrays = StepArrays(
         token_ids=cut(batch.token_ids, np.int32),
-        mask=cut(trained_mask(batch), np.bool_),
+        mask=cut(mask_BT, np.bool_),
         segment_ids=cut(batch.segment_ids, np.int32),
         positions=cut(batch.positions, np.int32),
         policy_logprobs=cut(batch.policy_logprobs, np.float32),
         advantages=cut(batch.advantages, np.float32),
+        rollout_shares=None if shares_BT is None else cut(shares_BT, np.float32),
     )
     return StepRows(arrays, -(-count // rows))
 

@@ -3,6 +3,7 @@
 That is, of every trained token, the surrogate times its correction, KL to the reference and entropy
 (`step_losses`), times the token's weight in the step (`row_weights`), and the critic's loss where
 there is one (`critic_losses`); `step_loss` is their sum. Each formula by itself is in losses.py,
+the call of a loss of the user's own in custom_loss.py,
 metrics of the same arrays are in step_metrics.py.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses
+from marin_rl.training.custom_loss import custom_losses
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     correction_weights,
@@ -46,6 +48,7 @@ def step_loss(
     loss = weighted_sum(weights_BT, losses + regularisers)
     if values is not None:
         critic = critic_losses(settings, in_rows(values), rows)
+        # At least 1: a step without trained tokens has a loss of 0, and not NaN.
         loss += jnp.sum(critic) / jnp.maximum(jnp.sum(rows.mask), 1)
     return loss, weighted_sum(weights_BT, losses)
 
@@ -59,7 +62,8 @@ def row_weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T
     """Return the weight of each token's loss, over all rows of the step."""
     aggregation = settings.objective.aggregation if settings.objective else "token_mean"
     mask_BT, segment_ids_BT = in_rows(arrays.mask.astype(jnp.float32)), in_rows(arrays.segment_ids)
-    return token_weights(mask_BT, segment_ids_BT, aggregation, settings.length_norm)
+    shares_BT = None if arrays.rollout_shares is None else in_rows(arrays.rollout_shares)
+    return token_weights(mask_BT, segment_ids_BT, aggregation, settings.length_norm, shares_BT)
 
 
 def step_losses(
@@ -74,7 +78,8 @@ def step_losses(
     if objective is None:
         return -on_mask(scores.logprobs, rows.mask), jnp.zeros_like(scores.logprobs)
     old = old_logprobs(objective, scores.logprobs, rows)
-    losses = policy_losses(objective, scores.logprobs, old, rows.advantages, mask, rows.segment_ids)
+    losses = surrogate_losses(objective, scores.logprobs, old, rows)
+    # Outside of the clip: the correction weighs the clipped loss, by a constant without a gradient.
     losses *= corrections(objective, old, rows)
     regularisers = -objective.entropy_coefficient * on_mask(scores.entropies, rows.mask)
     if ref_logprobs is not None:
@@ -87,6 +92,16 @@ def step_losses(
     return losses, regularisers
 
 
+def surrogate_losses(
+    objective: ObjectiveConfig, logprobs: Array, old: Array, rows: StepArrays
+) -> Array:
+    """Return the surrogate of each token of rows [B, T]: the user's own, or that of its name."""
+    if objective.loss is not None:
+        return custom_losses(objective, logprobs, old, rows)[0]
+    mask = rows.mask.astype(jnp.float32)
+    return policy_losses(objective, logprobs, old, rows.advantages, mask, rows.segment_ids)
+
+
 def old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) -> Array:
     """Return old logprobs: the denominator of importance ratios.
 
@@ -95,6 +110,7 @@ def old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) 
     """
     if objective.importance_correction == "none":
         return rows.policy_logprobs
+    # Stopped: the ratio is 1 in value, and its gradient is that of the logprobs.
     return jax.lax.stop_gradient(logprobs) if rows.old_logprobs is None else rows.old_logprobs
 
 
@@ -108,6 +124,7 @@ def critic_losses(settings: StepSettings, values: Array, rows: StepArrays) -> Ar
     """The weighted value loss of each trained token, 0 elsewhere; to be divided by their number."""
     critic, old_values, returns = critic_targets(settings, rows)
     losses = value_losses(values, old_values, returns, critic.value_clip)
+    # `where` rather than times the mask: values of padding may be anything, and 0 * inf is NaN.
     return jnp.where(rows.mask, critic.value_coefficient * losses, 0.0)
 
 

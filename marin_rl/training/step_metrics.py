@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import value_metrics
+from marin_rl.training.custom_loss import custom_losses
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     accepted_tokens,
@@ -23,7 +24,6 @@ from marin_rl.training.losses import (
     kl_estimate,
     log_ratios,
     on_mask,
-    policy_losses,
     segment_sums,
     sequence_shares,
     trained_sequences,
@@ -35,6 +35,7 @@ from marin_rl.training.step_loss import (
     in_rows,
     old_logprobs,
     step_loss,
+    surrogate_losses,
 )
 from marin_rl.training.step_types import StepArrays, StepSettings
 
@@ -77,15 +78,19 @@ def step_metrics(
         mask = rows.mask.astype(jnp.float32)
         metrics["loss/policy_avg"] = surrogate
         metrics["policy/entropy_avg"] = metrics["entropy"]
-        metrics["objective/entropy"] = sequence_entropy(logprobs, mask, rows.segment_ids)
+        metrics["objective/entropy"] = sequence_entropy(logprobs, mask, trained_rollouts(rows))
         metrics |= _ratio_metrics(objective, logprobs, rows)
         metrics |= _mismatch_metrics(logprobs, rows)
+        if objective.loss is not None:
+            old = old_logprobs(objective, logprobs, rows)
+            metrics |= custom_losses(objective, logprobs, old, rows)[1]
     if objective is not None and ref_logprobs is not None and coefficient is not None:
         references = in_rows(ref_logprobs)
         estimate = kl_estimate(logprobs, references, objective.kl_estimator)
         metrics["kl"] = _mean(estimate, rows.mask)
-        sequences = trained_sequences(rows.mask.astype(jnp.float32), rows.segment_ids)
-        metrics["objective/kl"] = jnp.sum(on_mask(logprobs - references, rows.mask)) / sequences
+        # k1, summed over a rollout: the KL that a penalty on rewards would subtract.
+        total = jnp.sum(on_mask(logprobs - references, rows.mask))
+        metrics["objective/kl"] = total / trained_rollouts(rows)
         metrics["objective/kl_coefficient"] = coefficient
     if values is not None:
         critic, old_values, returns = critic_targets(settings, rows)
@@ -109,7 +114,7 @@ def token_measures(
     sequences = mask, rows.segment_ids
     ratios = importance_ratios(objective, logprobs, old, *sequences)
     weights = corrections(objective, old, rows)
-    clipped = clipped_tokens(objective, logprobs, old, rows.advantages, weights, *sequences)
+    clipped = clipped_tokens(objective, logprobs, old, weights, rows)
     corrected = objective.importance_correction != "none"
     return TokenMeasures(
         trainer_logprobs=scores.logprobs,
@@ -133,6 +138,7 @@ def _ratio_metrics(
     metrics = {
         "val/ratio": mean,
         "val/ratio_var": _mean(jnp.square(ratio - mean), rows.mask),
+        # Schulman's k2, as TRL and PPO implementations report it.
         "policy/approxkl_avg": _mean(jnp.square(logprobs - old) / 2, rows.mask),
         **clip_fractions(objective, bounds, rows.advantages, mask, rows.segment_ids),
     }
@@ -154,12 +160,16 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
     return {
         "sampling/logp_difference/mean": _mean(jnp.abs(difference), rows.mask),
         "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
+        # Without a trained token the minimum would be infinite, which no manifest holds.
         "sampling/importance_ratio/min": jnp.where(
             some, jnp.min(jnp.where(rows.mask, ratio, jnp.inf)), 1.0
         ),
         "sampling/importance_ratio/mean": _mean(ratio, rows.mask),
         "sampling/importance_ratio/max": jnp.max(jnp.where(rows.mask, ratio, 0.0)),
+        # k3, an estimate of KL(sampler || trainer) that is never below 0; expm1, because exp(x) - 1
+        # of a difference of 1e-7 has no correct digit in float32.
         "mismatch_kl": _mean(jnp.expm1(difference) - difference, rows.mask),
+        # Chi-square of trainer to sampler: E[ratio^2] - 1 over tokens that the sampler drew.
         "sampling/chi2/token": _mean(jnp.expm1(2 * difference), rows.mask),
         **_completion_mismatch(logprobs, rows),
     }
@@ -167,6 +177,7 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
 
 def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
     """Perplexities of trainer and sampler, and their chi-square, as means over completions."""
+    # 1 / length at each token, so that sums over a completion are its means.
     share = sequence_shares(rows.mask, rows.segment_ids)
     count = trained_sequences(rows.mask, rows.segment_ids)
     apart = segment_sums(on_mask(logprobs - rows.policy_logprobs, rows.mask), rows.segment_ids)
@@ -205,10 +216,8 @@ def clipped_tokens(
     objective: ObjectiveConfig,
     logprobs_BT: FloatBT,
     old_logprobs_BT: FloatBT,
-    advantages_BT: FloatBT,
     corrections_BT: FloatBT,
-    mask_BT: FloatBT,
-    segment_ids_BT: IntBT,
+    rows: StepArrays,
 ) -> Bool[Array, "B T"]:
     """Trained tokens that have an advantage, and whose log-probability gets no gradient.
 
@@ -219,13 +228,13 @@ def clipped_tokens(
     """
 
     def surrogate(logprobs: FloatBT) -> Array:
-        losses_BT = policy_losses(
-            objective, logprobs, old_logprobs_BT, advantages_BT, mask_BT, segment_ids_BT
-        )
+        losses_BT = surrogate_losses(objective, logprobs, old_logprobs_BT, rows)
         return weighted_sum(corrections_BT, losses_BT)
 
+    # Of logprobs alone, not of the model: a few elementwise operations.
     gradient_BT = jax.grad(surrogate)(logprobs_BT)
-    return (mask_BT > 0) & (advantages_BT != 0) & (gradient_BT == 0)
+    mask_BT = rows.mask.astype(jnp.float32)
+    return (mask_BT > 0) & (rows.advantages != 0) & (gradient_BT == 0)
 
 
 class Beyond(NamedTuple):
@@ -248,10 +257,12 @@ def beyond_bounds(
     gmpo             a log-ratio of the token itself below -clip_low, or above clip_high
     dppo             a probability that fell by more than clip_low, or rose by more than clip_high
     dppo_kl          one that fell, or rose, with a binary KL of more than clip_low or clip_high
-    reinforce, sapo, dro  none: they have no bounds
+    reinforce, sapo, dro  none: they have no bounds; nor are those of a user's own loss known
     """
     low, high = objective.clip_low, objective.clip_high
     none_BT = jnp.zeros(ratios_BT.shape, bool)
+    if objective.loss is not None:
+        return Beyond(none_BT, none_BT)
     match objective.surrogate:
         case "reinforce" | "sapo" | "dro":
             return Beyond(none_BT, none_BT)
@@ -288,6 +299,7 @@ def clip_fractions(
     low_BT = beyond.below & (advantages_BT < 0)
     high_BT = beyond.above & (advantages_BT > 0)
     share_BT = mask_BT
+    # All tokens of a sequence have its ratio: counted by token, long ones would count more often.
     if objective.ratio_level != "token":
         share_BT = sequence_shares(mask_BT, segment_ids_BT)
     total = jnp.maximum(jnp.sum(share_BT), 1.0)
@@ -304,8 +316,15 @@ def clip_fractions(
     }
 
 
+def trained_rollouts(rows: StepArrays) -> Float[Array, ""]:
+    """Number of rollouts with a trained token, to rounding; 1 where none has."""
+    if rows.rollout_shares is None:
+        return trained_sequences(rows.mask.astype(jnp.float32), rows.segment_ids)
+    return jnp.maximum(jnp.sum(rows.rollout_shares), 1.0)
+
+
 def sequence_entropy(
-    logprobs_BT: FloatBT, mask_BT: FloatBT, segment_ids_BT: IntBT
+    logprobs_BT: FloatBT, mask_BT: FloatBT, rollouts: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Mean over the trained sequences of minus their summed log-probability."""
-    return -jnp.sum(on_mask(logprobs_BT, mask_BT)) / trained_sequences(mask_BT, segment_ids_BT)
+    """Mean over the trained rollouts of minus their summed log-probability."""
+    return -jnp.sum(on_mask(logprobs_BT, mask_BT)) / rollouts

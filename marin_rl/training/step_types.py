@@ -70,7 +70,8 @@ class StepArrays(NamedTuple):
 
     `old_logprobs` are the trainer's before the first update on these rows; None where this step is
     that update. `old_values` are a critic's before that update, `returns` what it is to learn; None
-    without a critic.
+    without a critic. `rollout_shares` are 1 / the trained tokens of a token's rollout where some
+    rollout was cut into several segments; None where each segment is one.
     """
 
     token_ids: Int32[Any, "M R T"]
@@ -82,6 +83,7 @@ class StepArrays(NamedTuple):
     old_logprobs: Float[Any, "M R T"] | None = None
     old_values: Float[Any, "M R T"] | None = None
     returns: Float[Any, "M R T"] | None = None
+    rollout_shares: Float[Any, "M R T"] | None = None
 
 
 class StepRows(NamedTuple):

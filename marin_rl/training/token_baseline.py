@@ -21,6 +21,7 @@ from marin_rl.training.logprobs import token_logprobs_and_values
 from marin_rl.training.losses import correction_weights
 from marin_rl.training.reference_policy import group_numbers
 from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.trajectories import rollouts_of_tokens
 from marin_rl.types import TrainingBatch
 
 
@@ -82,17 +83,11 @@ def round_token_advantages(
     group_S, _ = group_numbers(groups, batches)
     sequences, returns, flat_weights, start = [], [], [], 0
     for batch, rows, weight in zip(batches, arrays, weights, strict=True):
-        mask_BT, segments_BT, weight_BT = (
-            array.reshape(-1, array.shape[-1]) for array in (rows.mask, rows.segment_ids, weight)
-        )
-        row_N, position_N = np.nonzero(mask_BT)
-        counts = np.array([len(row) for row in batch.rollout_ids], np.int64)
-        first = start + np.cumsum(counts) - counts
-        # Segments of a row count from 1: 0 is padding.
-        sequences.append(first[row_N] + segments_BT[row_N, position_N] - 1)
-        returns.append(batch.returns[row_N, position_N].astype(np.float64))
-        flat_weights.append(weight_BT[row_N, position_N].astype(np.float64))
-        start += int(counts.sum())
+        mask_BT = rows.mask.reshape(-1, rows.mask.shape[-1])
+        sequences.append(start + rollouts_of_tokens(batch, mask_BT))
+        returns.append(batch.returns[np.nonzero(mask_BT)].astype(np.float64))
+        flat_weights.append(weight.reshape(mask_BT.shape)[mask_BT].astype(np.float64))
+        start += len({name for row in batch.rollout_ids for name in row})
     advantage_N = token_advantages(
         np.concatenate(returns), np.concatenate(flat_weights), np.concatenate(sequences), group_S
     )

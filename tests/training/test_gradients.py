@@ -260,18 +260,19 @@ def central_differences(function, at, step=1e-6):
 # ---------------------------------------------------------------- the library
 
 
-@partial(jax.jit, static_argnums=0)
-def _found(settings, logprobs, entropies, reference, arrays):
-    def loss(logprobs, entropies):
+@partial(jax.jit, static_argnums=0)  # all choices are one program: it compiles much sooner
+def _found(choices, logprobs, entropies, reference, arrays):
+    def loss(logprobs, entropies, settings):
         scores = TokenScores(logprobs, entropies)
         coefficient = jnp.float32(settings.objective.kl_coefficient)
         return step_loss(settings, scores, reference, coefficient, arrays)[0]
 
-    return jax.value_and_grad(loss, argnums=(0, 1))(logprobs, entropies)
+    of = jax.value_and_grad(loss, argnums=(0, 1))
+    return [of(logprobs, entropies, settings) for settings in choices]
 
 
-def found_by_us(choice, rows):
-    """Loss and gradients as the step computes them, in float32, one microbatch."""
+def found_by_us(choices, rows):
+    """Loss and gradients as the step computes them, in float32, one microbatch; by choice."""
 
     def microbatch(array, dtype=np.float32):
         return jnp.asarray(array[None], dtype)
@@ -285,10 +286,12 @@ def found_by_us(choice, rows):
         advantages=microbatch(rows.advantages * rows.mask),
         old_logprobs=microbatch(rows.old),
     )
-    settings = StepSettings(objective=choice, length_norm=LENGTH_NORM)
+    settings = tuple(StepSettings(objective=one, length_norm=LENGTH_NORM) for one in choices)
     on_mask = [microbatch(a * rows.mask) for a in (rows.logprobs, rows.entropies, rows.reference)]
-    value, (by_logprobs, by_entropies) = _found(settings, *on_mask, arrays)
-    return value, by_logprobs[0], by_entropies[0]
+    found = _found(settings, *on_mask, arrays)
+    return [
+        (value, by_logprobs[0], by_entropies[0]) for value, (by_logprobs, by_entropies) in found
+    ]
 
 
 def less_likely(rows, nats=0.7):
@@ -297,11 +300,16 @@ def less_likely(rows, nats=0.7):
     return replace(rows, **{name: getattr(rows, name) - nats for name in names})
 
 
-def check(choice, rows):
-    if choice.surrogate == "dppo_kl":
+def check(choices, rows):
+    """Choices of one surrogate."""
+    if choices[0].surrogate == "dppo_kl":
         rows = less_likely(rows)
+    for choice, found in zip(choices, found_by_us(choices, rows), strict=True):
+        check_found(choice, rows, *found)
+
+
+def check_found(choice, rows, value, by_logprobs, by_entropies):
     held, entropies = rows.logprobs, rows.entropies
-    value, by_logprobs, by_entropies = found_by_us(choice, rows)
     expected = loss_of(choice, rows, held, entropies, held)
     np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-7)
     gradient = central_differences(
@@ -346,16 +354,18 @@ def test_gradients_are_those_of_float64(number, surrogate, level):
     if surrogate == "cispo":
         extra = extra | {"cispo_clip_low": 0.05}
     choice = choice_of(surrogate, level, aggregation=aggregation, kl_estimator=estimator, **extra)
-    check(choice, rows_of(number % 4))
+    check([choice], rows_of(number % 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("surrogate", "level"), SURROGATES)
 def test_gradients_of_every_combination_are_those_of_float64(surrogate, level):
+    choices = []
     for number, (aggregation, estimator) in enumerate(itertools.product(AGGREGATIONS, ESTIMATORS)):
         extra = [{}, *CORRECTIONS, *REJECTIONS][number % 12]
         together = {"aggregation": aggregation, "kl_estimator": estimator, **extra}
-        check(choice_of(surrogate, level, **together), rows_of(99))
+        choices.append(choice_of(surrogate, level, **together))
+    check(choices, rows_of(99))
 
 
 def test_the_rows_reach_every_branch():

@@ -11,6 +11,7 @@ from levanter.layers.attention import AttentionMask
 from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 
+from marin_rl.training import hidden_states
 from marin_rl.training import logprobs as trainer_logprobs
 from marin_rl.training.logprobs import Packing, token_logprobs
 from marin_rl.training.model import (
@@ -109,7 +110,7 @@ def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
     assert_close(gradients_of(ours, model, batch), expected)
     # Many chunks, the last one partly empty; layers in a scan, recomputed in the backward pass.
     monkeypatch.setattr(trainer_logprobs, "TOKENS_PER_CHUNK", 7)
-    monkeypatch.setattr(trainer_logprobs, "UNROLLED_LAYERS_MAX", 0)
+    monkeypatch.setattr(hidden_states, "UNROLLED_LAYERS_MAX", 0)
     assert_close(gradients_of(ours, with_gradient_checkpointing(model), batch), expected)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig
 from marin_rl.training.flops import peak_flops, training_flops
-from marin_rl.training.losses import kl_estimate
+from marin_rl.training.losses import kl_estimate, trained_sequences
 from marin_rl.training.model import model_template
 from marin_rl.training.step_metrics import (
     beyond_bounds,
@@ -19,6 +19,7 @@ from marin_rl.training.step_metrics import (
     importance_ratios,
     sequence_entropy,
 )
+from marin_rl.training.step_types import StepArrays
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if "metrics" in case["outputs"]]
@@ -85,11 +86,24 @@ def logs(*ratios):
     return jnp.log(jnp.array([ratios], jnp.float32))
 
 
+def rows_of(advantages, mask, segments):
+    blank = jnp.zeros(mask.shape)
+    return StepArrays(
+        token_ids=blank.astype(jnp.int32),
+        mask=mask > 0,
+        segment_ids=segments,
+        positions=blank.astype(jnp.int32),
+        policy_logprobs=blank,
+        advantages=advantages,
+    )
+
+
 def of(advantages, weights=(1.0,) * 6, **choice):
     objective = ObjectiveConfig(**choice)
     logprobs, corrections = logs(1, 1.5, 0.5, 1, 1.1, 1.5), jnp.array([weights])
     advantages = jnp.array([advantages])
-    found = clipped_tokens(objective, logprobs, OLD, advantages, corrections, MASK, SEGMENTS)
+    rows = rows_of(advantages, MASK, SEGMENTS)
+    found = clipped_tokens(objective, logprobs, OLD, corrections, rows)
     return found[0]
 
 
@@ -147,7 +161,7 @@ def test_tokens_beyond_the_bounds_of_each_surrogate():
     mask, segments = jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32)
     for sign, beyond in ((1.0, found.above), (-1.0, found.below)):
         advantages = jnp.full((1, 4), sign)
-        taken = clipped_tokens(objective, new, old, advantages, mask, mask, segments)
+        taken = clipped_tokens(objective, new, old, mask, rows_of(advantages, mask, segments))
         assert taken[0].tolist() == beyond[0].tolist()  # and it gets no gradient there
         told = clip_fractions(objective, found, advantages, mask, segments)
         assert float(told["clip_ratio/region"]) == pytest.approx(float(beyond.mean()))
@@ -155,7 +169,8 @@ def test_tokens_beyond_the_bounds_of_each_surrogate():
 
 def test_entropy_of_sequences_is_minus_their_log_probability():
     logprobs = jnp.array([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]])
-    assert float(sequence_entropy(logprobs, MASK, SEGMENTS)) == pytest.approx((3 + 7) / 2)
+    found = sequence_entropy(logprobs, MASK, trained_sequences(MASK, SEGMENTS))
+    assert float(found) == pytest.approx((3 + 7) / 2)
 
 
 def test_flops_by_hand():

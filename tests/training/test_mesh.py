@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from support.cases import others_slow
+from support.quick_programs import QUICK_FLAG
 from support.steps import take_step
 
 from marin_rl.compilation import enable_compilation_cache
@@ -125,7 +126,8 @@ def drifts(root):
 def test_parameters_after_three_steps_on_eight_devices_are_those_of_one(tmp_path):
     script = "import sys; from test_mesh import drifts; sys.stdout.write(drifts(sys.argv[1]))"
     places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
-    eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONWARNINGS": "ignore"}
+    flags = f"--xla_force_host_platform_device_count=8 {QUICK_FLAG}"
+    eight = {"XLA_FLAGS": flags, "PYTHONWARNINGS": "ignore"}
     answer = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         env=os.environ | eight | {"PYTHONPATH": os.pathsep.join(places)},
@@ -187,8 +189,9 @@ def test_each_device_scores_its_own_rows_and_no_others(axis):
     found, program = graded(model, head, layout_of(MeshConfig(**{axis: 2})), rows)
     assert f"f32[{4 * LENGTH},{VOCAB}]" in program
     assert f"f32[{8 * LENGTH},{VOCAB}]" not in program
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):  # sums of terms as large as the largest
+        atol = 1e-5 + 2e-6 * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")

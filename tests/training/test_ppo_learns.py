@@ -30,18 +30,18 @@ SETTINGS = (
 
 def play(run: Run) -> list[dict[str, float]]:
     """The metrics of every round, of rollouts and of training."""
-    runtime_for, told = RunRuntime(run), []
+    runtime, told = RunRuntime(run), []
     try:
-        runtime_for.run_sft_segment(0)
-        checkpoint = runtime_for.init_policy()
+        runtime.run_sft_segment(0)
+        checkpoint = runtime.init_policy()
         for round in range(ROUNDS):
-            policy = runtime_for.serve(checkpoint)
+            policy = runtime.serve(checkpoint)
             part = asyncio.run(generate_shard(run, round, 0, policy))
             batches = build_round(run, round, seal_round(run, round, [part], (checkpoint,)))
-            checkpoint = runtime_for.train_round(round, batches, checkpoint)
+            checkpoint = runtime.train_round(round, batches, checkpoint)
             told.append({**batches.summary, **checkpoint.summary})
     finally:
-        runtime_for.close()
+        runtime.close()
     return told
 
 

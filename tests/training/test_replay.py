@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.policy_runs import play_round, play_two_rounds, small_config
+from support.quick_programs import drop_quick_programs, quick_programs
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import preview_round
@@ -36,6 +38,14 @@ SETTINGS = (
     "training.warmup_steps=0", "training.epochs=2", "batching.sequences_per_step=8",
     "objective.kl_coefficient=0.1",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """Quickly, but by the code that users' programs have: only that gives other processes' bits."""
+    drop_quick_programs()
+    with quick_programs(emitters=True):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +78,7 @@ ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, {cores}); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-REPLAY = [sys.executable, "-m", "marin_rl", "replay-step", "debug", "0", "--json"]
+REPLAY = [sys.executable, "-m", "marin_rl", "replay-step", "debug", "--round", "0", "--json"]
 
 
 def replayed(root: Path, cores: set[int], **environment: str) -> dict[str, Any]:
@@ -130,15 +140,15 @@ def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(
 ) -> None:
     shutil.copytree(run.folder.url, tmp_path / "debug")
     fork = fork_run(Run.open(str(tmp_path), "debug"), 1, "fork", ["training.learning_rate=1e-3"])
-    runtime_for = RunRuntime(fork)
+    runtime = RunRuntime(fork)
     try:
         from marin_rl.storage.runs import latest_checkpoint
 
         start = latest_checkpoint(fork)
         assert start is not None
-        play_round(runtime_for, fork, 1, start)
+        play_round(runtime, fork, 1, start)
     finally:
-        runtime_for.close()
+        runtime.close()
     assert check_run(str(tmp_path), "fork").faults == ()
     assert [replay_round(fork, round).equal for round in range(2)] == [True, True]
 
@@ -215,7 +225,7 @@ def test_the_commands(run: Run, tmp_path: Path) -> None:
         runner = CliRunner(env={"COLUMNS": "200"})
         return runner.invoke(app, [*arguments, "--root", run.config.root])
 
-    equal = invoke("replay-step", "debug", "1", "--json")
+    equal = invoke("replay-step", "debug", "--round", "1", "--json")
     assert (equal.exit_code, json.loads(equal.stdout)["equal"]) == (0, True)
     shown = invoke("reprocess", "debug", "--round", "1", "--set", "objective.advantage=grpo")
     assert "gradient cosine" in shown.output

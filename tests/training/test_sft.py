@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from marin_rl.environments.base import make_environment
+from marin_rl.environments.checks import make_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import listening
 from marin_rl.storage.runs import Run, latest_sft

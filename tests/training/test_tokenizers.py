@@ -6,11 +6,10 @@ import pytest
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
+from marin_rl.tokenizer_files import PRINTABLE, check_vocabulary
 from marin_rl.tokenizers import (
-    PRINTABLE,
     TokenizerIdentity,
     character_tokenizer,
-    check_vocabulary,
     end_token_ids,
     load_tokenizer,
     tokenizer_for,

@@ -1,0 +1,193 @@
+"""A loss of the user's own, `objective.loss`, in the place of the surrogate.
+
+It is a function of arrays [B, T], each asked for by its name, that returns the loss of each token,
+or one number, and if it likes metrics. It is traced into the compiled step. Leaves out what is
+added to it (KL, entropy) and how tokens become one number (step_loss.py).
+
+Axes: B rows, T positions. Arrays are 0 where nothing is trained on; logprobs are in nats.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from marin_rl.config import ObjectiveConfig
+from marin_rl.errors import ConfigError
+from marin_rl.training.losses import on_mask
+from marin_rl.training.step_types import StepArrays
+from marin_rl.user_code import load
+
+METRICS = "loss/custom/"  # beginning of the names of its metrics
+METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,63}")
+ARRAYS = ("logprobs", "old_logprobs", "policy_logprobs", "advantages", "mask", "segment_ids")
+
+
+def custom_losses(
+    objective: ObjectiveConfig, logprobs: Array, old_logprobs: Array, rows: StepArrays
+) -> tuple[Float[Array, "B T"], dict[str, Array]]:
+    """Return the loss of each token, 0 off the mask, and the function's metrics by their names.
+
+    One number counts for each trained token. Raises ConfigError as `check_loss`.
+    """
+    mask = rows.mask
+    given = {
+        # Masked before the call: exp of padding's numbers may be infinite, and its gradient NaN.
+        "logprobs": on_mask(logprobs, mask),
+        "old_logprobs": on_mask(old_logprobs, mask),
+        "policy_logprobs": on_mask(rows.policy_logprobs, mask),
+        "advantages": on_mask(rows.advantages, mask),
+        "mask": mask.astype(jnp.float32),
+        "segment_ids": rows.segment_ids,
+    }
+    function, names = _function(objective)
+    returned = function(**{name: given[name] for name in names}, **(objective.loss_options or {}))
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    loss, metrics = returned if pair else (returned, {})
+    losses = _loss_of(objective, loss, logprobs.shape)
+    return on_mask(jnp.broadcast_to(losses, logprobs.shape), mask), _metrics_of(objective, metrics)
+
+
+def _function(objective: ObjectiveConfig) -> tuple[Callable[..., Any], list[str]]:
+    """The function, and the names of the arrays that it takes. Raises ConfigError, InputError."""
+    assert objective.loss is not None, "there is no loss of the user's own"
+    function = load(objective.loss, "loss")
+    parameters = inspect.signature(function).parameters.values()
+    options = objective.loss_options or {}
+    keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in keyword if p.name in ARRAYS]
+    others = {p.name: p for p in keyword if p.name not in ARRAYS}
+    lacking = [p.name for p in others.values() if p.default is p.empty and p.name not in options]
+    unknown = [name for name in options if name not in others]
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if "logprobs" not in names or lacking or unknown or positional:
+        wrong = lacking + unknown + positional
+        detail = f"found {', '.join(wrong)} too" if wrong else "found no logprobs"
+        raise ConfigError(
+            f"{_shown(objective)} takes ({', '.join(p.name for p in parameters)}): expected "
+            f"logprobs and any of {', '.join(ARRAYS[1:])} by these names, and other parameters "
+            f"with a default or a value in objective.loss_options; {detail}"
+        )
+    return function, names
+
+
+def _loss_of(objective: ObjectiveConfig, loss: Any, shape: tuple[int, ...]) -> Array:
+    """A loss that has a shape which can be used. Raises ConfigError."""
+    try:
+        array = jnp.asarray(loss, jnp.float32)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{_shown(objective)} returned {loss!r:.80}: expected the loss, an array, or the pair "
+            "of it and a dict of metrics"
+        ) from None
+    if array.shape not in (shape, ()):
+        raise ConfigError(
+            f"{_shown(objective)} returned an array of shape {array.shape}: expected that of "
+            f"logprobs, {shape}, or one number"
+        )
+    if array.shape == ():
+        _check_number_fits(objective)
+    return array
+
+
+def _check_number_fits(objective: ObjectiveConfig) -> None:
+    """Refuse one number where what is asked for needs the loss of each token."""
+    wanted = {"aggregation": "token_mean", "importance_correction": "none"}
+    for key, value in wanted.items():
+        if (actual := getattr(objective, key)) != value:
+            raise ConfigError(
+                f"{_shown(objective)} returned one number, and objective.{key} {actual} needs the "
+                f"loss of each token: return an array of the shape of logprobs, or set it to "
+                f"{value} (microbatches are then weighted by their trained tokens)"
+            )
+
+
+def _metrics_of(objective: ObjectiveConfig, metrics: Any) -> dict[str, Array]:
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{_shown(objective)} returned {metrics!r:.80} as its metrics: expected a dict of "
+            "numbers by name"
+        )
+    named: dict[str, Array] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"{_shown(objective)}: expected metrics named by letters, digits and _ . / -, "
+                f"found {name!r:.80}"
+            )
+        if jnp.shape(value) != ():
+            raise ConfigError(
+                f"{_shown(objective)}: metric {name} has shape {jnp.shape(value)}: expected one "
+                "number, such as its sum over mask divided by mask.sum()"
+            )
+        named[f"{METRICS}{name}"] = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+    return named
+
+
+def check_loss(objective: ObjectiveConfig) -> str:
+    """Call the loss on a few tokens, and report its value.
+
+    Raises ConfigError for parameters, a shape or a number that cannot be used, and for a loss whose
+    gradient is 0 or not finite; InputError where the function itself raises.
+    """
+    rows, logprobs, old = _tiny_batch()
+
+    @jax.jit
+    def total(values: Array) -> tuple[Array, dict[str, Array]]:
+        losses, metrics = custom_losses(objective, values, old, rows)
+        return jnp.sum(losses) / jnp.sum(rows.mask), metrics
+
+    try:
+        (value, metrics), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
+    except ConfigError:
+        raise
+    except Exception as error:  # the function's own, or that of a trace through it
+        detail = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{_shown(objective)} failed: {type(error).__name__}: {detail}"
+        ) from error
+    numbers = {"its value": value, "its gradient": gradient} | {
+        name.removeprefix(METRICS): metric for name, metric in metrics.items()
+    }
+    for name, array in numbers.items():
+        if not np.isfinite(array).all():
+            raise ConfigError(
+                f"{_shown(objective)}: {name} is not finite on a batch with ordinary numbers and "
+                "padding; arrays are 0 off the mask"
+            )
+    if not np.any(gradient):
+        raise ConfigError(
+            f"{_shown(objective)}: its gradient with respect to logprobs is 0 for every token, so "
+            "nothing would be learned"
+        )
+    names = ", ".join(metrics)
+    return f"{_shown(objective)}: {float(value):.4g} on a small batch" + (names and f"; {names}")
+
+
+def _tiny_batch() -> tuple[StepArrays, Array, Array]:
+    """Rows with advantages of both signs, ratios near 1, padding, and a row without tokens."""
+    random = np.random.default_rng(0)
+    shape = (3, 8)
+    mask = np.zeros(shape, np.bool_)
+    mask[0, 2:7] = mask[1, 1:4] = True
+    logprobs = -random.uniform(0.1, 3.0, shape).astype(np.float32)
+    old = logprobs + random.normal(0, 0.1, shape).astype(np.float32)
+    signs = np.asarray([[1.0], [-1.0], [0.0]], np.float32)
+    rows = StepArrays(
+        token_ids=np.zeros(shape, np.int32),
+        mask=mask,
+        segment_ids=np.repeat(np.asarray([[1], [1], [0]], np.int32), shape[1], axis=1),
+        positions=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+        policy_logprobs=old + random.normal(0, 0.01, shape).astype(np.float32),
+        advantages=np.broadcast_to(signs, shape).astype(np.float32),
+    )
+    return jax.tree.map(jnp.asarray, rows), jnp.asarray(logprobs), jnp.asarray(old)
+
+
+def _shown(objective: ObjectiveConfig) -> str:
+    return f"objective.loss {str(objective.loss).partition('#')[0]}"
