@@ -7,6 +7,7 @@ Axes: S sequence slots, B positions of a block, K key/value heads, G query heads
 H head size; N groups of I slots that share, R rows of a group for one key/value head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +29,37 @@ class Block(NamedTuple):
     values: Float[Array, "S K B H"]
 
 
+def attend_pieces(
+    query_MKGH: Array, blocks: tuple[Block, ...], slot_N: Array, positions_M: Array
+) -> Float[Array, "M KGH"]:
+    """Softmax of M / N consecutive positions of slot `slot_N[n]` each, over that slot's cache.
+
+    A position's sums are those of `attend` for a slot of which the cache is shared.
+    """
+    M, K, G, H = query_MKGH.shape
+    size, together = blocks[0].keys.shape[-1], M // len(slot_N)
+    longest = jnp.max(positions_M)
+    times = (
+        partial(_times_common, share=together) if together > 1 else partial(times_cached, share=1)
+    )
+    state = _empty_softmax(M, K, G, H)
+    for index, block in enumerate(blocks):
+        start = index * size
+
+        def extend(state, block=block, start=start):
+            visible = start + jnp.arange(size) <= positions_M[:, None]
+            own = Block(block.keys[slot_N], block.values[slot_N])
+            return _extend_softmax(state, query_MKGH, own, visible, times)
+
+        # every piece reads the first block
+        state = (
+            jax.lax.cond(start <= longest, extend, lambda state: state, state)
+            if index
+            else extend(state)
+        )
+    return _average(state, query_MKGH)
+
+
 def attend(
     query_SKGH: Array,
     blocks: tuple[Block, ...],
@@ -44,17 +76,15 @@ def attend(
     """
     S, K, G, H = query_SKGH.shape
     size = blocks[0].keys.shape[-1]
-    state = (
-        jnp.full((S, K, G), MASKED, jnp.float32),
-        jnp.zeros((S, K, G), jnp.float32),
-        jnp.zeros((S, K, G, H), jnp.float32),
-    )
+    state = _empty_softmax(S, K, G, H)
     for index, block in enumerate(blocks):
         start = index * size
 
         def extend(state, share=1, block=block, start=start):
             visible = start + jnp.arange(size) <= positions_S[:, None]
-            return _extend_softmax(state, query_SKGH, block, visible, share)
+            return _extend_softmax(
+                state, query_SKGH, block, visible, partial(times_cached, share=share)
+            )
 
         ways = [lambda state: state, extend]
         way = (start <= longest).astype(jnp.int32)
@@ -65,8 +95,22 @@ def attend(
             # every sequence has a position in the first block
             ways, way = ways[1:], way - 1
         state = jax.lax.switch(way, ways, state)
+    return _average(state, query_SKGH)
+
+
+def _empty_softmax(S: int, K: int, G: int, H: int) -> tuple[Array, Array, Array]:
+    """Maximum, sum and weighted values before the first block."""
+    return (
+        jnp.full((S, K, G), MASKED, jnp.float32),
+        jnp.zeros((S, K, G), jnp.float32),
+        jnp.zeros((S, K, G, H), jnp.float32),
+    )
+
+
+def _average(state: tuple[Array, Array, Array], query_SKGH: Array) -> Float[Array, "S KGH"]:
     _, total, weighted = state
-    return (weighted / total[..., None]).reshape(S, K * G * H).astype(query_SKGH.dtype)
+    average = weighted / total[..., None]
+    return average.reshape(len(query_SKGH), -1).astype(query_SKGH.dtype)
 
 
 def _extend_softmax(
@@ -74,15 +118,15 @@ def _extend_softmax(
     query_SKGH: Array,
     block: Block,
     visible_SB: Array,
-    share: int,
+    times: Callable[[Array, Array], Array],
 ) -> tuple[Array, Array, Array]:
     highest, total, weighted = state
-    scores = times_cached(query_SKGH, block.keys, share).astype(jnp.float32)
+    scores = times(query_SKGH, block.keys).astype(jnp.float32)
     scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
     higher = jnp.maximum(highest, scores.max(-1))
     kept = jnp.exp(highest - higher)
     terms = jnp.exp(scores - higher[..., None])
-    product = times_cached(terms.astype(block.values.dtype), block.values, share)
+    product = times(terms.astype(block.values.dtype), block.values)
     return (
         higher,
         total * kept + terms.sum(-1),
@@ -94,9 +138,14 @@ def times_cached(rows_SKGX: Array, cached_SKXY: Array, share: int) -> Float[Arra
     """Rows of each slot times what it has cached, which every `share` slots have in common."""
     if share == 1:
         return jnp.einsum("skgx,skxy->skgy", rows_SKGX, cached_SKXY)
+    return _times_common(rows_SKGX, cached_SKXY[::share], share)
+
+
+def _times_common(rows_SKGX: Array, cached_NKXY: Array, share: int) -> Float[Array, "S K G Y"]:
+    """Rows of every `share` slots times what they have in common."""
     S, K, G, X = rows_SKGX.shape
     rows_NKIGX = jnp.swapaxes(rows_SKGX.reshape(S // share, share, K, G, X), 1, 2)
     rows_NKRX = rows_NKIGX.reshape(S // share, K, share * G, X)
-    out_NKRY = jnp.einsum("nkrx,nkxy->nkry", rows_NKRX, cached_SKXY[::share])
+    out_NKRY = jnp.einsum("nkrx,nkxy->nkry", rows_NKRX, cached_NKXY)
     out_NKIGY = out_NKRY.reshape(S // share, K, share, G, -1)
     return jnp.swapaxes(out_NKIGY, 1, 2).reshape(S, K, G, -1)

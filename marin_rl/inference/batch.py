@@ -27,6 +27,7 @@ from marin_rl.inference.generation import (
     Sample,
     TokenConstraint,
 )
+from marin_rl.inference.kept_prefixes import KeptPrefixes
 from marin_rl.inference.logits_state import ExtraRows, checked_mask
 from marin_rl.inference.logprobs import Report
 from marin_rl.inference.sampling import SlotSampling, seed_words
@@ -52,6 +53,7 @@ class Job:
     finished: "dict[int, RunningSequence]" = field(default_factory=dict)
     prompt_scores: PromptScores | None = None
     scored_by: "WeightsKey | None" = None
+    cached_tokens: int = 0  # positions of the prompt that an earlier request had computed
     ended: bool = False
     # Owner of its cached prefixes, which outlive it: the job itself would keep its result in
     # memory.
@@ -65,9 +67,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsKey:
-    """Identity of one load of weights: equal to nothing but itself, and outlives the arrays."""
+    """Identity of one load of weights: equal to nothing but itself, and outlives the arrays.
 
-    version: int
+    A weight version is not enough: a checkpoint's version is its round, which two runs share.
+    """
 
 
 class PrefixKey(NamedTuple):
@@ -98,6 +101,7 @@ class RunningSequence:
     job: Job
     index: int
     prefix: CachedPrefix | None = None  # none where only a prompt was scored
+    used: int = 0
     stop_watch: StopWatch | None = None
     constraint: TokenConstraint | None = None
     accepted: int = 0
@@ -170,6 +174,9 @@ class RunningBatch:
         self.extras = extras
         self._running: list[RunningSequence | None] = [None] * slots
         self._prefixes: list[CachedPrefix | None] = [None] * slots
+        self._kept = KeptPrefixes(slots)
+        self._used = 0
+        self.evictions = 0
         self.inputs = SlotInputs(
             token_S=np.zeros(slots, np.int32),
             position_S=np.zeros(slots, np.int32),
@@ -190,20 +197,55 @@ class RunningBatch:
         return sum(running is not None for running in self._running)
 
     def free(self) -> list[int]:
-        """Empty sequence slots, ascending."""
-        return [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
+        """Empty sequence slots: those without a kept prefix, then the least recently used."""
+        empty = [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
+        return sorted(empty, key=self._kept.used_S.__getitem__)
+
+    def kept_for(self, request: GenerationRequest, weights: WeightsKey) -> tuple[int, int] | None:
+        """The free slot that has most of a request's prompt, and how many of its positions.
+
+        Of these weights and this adapter alone; None where no slot has any.
+        """
+        return self._kept.longest(request.prompt_ids, weights, request.adapter)
+
+    def forget_prefixes(self, except_of: WeightsKey | None = None) -> None:
+        """Drop what finished sequences left in the cache, but for what these weights computed."""
+        self._kept.drop_all(except_of)
+
+    def _keep(self, seq_slot: int, running: RunningSequence, weights: WeightsKey) -> None:
+        prefix = running.prefix
+        # a swap on the way left a cache that no single policy would have computed
+        if prefix is None or prefix.key.weights is not weights:
+            return
+        # the last token was sampled, and never went through the model
+        length = int(self.inputs.position_S[seq_slot])
+        tokens = np.concatenate([running.job.request.prompt_ids, running.tokens])[:length]
+        if len(tokens):
+            self._kept.put(
+                seq_slot,
+                tokens.astype(np.int32),
+                weights=weights,
+                adapter=prefix.key.adapter,
+                used=running.used,
+            )
 
     def jobs(self) -> list[Job]:
         """Requests that have a running sequence, each once."""
         return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
-    def assign(self, prefix: CachedPrefix, job: Job, index: int) -> None:
+    def assign(
+        self, prefix: CachedPrefix, job: Job, index: int, *, continues: bool = False
+    ) -> None:
         """Put the job's sample `index` into the slot whose cache will begin with `prefix`.
 
-        The last token of the prompt is what the sample's first step works on.
+        The last token of the prompt is what the sample's first step works on. What the slot had
+        kept is evicted, unless the sample `continues` it.
         """
         seq_slot = prefix.seq_slot
         assert self._running[seq_slot] is None
+        if self._kept.drop(seq_slot) and not continues:
+            self.evictions += 1
+        self._used += index == job.handed_out
         sampling, prompt = job.request.sampling, job.request.prompt_ids
         inputs = self.inputs
         watch = None
@@ -211,7 +253,7 @@ class RunningBatch:
             assert self._decode is not None
             watch = StopWatch(self._decode, sampling.stop)
         self._running[seq_slot] = RunningSequence(
-            job=job, index=index, prefix=prefix, stop_watch=watch
+            job=job, index=index, prefix=prefix, stop_watch=watch, used=self._used
         )
         self._prefixes[seq_slot] = prefix
         inputs.token_S[seq_slot] = prompt[-1]
@@ -284,10 +326,11 @@ class RunningBatch:
         self.inputs.sampling.min_p_S[seq_slot] = 0
         self.extras.empty(seq_slot)
 
-    def advance(self, chunk: Chunk) -> list[tuple[Job, Delta]]:
+    def advance(self, chunk: Chunk, weights: WeightsKey | None = None) -> list[tuple[Job, Delta]]:
         """Append a chunk to the running sequences; return each one's delta, by sequence slot.
 
-        A job whose last sample ended in it has all of them in `finished`.
+        What those that ended leave in the cache is kept if `weights` computed all of it. A job
+        whose last sample ended in it has all of them in `finished`.
         """
         added: list[tuple[Job, Delta]] = []
         # copied from the device only for requests that read them
@@ -301,6 +344,8 @@ class RunningBatch:
             running.deltas.append(delta)
             added.append((running.job, delta))
             if running.finish_reason:
+                if weights is not None:
+                    self._keep(seq_slot, running, weights)
                 self._empty(seq_slot)
                 running.job.finished[running.index] = running
         return added

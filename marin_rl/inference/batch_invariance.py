@@ -32,17 +32,21 @@ from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import ReportRequest
-from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
+from marin_rl.inference.pieces import Extension, packed, piece_size
+from marin_rl.inference.programs import ChunkInputs, Limits, Sampled, decode_chunk, extend_slots
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
 from marin_rl.machine import machine_facts
 
 FORMAT = "marin-rl/batch-invariance"
 
 # What is proven, and how: a record of another version is proven again.
-VERSION = 1
+VERSION = 2
 
 # Steps of a trial: the second one reads what the first one wrote.
 STEPS = 3
+
+# Steps whose tokens are computed once more as pieces: more than one piece of each slot.
+CONTINUED_STEPS = 12
 
 _log = logging.getLogger(__name__)
 _known: dict[Path | str, "Invariance"] = {}
@@ -54,12 +58,16 @@ class Invariance:
 
     `slots`: a sequence in any slot of a lane, alone or among others. `prompts`: a prompt in any row
     of a prefill, alone or among others. `shared`: a prompt's cache read once for several slots, or
-    by each on its own.
+    by each on its own. `continued`: a position that is decoded, or computed in a piece of a prompt
+    however that is cut; only engines with a prefix cache try it, and where it fails
+    try pieces of one position each: `continued_singly`.
     """
 
     slots: bool
     prompts: bool
     shared: bool
+    continued: bool = False
+    continued_singly: bool = False
 
 
 # On a mesh nothing is proven, so nothing is promised.
@@ -77,6 +85,7 @@ class Shapes:
     prefill_rows: int
     sharing: bool
     dtype: str
+    prefix_cache: bool = False
 
     @property
     def cache(self) -> Cache:
@@ -200,10 +209,14 @@ class Prover:
 
     def prove(self) -> Invariance:
         """Run every trial."""
+        wanted, size = self._shapes.prefix_cache, piece_size(self._shapes.slots)
+        continued = wanted and self._continued_alike(size)
         return Invariance(
             slots=self._slots_alike(),
             prompts=self._prompts_alike(),
             shared=self._shapes.sharing and self._shared_alike(),
+            continued=continued,
+            continued_singly=wanted and not continued and self._continued_alike(1),
         )
 
     def _slots_alike(self) -> bool:
@@ -252,6 +265,27 @@ class Prover:
                     return False
         return True
 
+    def _continued_alike(self, size: int) -> bool:
+        """Tokens that were decoded, then as pieces of prompts; a long prompt, cut in two ways."""
+        S, steps = self._shapes.slots, min(CONTINUED_STEPS, self._shapes.chunk_steps)
+        last = self._length - steps - 1
+        positions_S = np.linspace(0, last, S).astype(np.int32)
+        tokens_S = self._tokens(S)
+        decoded, sampled = self._decode(tokens_S, positions_S, np.full(S, True), steps=steps)
+        tokens_CS = np.concatenate([tokens_S[None], np.asarray(sampled.tokens_CS)[: steps - 1]])
+        again = [Extension(slot, int(positions_S[slot]), tokens_CS[:, slot]) for slot in range(S)]
+        prompt = [Extension(S // 2, 0, self._tokens(min(self._length, 2 * S + 3)))]
+        return _equal(self._extend(again, size, size), decoded) and _equal(
+            self._extend(prompt, size, size), self._extend(prompt, size, max(1, size // 2 - 1))
+        )
+
+    def _extend(self, extensions: Sequence[Extension], size: int, first: int) -> Cache:
+        """The cache after these extensions, whose first pieces have `first` positions."""
+        shapes, cache = self._shapes, self._cache()
+        for pieces in packed(extensions, shapes.slots, size, first):
+            cache = extend_slots(shapes.spec, self._fused, self._rotary, cache, pieces)
+        return cache
+
     def _tokens(self, count: int) -> np.ndarray:
         return self._rng.integers(0, self._shapes.spec.vocabulary, count).astype(np.int32)
 
@@ -271,27 +305,41 @@ class Prover:
         active_S = np.ones(shapes.slots, np.bool_)
         if only is not None:
             active_S = np.arange(shapes.slots) == only
-        inputs = self._inputs._replace(
-            token_S=tokens_S.astype(np.int32),
-            position_S=positions_S.astype(np.int32),
-            remaining_S=np.where(active_S, self._steps, 0).astype(np.int32),
-        )
-        cache, sampled = decode_chunk(
-            self._fused,
-            self._rotary,
-            self._cache(),
-            ChunkInputs(
-                inputs, self._extras, Limits(np.int32(self._steps), np.int32(0), np.int32(shared))
-            ),
-            spec=shapes.spec,
-            steps=shapes.chunk_steps,
-            sharing=shapes.sharing,
+        cache, sampled = self._decode(
+            tokens_S, positions_S, active_S, steps=self._steps, shared=shared
         )
         by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
         by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
         # the last layer depends on all others: its first block and its last
         blocks = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
         return [[array[row] for array in (*by_row, *blocks)] for row in range(shapes.slots)]
+
+    def _decode(
+        self,
+        tokens_S: np.ndarray,
+        positions_S: np.ndarray,
+        active_S: np.ndarray,
+        *,
+        steps: int,
+        shared: int = 0,
+    ) -> tuple[Cache, Sampled]:
+        """The cache after a chunk of `steps` steps, and what it sampled."""
+        shapes = self._shapes
+        inputs = self._inputs._replace(
+            token_S=tokens_S.astype(np.int32),
+            position_S=positions_S.astype(np.int32),
+            remaining_S=np.where(active_S, steps, 0).astype(np.int32),
+        )
+        limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
+        return decode_chunk(
+            self._fused,
+            self._rotary,
+            self._cache(),
+            ChunkInputs(inputs, self._extras, limits),
+            spec=shapes.spec,
+            steps=shapes.chunk_steps,
+            sharing=shapes.sharing,
+        )
 
     def _cache(self) -> Cache:
         """The same random numbers in every slot: as if all had begun with one prompt."""

@@ -19,6 +19,7 @@ prompt that slots share as those of one slot: that is proven on the machine at h
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 from levanter.utils.activation import ActivationFunctionEnum
 
-from marin_rl.inference.attention import MASKED, Block, attend
+from marin_rl.inference.attention import MASKED, Block, attend, attend_pieces
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.weights import (
     Decoder,
@@ -242,6 +243,76 @@ def prefill(
     # `rows` is traced: any number of prompts is one program, and empty tiles are not run
     buffer = jax.lax.fori_loop(0, -(-rows // tile), body, buffer)
     return _copy_in(cache, buffer, source_S, R)
+
+
+class Pieces(NamedTuple):
+    """Pieces of prompts: T consecutive positions of one slot each, N of them in one step.
+
+    Of a slot, earlier positions come in earlier pieces or steps. A negative position is padding.
+    """
+
+    tokens_ENT: Int32[Array | np.ndarray, "E N T"]
+    positions_ENT: Int32[Array | np.ndarray, "E N T"]
+    slot_EN: Int32[Array | np.ndarray, "E N"]
+    steps: Int32[Array | np.ndarray | np.int32, ""]
+
+
+def extend(
+    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, cache: Cache, pieces: Pieces
+) -> Cache:
+    """Write the first `steps` steps of pieces into the cache, each slot after what it has there.
+
+    The products have the shapes of `decode_step` where N x T is the number of slots, whose bits
+    these positions then have: as if their tokens had been sampled.
+    """
+
+    def body(index, cache):
+        at = [jax.lax.dynamic_index_in_dim(jnp.asarray(a), index, 0, False) for a in pieces[:3]]
+        return _extend_step(spec, decoder, rotary, cache, *at)
+
+    return jax.lax.fori_loop(0, pieces.steps, body, cache)
+
+
+def _extend_step(
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    cache: Cache,
+    tokens_NT: Array,
+    positions_NT: Array,
+    slot_N: Array,
+) -> Cache:
+    positions_M = positions_NT.reshape(-1)
+    slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
+    x_MD = _embed(spec, decoder, tokens_NT.reshape(-1))
+    cos_MH, sin_MH = rotary.cos[positions_M], rotary.sin[positions_M]
+    written = []
+    for index, (layer, blocks) in enumerate(zip(decoder.layers, cache, strict=True)):
+        normed = _rms_norm(spec, layer.attention_norm, x_MD)
+        query, key, value = _project(spec, layer, normed, cos_MH, sin_MH)
+        # all pieces before any attention: a later piece of a slot reads an earlier one of this step
+        blocks = _write_at(blocks, key, value, slot_M, positions_M)
+        written.append(blocks)
+        # the cache needs the last layer's keys and values, but not its output
+        if index < spec.layers - 1:
+            attended = attend_pieces(query, blocks, slot_N, positions_M)
+            x_MD = _after_attention(spec, layer, x_MD, attended)
+    return tuple(written)
+
+
+def _write_at(
+    blocks: tuple[Block, ...], key_MKH: Array, value_MKH: Array, slot_M: Array, positions_M: Array
+) -> tuple[Block, ...]:
+    """Put keys and values at positions of slots; positions outside a block are dropped."""
+    size = blocks[0].keys.shape[-1]
+    written = []
+    for index, block in enumerate(blocks):
+        at = positions_M - index * size
+        at = jnp.where(at < 0, size, at)  # as in `_write`
+        keys = block.keys.at[slot_M, :, :, at].set(key_MKH, mode="drop")
+        values = block.values.at[slot_M, :, at].set(value_MKH, mode="drop")
+        written.append(Block(keys, values))
+    return tuple(written)
 
 
 def prefill_tile(rows: int, bucket: int) -> int:

@@ -7,7 +7,8 @@
    which prompts to run and which cached prefixes to copy (`scheduler`).
 2. `_notify_scheduled` tells each request which weights will draw its first tokens.
 3. `_score` computes logprobs of the prompts that asked for them.
-4. `_prefill` runs each new prompt once in a lane, and copies its cache to the other slots.
+4. `_prefill` runs each new prompt once in a lane, and copies its cache to the other slots; with a
+   prefix cache it runs the part that the slot has not kept from the dialogue's last turn.
 5. `RunningBatch.constrain` asks every constraint for the mask of its next token.
 6. `_decode` runs a chunk of decode steps on the device, without returning to Python (`runner`).
 7. `_refuse_nonfinite` fails requests whose logits are not finite.
@@ -72,7 +73,9 @@ class EngineStats:
     """Counts since the start; durations in seconds.
 
     `tokens` were sampled and kept, `slot_steps` are the steps of all sequence slots, empty ones
-    too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error.
+    too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error. Of
+    prompts, `prefilled_tokens` were computed and `cached_tokens` read from what earlier requests
+    left, by `continued_prompts`; `evicted_prefixes` were left, and lost to other requests.
     """
 
     requests: int = 0
@@ -84,6 +87,10 @@ class EngineStats:
     prefilled_prompts: int = 0
     copied_prompts: int = 0
     scored_prompts: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    continued_prompts: int = 0
+    evicted_prefixes: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     swaps: int = 0
@@ -147,6 +154,7 @@ class Engine:
         self._paused = False
         self._in_step = False
         self._sleep_requested = False
+        self._reset_prefixes = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -180,6 +188,11 @@ class Engine:
     def sharing(self) -> bool:
         """True where sequences that began with one prompt read its cache once."""
         return self._runner.sharing
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """True where dialogues go on from the cache that their last turn left."""
+        return self._runner.keeps_prefixes
 
     @property
     def active(self) -> int:
@@ -294,6 +307,16 @@ class Engine:
             self._sleep_requested = True
             self._changed.notify_all()
 
+    def reset_prefix_cache(self) -> None:
+        """Let every request from now on be prefilled from its start; changes no result."""
+        with self._changed:
+            self._reset_prefixes = True
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that `warm_up` compiles."""
+        return self._runner.programs
+
     def warm_up(self) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
 
@@ -356,7 +379,10 @@ class Engine:
             if not self._changed.wait(COPY_KEPT_S):
                 runner.release_memory()
             return
-        runner.release_memory(caches=self._sleep_requested and self._batch.active == 0)
+        caches = self._sleep_requested and self._batch.active == 0
+        if caches:
+            self._batch.forget_prefixes()
+        runner.release_memory(caches=caches)
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 
@@ -382,7 +408,19 @@ class Engine:
             busy, tokens = self._batch.active > 0, PREFILL_CHUNKS * self._chunk_tokens
             budget = tokens if busy else math.inf
             lanes, bucket = self._runner.lanes, self._runner.bucket
-            plan = schedule(self._queue, self._batch, lanes, policy.key, bucket, budget)
+            keeps = self._runner.keeps_prefixes
+            if self._reset_prefixes:
+                self._batch.forget_prefixes()
+                self._reset_prefixes = False
+            plan = schedule(
+                self._queue,
+                self._batch,
+                lanes,
+                policy.key,
+                bucket,
+                budget,
+                keeps_prefixes=keeps,
+            )
         self._notify_scheduled(plan, policy)
         try:
             self._score(policy, [job for job in plan.to_score if not job.ended])
@@ -393,13 +431,15 @@ class Engine:
                 return
             chunk = self._decode(policy)
             self._refuse_nonfinite(chunk)
-            self._emit(self._batch.advance(chunk), policy)
+            added = self._batch.advance(chunk, policy.key if keeps else None)
+            self._emit(added, policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             with self._changed:
                 started = [job for job in self._in_flight if job.started_at]
             self._fail(started, "the device failed", error)
             # the failed program was given the caches to overwrite, so they are lost
+            self._batch.forget_prefixes()
             self._runner.start_over()
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
@@ -462,7 +502,16 @@ class Engine:
         started = time.monotonic()
         if plan.prompts:
             self._runner.prefill(policy, plan.prompts)
-            self.stats.prefilled_prompts += sum(map(len, plan.prompts.values()))
+            prompts = [ids for own in plan.prompts.values() for ids, _ in own]
+            self.stats.prefilled_prompts += len(prompts)
+            self.stats.prefilled_tokens += sum(map(len, prompts))
+        if plan.extensions:
+            self._runner.extend(policy, plan.extensions)
+            self.stats.prefilled_prompts += len(plan.extensions)
+            self.stats.prefilled_tokens += sum(len(one.token_ids) for one in plan.extensions)
+        self.stats.cached_tokens += plan.cached_tokens
+        self.stats.continued_prompts += plan.continued
+        self.stats.evicted_prefixes = self._batch.evictions
         if plan.copies:
             self._runner.copy(plan.copies)
             self.stats.copied_prompts += len(plan.copies)
@@ -500,6 +549,7 @@ class Engine:
         _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
         jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
         self._fail([job for job in jobs if job is not None], "the model's logits are not finite")
+        self._batch.forget_prefixes()
         self._runner.forget_nonfinite()
 
     def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
@@ -527,6 +577,7 @@ class Engine:
             prefill_s=job.prefilled_at - job.started_at,
             decode_s=now - job.prefilled_at,
             prompt_scores=job.prompt_scores,
+            cached_tokens=job.cached_tokens,
         )
         if self._end(job):
             job.future.set_result(result)

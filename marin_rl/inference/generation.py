@@ -128,8 +128,9 @@ class PromptScores:
 class GenerationResult:
     """Samples of a request, and the policy that was loaded when the last of them ended.
 
-    The prompt's scores are that policy's. Durations are in seconds. With `max_tokens` 0 there are
-    no samples, only the scores.
+    The prompt's scores are that policy's. Of the prompt, `cached_tokens` were not computed again,
+    as an earlier request had left them in the cache. Durations are in seconds. With `max_tokens` 0
+    there are no samples, only the scores.
     """
 
     samples: tuple[Sample, ...]
@@ -139,3 +140,4 @@ class GenerationResult:
     prefill_s: float
     decode_s: float
     prompt_scores: PromptScores | None = None
+    cached_tokens: int = 0

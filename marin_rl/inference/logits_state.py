@@ -41,6 +41,7 @@ class ExtraRows:
         self._vocabulary = vocabulary
         words = -(-vocabulary // WORD_BITS)
         self._rows: dict[str, Any] = {
+            # Ids of unused places are one past the vocabulary: a scatter drops them.
             "bias": Bias(
                 np.zeros(slots, np.bool_),
                 np.full((slots, LOGIT_BIAS_MAX), vocabulary, np.int32),
@@ -101,6 +102,7 @@ class ExtraRows:
 
     def extend(self, seq_slot: int, position: int, tokens: list[int]) -> None:
         """Append sampled tokens to the history of penalties; the first stands at `position`."""
+        # Only those rows have a history: it is as long as the context, for each slot.
         if seq_slot in self._users["penalties"]:
             rows: Penalties = self._touch("penalties", seq_slot)
             rows.history_ST[seq_slot, position : position + len(tokens)] = tokens
@@ -121,11 +123,13 @@ class ExtraRows:
         return Extras(params, arrays["reports"])
 
     def _touch(self, name: str, seq_slot: int) -> Any:
+        # The copy on the device is stale now; the other lane's is not.
         self._device_rows.pop((name, self._lanes.of(seq_slot)), None)
         self._users[name].add(seq_slot)
         return self._rows[name]
 
     def _on_device(self, name: str, lane: int) -> Any:
+        # Most requests use none of these: their lanes share one neutral copy and pay no transfer.
         if not any(self._lanes.of(seq_slot) == lane for seq_slot in self._users[name]):
             return self._idle[name]
         if (name, lane) not in self._device_rows:
@@ -159,6 +163,7 @@ def checked_mask(words: np.ndarray, vocabulary: int) -> UInt32[np.ndarray, " W"]
     out = np.zeros(full, np.uint32)
     out[: len(words)] = words
     if vocabulary % WORD_BITS:
+        # Bits beyond the vocabulary would allow tokens that have no logit.
         out[-1] &= np.uint32(2 ** (vocabulary % WORD_BITS) - 1)
     if not out.any():
         raise ValueError("the mask allows no token at all")

@@ -68,6 +68,7 @@ def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportReques
     the one that was sampled from.
     """
     S, V = logits_SV.shape
+    # `cond`: most chunks need neither the softmax over the vocabulary nor the top-k.
     wanted = jnp.any(request.raw_S) | jnp.any(request.top_S > 0)
     return jax.lax.cond(
         wanted,
@@ -82,6 +83,7 @@ def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
     shifted_SV = drawn.scores_SV - drawn.highest_S[:, None]
+    # Rounding may leave a logprob slightly above 0, and clients take exp of it for a probability.
     sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
     every_SV = jnp.where(request.raw_S[:, None], raw_SV, sampled_SV)
     top_SK, ids_SK = jax.lax.cond(
@@ -125,6 +127,7 @@ def score_tokens(
     """
     hidden_PD = decoder.hidden_states(spec, fused, rotary, tokens_P[None])[0]
     P, V = len(tokens_P), spec.vocabulary
+    # A divisor of both: tiles of one shape need no padding and one program.
     T = math.gcd(P, tile_length(V))
     K = top_count(V)
 
@@ -140,6 +143,7 @@ def score_tokens(
         )
         return chosen_T, ids_TK, top_TK
 
+    # Tile by tile: logits of a whole prompt, [P, V] in float32, may exceed the weights.
     tiles = (hidden_PD.reshape(P // T, T, -1), jnp.roll(tokens_P, -1).reshape(P // T, T))
     chosen, ids, top = jax.lax.map(score, tiles)
     return chosen.reshape(P), ids.reshape(P, K), top.reshape(P, K)
@@ -159,6 +163,7 @@ def prompt_scores(
 ) -> PromptScores:
     """The scores of a prompt's own tokens: shifted by one, since nothing precedes the first."""
     logprobs_P = np.full(length, np.nan, np.float32)
+    # Position i scores token i + 1; the first token has nothing before it.
     logprobs_P[1:] = chosen_P[: length - 1]
     if not top:
         return PromptScores(logprobs=logprobs_P)

@@ -182,6 +182,7 @@ def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _S
 
 
 prefill_slots = jax.jit(decoder.prefill, static_argnames="spec", donate_argnames="cache")
+extend_slots = jax.jit(decoder.extend, static_argnames="spec", donate_argnames="cache")
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -9,9 +9,9 @@ Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import prompt_scores, score_tokens
+from marin_rl.inference.pieces import Extension, packed, piece_size
 from marin_rl.inference.placement import SLOTS, TENSOR, placement_of
 from marin_rl.inference.programs import (
     ChunkInputs,
@@ -52,6 +53,7 @@ from marin_rl.inference.programs import (
     Sampled,
     copy_slots,
     decode_chunk,
+    extend_slots,
     fused_weights,
     prefill_slots,
 )
@@ -137,7 +139,14 @@ class Runner:
             prefill_rows=self._config.prefill_rows,
             sharing=self._can_share,
             dtype=self._dtype.name,
+            prefix_cache=bool(self._config.prefix_cache),
         )
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """True where prompts are computed in pieces, and can go on from what decoding wrote."""
+        proven = self.invariance.continued or self.invariance.continued_singly
+        return bool(self._config.prefix_cache) and proven
 
     def _prove(self, shapes: Shapes, weights: Weights) -> Invariance:
         """Run the trials before there is a cache: they need one of their own."""
@@ -162,6 +171,14 @@ class Runner:
             )
             # a lane for each slot; no lane then has two slots that could share a prompt
             self.lanes, self._can_share = Lanes(self._config.slots, self._config.slots), False
+            # proven for lanes of another size
+            self.invariance = replace(self.invariance, continued=False, continued_singly=False)
+        if self._config.prefix_cache and not self.keeps_prefixes:
+            _log.warning(
+                "decoding and prefill have different bits with the programs of %d slots: every "
+                "turn of a dialogue is prefilled from its start; try another number of slots",
+                self.lanes.size,
+            )
         if not self.invariance.prompts and self._config.prefill_rows > 1:
             _log.warning("prompts side by side have other bits than alone: one is run at a time")
             self._config = self._config.model_copy(update={"prefill_rows": 1})
@@ -176,7 +193,16 @@ class Runner:
         if spec != self.spec:
             raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
         placed = self._placement.place_weights(weights)
-        return Policy(placed, weight_version, parameters_digest, WeightsKey(weight_version))
+        return Policy(placed, weight_version, parameters_digest, WeightsKey())
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that `warm_up` compiles.
+
+        A chunk, a copy, and for each bucket one that scores and, without a prefix cache, one that
+        prefills; with it, one that extends.
+        """
+        return 3 + len(self.buckets) if self.keeps_prefixes else 2 + 2 * len(self.buckets)
 
     def warm_up(self, policy: Policy, inputs: SlotInputs, extras: ExtraRows) -> None:
         """Compile every program, for every bucket; changes nothing.
@@ -189,8 +215,13 @@ class Runner:
         self._wake()
         self._compile_without_caches(policy, inputs, extras, nothing)
         self.decode(policy, inputs, extras, nothing)
+        if self.keeps_prefixes:
+            nowhere = Extension(0, -1, np.zeros(1, np.int32))
+            self.extend(policy, [nowhere])
+            give_back_freed_memory()
         for bucket in reversed(self.buckets):
-            self.prefill(policy, {(bucket, 0): [(np.zeros(0, np.int32), [])]})
+            if not self.keeps_prefixes:
+                self.prefill(policy, {(bucket, 0): [(np.zeros(0, np.int32), [])]})
             self.score(policy, np.zeros(bucket, np.int32), 0)
             give_back_freed_memory()
         self.copy([(0, 0)])
@@ -251,6 +282,27 @@ class Runner:
             np.int32(len(prompts)),
             self.lanes.part(lane, source_S),
         )
+
+    def extend(self, policy: Policy, extensions: Sequence[Extension]) -> None:
+        """Write tokens into the caches of slots, each after what it has in its cache."""
+        self._wake()
+        fused, size = self._decoder(policy), self.lanes.size
+        piece = piece_size(size) if self.invariance.continued else 1
+
+        def run(lane: int) -> None:
+            own = [
+                one._replace(seq_slot=one.seq_slot % size)
+                for one in extensions
+                if self.lanes.of(one.seq_slot) == lane
+            ]
+            for pieces in packed(own, size, piece):
+                self._caches[lane] = extend_slots(
+                    self.spec, fused, self._rotary, self._caches[lane], pieces
+                )
+            # else the thread would end at once, and the lanes run one by one
+            jax.block_until_ready(self._caches[lane])
+
+        self._in_lanes(run)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy slots' caches: from the first of each pair to the second, of the same lane."""

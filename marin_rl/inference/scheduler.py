@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Int32
@@ -25,6 +26,7 @@ from marin_rl.inference.generation import (
     TOP_LOGPROBS_MAX,
     GenerationRequest,
 )
+from marin_rl.inference.pieces import Extension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +174,18 @@ class Schedule:
     """Work for newly scheduled samples.
 
     `prompts` are to be run, by bucket and lane, each with the sequence slots that start from it;
-    `copies` go from one slot to another of its lane.
+    with a prefix cache `extensions` instead, the tokens that slots do not have yet. Then `copies`
+    go from one slot to another of its lane. `cached_tokens` of `continued` prompts are in kept
+    prefixes.
     """
 
     jobs: list[Job] = field(default_factory=list)
     to_score: list[Job] = field(default_factory=list)
     prompts: Prompts = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
+    cached_tokens: int = 0
+    continued: int = 0
 
 
 def schedule(
@@ -188,14 +195,17 @@ def schedule(
     weights: WeightsKey,
     bucket: Callable[[int], int],
     tokens: float | int,
+    *,
+    keeps_prefixes: bool = False,
 ) -> Schedule:
     """Assign samples until slots or samples run out, or prompts of `tokens` padded tokens are in.
 
     A prefix that a slot of the same lane has in its cache, with the same key, is copied from there.
-    A request that only wants its prompt scored waits its turn, and takes no slot.
+    With `keeps_prefixes`, a dialogue goes on in the slot that has its last turn, if that is free
+    still. A request that only wants its prompt scored waits its turn, and takes no slot.
     """
     plan = Schedule()
-    free = _by_lane(lanes, batch.free())
+    free, kept = _free_and_kept(queue, batch, lanes, weights)
     # a prompt may exceed what is left of `tokens`, so that the longest is let in too
     while queue and tokens > 0:
         job = queue.head
@@ -215,18 +225,77 @@ def schedule(
         key = PrefixKey(job.key, weights, job.request.adapter)
         # looked up before the new slots, whose caches are not computed yet, are among them
         cached = {prefix.lane: prefix for prefix in batch.cached(key)}
-        lane = _lane_of(free, cached)
+        first, start = _continue(plan, job, lanes, free, {} if cached else kept)
+        lane = lanes.of(first) if start else _lane_of(free, cached)
         # all in one lane, where the prompt runs once; what is left gets another lane in the next
         # iteration
         slots = [free[lane].pop(0) for _ in range(min(job.waiting, len(free[lane])))]
         for index, seq_slot in enumerate(slots, start=job.handed_out):
             # the last prompt token goes through the first decode step, which gives its logits
             prefix = CachedPrefix(lane, seq_slot, job.request.prompt_ids[:-1], key)
-            batch.assign(prefix, job, index)
+            batch.assign(prefix, job, index, continues=start > 0 and seq_slot == first)
         queue.take(len(slots))
         plan.jobs.append(job)
-        tokens -= _prepare(plan, job, slots, lane, cached.get(lane), bucket)
+        if keeps_prefixes and lane not in cached:
+            tokens -= _extend(plan, job, slots, start)
+        else:
+            tokens -= _prepare(plan, job, slots, lane, cached.get(lane), bucket)
     return plan
+
+
+def _free_and_kept(
+    queue: JobQueue, batch: RunningBatch, lanes: Lanes, weights: WeightsKey
+) -> tuple[list[list[int]], dict[Job, tuple[int, int]]]:
+    """Free slots by lane, and what they have of the prompts of the requests that are next.
+
+    Slots that those go on from come last, so that no other request of this step takes them.
+    """
+    batch.forget_prefixes(except_of=weights)
+    free = batch.free()
+    kept = {
+        job: match
+        for job in islice(queue, len(free))
+        if (match := batch.kept_for(job.request, weights)) is not None
+    }
+    wanted = {seq_slot for seq_slot, _ in kept.values()}
+    return _by_lane(lanes, sorted(free, key=wanted.__contains__)), kept
+
+
+def _continue(
+    plan: Schedule,
+    job: Job,
+    lanes: Lanes,
+    free: list[list[int]],
+    kept: Mapping[Job, tuple[int, int]],
+) -> tuple[int, int]:
+    """Move the slot that has a request's last turn to the front of its lane, if it is free still.
+
+    Returns the slot, and how many positions of the prompt it has; 0 where no slot has any.
+    """
+    seq_slot, start = kept.get(job, (0, 0))
+    slots = free[lanes.of(seq_slot)]
+    if not start or seq_slot not in slots:
+        return 0, 0
+    slots.remove(seq_slot)
+    slots.insert(0, seq_slot)
+    if not job.handed_out:  # later samples may find what the first ones left
+        job.cached_tokens = start
+    plan.cached_tokens += start
+    plan.continued += 1
+    return seq_slot, start
+
+
+def _extend(plan: Schedule, job: Job, slots: list[int], start: int) -> int:
+    """Plan how the first slot gets the prompt from `start` on, and the others from it.
+
+    Returns the tokens that must run for it.
+    """
+    new = job.request.prompt_ids[start:-1]
+    if len(new):
+        plan.extensions.append(Extension(slots[0], start, new))
+    if len(job.request.prompt_ids) > 1:
+        plan.copies += [(slots[0], seq_slot) for seq_slot in slots[1:]]
+    return len(new)
 
 
 def _prepare(

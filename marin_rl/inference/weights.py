@@ -167,6 +167,7 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     layer = cast(_DecoderLayer, stacked.stacked)
     _check_supported(model.config, layer)
     embedding = model.embeddings.token_embeddings.weight.array
+    # Tied weights: the same array, not a copy.
     head = embedding if model.lm_head is None else _matrix(model.lm_head).weight
     weights = Weights(
         embedding=embedding,
@@ -189,6 +190,7 @@ def _spec(config: _Config, attention: Attention, vocabulary: int) -> DecoderSpec
         vocabulary=vocabulary,
         norm_epsilon=config.layer_norm_epsilon,
         activation=str(ActivationFunctionEnum(config.activation_function).value),
+        # Gemma multiplies embeddings by sqrt(width), and its norms by 1 + weight.
         embedding_scale=math.sqrt(config.hidden_dim) if gemma else 1.0,
         norm_offset=1.0 if gemma else 0.0,
     )
@@ -199,6 +201,7 @@ def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
     norm = GemmaRMSNorm if isinstance(config, GemmaConfig) else RmsNorm
     problems = {
         f"attention of type {type(attention).__name__}": type(attention) is not Attention,
+        # Each would change the logits: an engine that ignored one would sample another policy.
         "a sliding window": attention.config.sliding_window is not None or _has_window(config),
         "capped attention logits": attention.config.logits_soft_cap is not None,
         "another attention scale": attention.config.scaling_factor is not None,
@@ -244,6 +247,7 @@ def _read_layers(layer: _DecoderLayer) -> Layers:
 
 
 def _matrix(linear: Linear) -> Affine:
+    # Another layout would decode to other logits without any error.
     if linear.reparam.active_scale != 1 or not linear._out_first:
         raise InputError("the engine reads plain linear layers with the output axis first")
     return Affine(linear.weight.array, None if linear.bias is None else linear.bias.array)
@@ -273,6 +277,7 @@ def rotary_table(model: LmHeadModel, length: int) -> Rotary:
     half = layer.self_attn.config.head_size // 2
     position = hax.Axis("position", length)
     axes = (position, layer.self_attn.config.HeadSize)
+    # A rotation turns (1, 0) into (cos, sin), so no variant has to be known here.
     probe = np.concatenate([np.ones((length, half)), np.zeros((length, half))], axis=1)
     turned = embeddings(hax.named(jnp.asarray(probe, jnp.float32), axes), hax.arange(position))
     table = turned.rearrange(axes).array
@@ -286,6 +291,7 @@ def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[La
     mesh this is where weights that are spread over fsdp are gathered; what is spread over tensor
     stays so.
     """
+    # Cast before joining: the joined copy is then of the small dtype from the start.
     layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
     return tuple(
         _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))

@@ -359,3 +359,27 @@ def test_the_request_body_is_plain_json() -> None:
     assert "seed" not in body
     assert "stop" not in body
     assert "top_k" not in body
+
+
+def test_a_server_that_ignores_a_seed_per_prompt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM answers, which knows neither `seeds` nor `compact_logprobs` and ignores them."""
+    choice = {
+        "index": 0,
+        "text": "b",
+        "token_ids": [98, END],
+        "prompt_token_ids": [97],
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+
+    async def send(_: PolicyClient, *_request: Any) -> bytes:
+        return orjson.dumps({"id": "cmpl-1", "model": MODEL, "choices": [choice]})
+
+    monkeypatch.setattr(PolicyClient, "_send", send)
+    turn = Sampling(max_tokens=2, seed=1)
+
+    async def go_on(client: PolicyClient) -> None:
+        await client.chat(MESSAGES, 1, turn, prompt_ids=np.array([97], np.int32))
+
+    with pytest.raises(BadResponse, match=r"turns_per_request is for marin-rl's own server"):
+        ask(["http://unused/v1"], go_on, turns_per_request=8)

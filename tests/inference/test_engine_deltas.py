@@ -241,6 +241,7 @@ class Between(Future[GenerationResult]):
         return False
 
 
+@pytest.mark.usefixtures("itself_compiled_quickly")
 def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
     engine = engine_of(model, chunk_steps=1)
     try:

@@ -48,6 +48,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.usefixtures("itself_compiled_quickly")
 @pytest.mark.parametrize(
     "chunk_steps", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 64))]
 )
@@ -136,6 +137,7 @@ def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
         engine.close()
 
 
+@pytest.mark.usefixtures("itself_compiled_quickly")
 def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model):
     engine = engine_of(model, slots=8, chunk_steps=2)
     try:

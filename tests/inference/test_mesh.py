@@ -17,6 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 from support.cases import others_slow
 from support.engines import PROGRAMS
 from support.models import uneven
+from support.quick_programs import QUICK_FLAG
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
@@ -144,7 +145,7 @@ def test_two_devices_answer_as_one(axis):
 @pytest.mark.timeout(600)
 def test_eight_devices_answer_as_one():
     here = Path(__file__).parent
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"--xla_force_host_platform_device_count=8 {QUICK_FLAG}"
     done = subprocess.run(
         [sys.executable, "-c", "import test_mesh; test_mesh.check(data=2, fsdp=2, tensor=2)"],
         env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": f"{here.parents[1]}:{here.parent}"},

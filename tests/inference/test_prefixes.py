@@ -31,7 +31,7 @@ def scheduled(batch: RunningBatch, queue: JobQueue, weights: WeightsKey) -> Sche
 
 
 def test_a_request_copies_its_prompt_from_its_own_samples_under_the_same_weights() -> None:
-    batch, queue, weights = batch_of(), JobQueue(), WeightsKey(1)
+    batch, queue, weights = batch_of(), JobQueue(), WeightsKey()
     job, other = job_of(6), job_of(1)
     queue.append(job)
     plan = scheduled(batch, queue, weights)
@@ -48,7 +48,7 @@ def test_a_request_copies_its_prompt_from_its_own_samples_under_the_same_weights
     assert scheduled(batch, queue, weights).copies == [(3, 2)]
     # after a swap nothing that the old weights computed is copied
     batch._empty(2)
-    plan = scheduled(batch, queue, WeightsKey(1))
+    plan = scheduled(batch, queue, WeightsKey())
     assert (plan.copies, [slots for _, slots in plan.prompts[BUCKET, 0]]) == ([], [[2]])
     # nor from another request, though its prompt has the same tokens
     queue.append(other)
@@ -57,7 +57,7 @@ def test_a_request_copies_its_prompt_from_its_own_samples_under_the_same_weights
 
 
 def test_adapters_share_no_prefix() -> None:
-    batch, queue, weights = batch_of(), JobQueue(), WeightsKey(1)
+    batch, queue, weights = batch_of(), JobQueue(), WeightsKey()
     base, adapted = job_of(2), job_of(2, adapter=1)
     for job in (base, adapted):
         queue.append(job)

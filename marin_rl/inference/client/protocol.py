@@ -5,11 +5,12 @@ ids at its top level (`prompt_token_ids`) and, in each choice, `token_ids` (a fi
 included) with one logprob per id. Our own additions are optional on both sides, and servers that do
 not know them ignore them: `compact_logprobs` in the request asks for the flat list `token_logprobs`
 in place of `logprobs.content`; the answer may carry `policy_versions` per choice, `weight_version`,
-`parameters_digest` and `timings`. Knows nothing of JAX, of sockets, or of any client library.
+`parameters_digest` and `timings`, which the answer to several prompts has in each choice. Knows
+nothing of JAX, of sockets, or of any client library.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import orjson
 from jaxtyping import Float32, Int32
 
 from marin_rl.errors import BadResponse
-from marin_rl.types import Message, Sampling
+from marin_rl.types import Message, Sampling, ToolCall
 
 MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
@@ -66,7 +67,8 @@ def parse_served_model_id(model: str) -> ServedModel | None:
 class ChatRequest:
     """`n` samples of one conversation from one served model.
 
-    With `prompt_ids` the prompt is these very ids, and the server renders nothing.
+    With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
+    functions as OpenAI's clients send them, each with its JSON schema.
     """
 
     model: str
@@ -74,6 +76,7 @@ class ChatRequest:
     n: int
     sampling: Sampling
     prompt_ids: Int32[np.ndarray, " P"] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def path(self) -> str:
@@ -83,14 +86,11 @@ class ChatRequest:
 
     def body(self) -> dict[str, Any]:
         """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
-        sampling = self.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": m.role, "content": m.content} for m in self.messages],
+            "messages": [message_body(message) for message in self.messages],
             "n": self.n,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            **_sampling_fields(self.sampling),
             "logprobs": True,
             "top_logprobs": 0,
             "return_token_ids": True,
@@ -98,13 +98,74 @@ class ChatRequest:
         }
         if self.prompt_ids is not None:
             body["tokens"] = self.prompt_ids.tolist()
-        if sampling.top_k:
-            body["top_k"] = sampling.top_k
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
+        if self.tools:
+            body["tools"] = [dict(tool) for tool in self.tools]
+        if self.sampling.seed is not None:
+            body["seed"] = self.sampling.seed
         return body
+
+
+def message_body(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's shape: role and content, and what else it has."""
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        body["content"] = message.content or None
+        body["tool_calls"] = [call_body(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        body["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        body["name"] = message.name
+    return body
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's shape."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsRequest:
+    """A sample of each of several prompts of ids from one served model, each with its own seed.
+
+    `sampling` holds for all of them, but for its seed. The list `seeds` of the body is ours: other
+    servers of plain completions have one seed for all prompts.
+    """
+
+    model: str
+    prompts: Sequence[Int32[np.ndarray, " _P"]]
+    seeds: Sequence[int]
+    sampling: Sampling
+
+    @property
+    def path(self) -> str:
+        """The route, below the base URL of an endpoint."""
+        return COMPLETIONS_ROUTE.removeprefix("/v1")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {
+            "model": self.model,
+            "prompt": [prompt.tolist() for prompt in self.prompts],
+            "seeds": list(self.seeds),
+            **_sampling_fields(self.sampling),
+            "return_token_ids": True,
+            "compact_logprobs": True,
+        }
+
+
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Fields of a body that are the same for all its samples; filters that are off are left out."""
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
+    if sampling.top_k:
+        fields["top_k"] = sampling.top_k
+    if sampling.stop:
+        fields["stop"] = list(sampling.stop)
+    return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +173,9 @@ class Completion:
     """Completion: its text without the stop token, its ids with it, one logprob (nats) per id.
 
     `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
-    were swapped while this sample was drawn.
+    were swapped while this sample was drawn. `tool_calls` are those that an endpoint of texts read;
+    where there are ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
+    meant as a call and is none, and `sampled_text` has the calls in it.
     """
 
     text: str
@@ -120,17 +183,22 @@ class Completion:
     logprobs: Float32[np.ndarray, " T"]
     finish_reason: str
     policy_versions: Int32[np.ndarray, " T"] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: str | None = None
+    sampled_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimings:
-    """Time that a request spent on the server by phase, in seconds; 0 where the server does not
-    report it.
+    """Time that a prompt's samples took on the server by phase, in seconds.
+
+    None where the server does not report it. Samples of one prompt share them: decoding ends with
+    the last of them.
     """
 
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +228,23 @@ def decode_answer(data: bytes) -> ChatAnswer:
     )
 
 
+def decode_turns(data: bytes) -> list[ChatAnswer]:
+    """Read the answer to a `TurnsRequest`: one completion per prompt, in order. BadResponse."""
+    body, choices = read_choices(data)
+    return [
+        ChatAnswer(
+            model=str(body.get("model", "")),
+            prompt_token_ids=_token_ids(choice.get("prompt_token_ids"), "prompt_token_ids"),
+            completions=(_decode_completion(choice, choice.get("text")),),
+            request_id=str(body.get("id") or ""),
+            weight_version=_weight_version(body.get("weight_version")),
+            parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
+            timings=_timings(_mapping(choice.get("timings") or {}, "a choice's timings")),
+        )
+        for choice in choices
+    ]
+
+
 def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """Read an answer's object, and its choices in the order of their index. Raises BadResponse."""
     body = _mapping(_json(data), "the answer")
@@ -167,6 +252,21 @@ def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]
     if not isinstance(choices, list) or not choices:
         raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
     return body, sorted((_mapping(c, "a choice") for c in choices), key=_index)
+
+
+def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """Read the tool calls of an assistant's message. Raises BadResponse."""
+    calls = message.get("tool_calls") or []
+    try:
+        values = [(call["id"], call["function"]) for call in calls]
+        read = [(id, function["name"], function["arguments"]) for id, function in values]
+    except (TypeError, KeyError) as error:
+        raise BadResponse(
+            f"expected tool_calls[] with id and function, found {calls!r:.80}"
+        ) from error
+    if not all(isinstance(part, str) for call in read for part in call):
+        raise BadResponse(f"expected tool_calls[] of texts, found {calls!r:.80}")
+    return tuple(ToolCall(id=id, name=name, arguments=text) for id, name, text in read)
 
 
 def _weight_version(value: object) -> int | None:
@@ -177,11 +277,13 @@ def _weight_version(value: object) -> int | None:
 
 
 def _timings(timings: Mapping[str, Any]) -> ServerTimings:
-    seconds = {
-        name: float(_optional(timings.get(name), int | float, f"timings.{name}") or 0.0)
+    values = {
+        name: _optional(timings.get(name), int | float, f"timings.{name}")
         for name in ("queue_s", "prefill_s", "decode_s")
     }
-    return ServerTimings(**seconds)
+    return ServerTimings(
+        **{name: None if value is None else float(value) for name, value in values.items()}
+    )
 
 
 def error_body(
@@ -192,6 +294,11 @@ def error_body(
 
 
 def _decode_choice(choice: Mapping[str, Any]) -> Completion:
+    message = _mapping(choice.get("message"), "a choice's message")
+    return _decode_completion(choice, message.get("content"))
+
+
+def _decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
     token_ids = _token_ids(choice.get("token_ids"), "token_ids")
     logprobs = _logprobs(choice)
     if len(logprobs) != len(token_ids):
@@ -203,9 +310,8 @@ def _decode_choice(choice: Mapping[str, Any]) -> Completion:
         versions = _token_ids(versions, "policy_versions")
         if len(versions) != len(token_ids):
             raise BadResponse(f"expected {len(token_ids)} policy_versions, found {len(versions)}")
-    message = _mapping(choice.get("message"), "a choice's message")
     return Completion(
-        text=str(message.get("content") or ""),
+        text=str(text or ""),
         token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=str(choice.get("finish_reason") or ""),

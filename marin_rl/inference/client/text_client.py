@@ -17,6 +17,7 @@ from marin_rl.inference.client.protocol import (
     ChatRequest,
     Completion,
     read_choices,
+    read_tool_calls,
 )
 from marin_rl.types import Message, Sampling
 
@@ -28,6 +29,8 @@ _CHOICES_MAX = 128  # OpenAI's bound on n
 class TextClient(PolicyClient):
     """`PolicyClient` over plain OpenAI chat completions."""
 
+    gives_ids = False
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -35,16 +38,18 @@ class TextClient(PolicyClient):
         sampling: Sampling,
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> ChatAnswer:
-        """`n` samples of one conversation, text only. Raises as `PolicyClient.chat` does.
+        """`n` samples of one conversation, text and tool calls only.
 
-        `prompt_ids` are ignored: such endpoints take messages alone.
-        An endpoint that gives fewer choices than it is asked for is asked again for the rest.
+        Raises as `PolicyClient.chat` does. `prompt_ids` are ignored: such endpoints take messages
+        alone. An endpoint that gives fewer choices than it is asked for is asked for the rest.
         """
         completions: list[Completion] = []
         answered, request_id = "", ""
         while len(completions) < n:
-            body = self._body(messages, min(n - len(completions), _CHOICES_MAX), sampling)
+            count = min(n - len(completions), _CHOICES_MAX)
+            body = self._body(messages, count, sampling, tools)
             if sampling.seed is not None:
                 body["seed"] = sampling.seed + len(completions)
             answer, choices = read_choices(await self._send("POST", "/chat/completions", body))
@@ -57,8 +62,20 @@ class TextClient(PolicyClient):
             request_id=request_id,
         )
 
-    def _body(self, messages: Sequence[Message], n: int, sampling: Sampling) -> dict[str, Any]:
-        request = ChatRequest(model=self._model, messages=tuple(messages), n=n, sampling=sampling)
+    def _body(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        request = ChatRequest(
+            model=self._model,
+            messages=tuple(messages),
+            n=n,
+            sampling=sampling,
+            tools=tuple(tools),
+        )
         return {name: value for name, value in request.body().items() if name not in _EXTENSIONS}
 
 
@@ -71,4 +88,5 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         finish_reason=str(choice.get("finish_reason") or ""),
+        tool_calls=read_tool_calls(message),
     )
