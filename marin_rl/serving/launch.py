@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
@@ -35,7 +35,7 @@ from marin_rl.training.model import LmHeadModel, load_hf, parameters_digest
 from marin_rl.types import ServedPolicy, SlotRef
 
 
-def serve_checkpoint(
+def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     root: str,
     run_id: str,
     round: int | None,
@@ -45,6 +45,7 @@ def serve_checkpoint(
     config: Config | None = None,
     follow: bool = False,
     poll_s: float | int = POLL_S,
+    report: Report | None = None,
 ) -> int:
     """Serve a committed checkpoint of a run (default: the latest); the process's exit code.
 
@@ -57,17 +58,22 @@ def serve_checkpoint(
     enable_compilation_cache()
     keep_freed_memory()
     run = Run.open(root, run_id)
+    which = "the latest checkpoint" if round is None else f"checkpoint {round}"
+    _announce(f"loading {which} of {run.folder.url}")
     loaded = read_checkpoint(run, round)
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
+    _announce("proving that the engine decodes as trained")
     server = proven_server(loaded, tokenizer_for(settings.policy), settings)
     if not follow:
-        return serve_forever(server, host, port, announce=_announce)
+        return serve_forever(server, host, port, announce=_announce, report=report)
     with following(server.updater, run, loaded.round or 0, poll_s=poll_s):
-        return serve_forever(server, host, port, announce=_announce)
+        return serve_forever(server, host, port, announce=_announce, report=report)
 
 
-def serve_folder(folder: Path, config: Config, host: str, port: int) -> int:
+def serve_folder(
+    folder: Path, config: Config, host: str, port: int, *, report: Report | None = None
+) -> int:
     """Serve a Hugging Face folder with a configuration's engine and context length.
 
     Where the configuration does not say how long, it is as long as the model is made for, up to
@@ -77,6 +83,7 @@ def serve_folder(folder: Path, config: Config, host: str, port: int) -> int:
     """
     enable_compilation_cache()
     keep_freed_memory()
+    _announce(f"loading {folder}")
     loaded = read_folder(str(folder))
     if "context_length" not in config.policy.model_fields_set:
         longest = min(loaded.model.config.max_seq_len, CONTEXT_TOKENS_MAX)
@@ -85,8 +92,9 @@ def serve_folder(folder: Path, config: Config, host: str, port: int) -> int:
         config = within_memory(config.model_copy(update={"policy": policy}))
     inference = with_update_root(config.inference, folder.resolve().parent)
     config = config.model_copy(update={"inference": inference})
+    _announce("proving that the engine decodes as the model computes")
     server = proven_server(loaded, load_tokenizer(folder), config)
-    return serve_forever(server, host, port, announce=_announce)
+    return serve_forever(server, host, port, announce=_announce, report=report)
 
 
 def proven_server(

@@ -13,9 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import jax.numpy as jnp
 import uvicorn
@@ -37,7 +38,8 @@ from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import check_template
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
-from marin_rl.tokenizers import check_vocabulary, end_token_ids
+from marin_rl.tokenizer_files import check_vocabulary
+from marin_rl.tokenizers import end_token_ids
 from marin_rl.training.model import LmHeadModel
 
 START_S = 30.0
@@ -45,6 +47,8 @@ STOP_S = 5  # what clients get to take in their last bytes
 ALIVE_S = 1.0
 
 _log = logging.getLogger(__name__)
+
+Report = Callable[[Mapping[str, Any]], None]  # gets a record of each state of a server
 
 
 class PolicyServer:
@@ -127,7 +131,8 @@ class PolicyServer:
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
         )
         self._thread.start()
-        _wait_until(lambda: self._uvicorn is not None and self._uvicorn.started, START_S)
+        if not _becomes_true(lambda: self._uvicorn is not None and self._uvicorn.started, START_S):
+            raise InferenceError(f"the server did not start within {START_S:g} s")
         bound = listener.getsockname()[1]
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/v1"
         return self._base_url
@@ -193,6 +198,7 @@ class PolicyServer:
             queued=engine.queued,
             paused=engine.paused,
             sharing=engine.sharing,
+            keeps_prefixes=engine.keeps_prefixes,
             invariance=engine.invariance,
         )
 
@@ -256,13 +262,23 @@ def _source_of(digest: bytes | None, variable: str, without: str) -> str:
 
 
 def serve_forever(
-    server: PolicyServer, host: str, port: int, *, announce: Callable[[str], None] = _log.info
+    server: PolicyServer,
+    host: str,
+    port: int,
+    *,
+    announce: Callable[[str], None] = _log.info,
+    report: Report | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; the process's exit code.
 
-    0 after a signal, 1 where the engine died. A second signal ends at once, and so does the first
-    one as long as nothing can be asked yet. To be called from the main thread.
+    `announce` gets lines for people, `report` a record for each state: compiling, ready, draining,
+    ended. 0 after a signal, 1 where the engine died. A second signal ends at once, and so does the
+    first one as long as nothing can be asked yet. To be called from the main thread.
     """
+    began = time.monotonic()
+    report = report or _ignore
+    report({"state": "compiling", "programs": server.engine.programs})
+    announce(f"compiling {server.engine.programs} programs, or reading them from the cache")
     try:
         raise_files_limit()
         if server.settings.access_log:
@@ -274,17 +290,28 @@ def serve_forever(
     with _signals() as wait_for_signal:
         try:
             spare_long_lived_objects()
+            seconds = time.monotonic() - began
+            announce(f"compiled in {seconds:.1f} s: ready")
             announce(server.how_to_call())
+            ready = {"url": server.base_url, "model": server.model_id, "compile_s": seconds}
+            report({"state": "ready", **ready})
             while not wait_for_signal(ALIVE_S):
                 if not server.engine.alive:
                     announce("the engine ended by itself: its last words are above")
+                    report({"state": "ended", "exit_code": 1})
                     return 1
             announce("draining: running requests finish, new ones are refused")
+            report({"state": "draining"})
             if not server.drain():
                 announce("some requests are still running: they end now with an error")
         finally:
             server.stop()
+    report({"state": "ended", "exit_code": 0})
     return 0
+
+
+def _ignore(state: Mapping[str, Any]) -> None:
+    """Report a state to no one."""
 
 
 @contextmanager
@@ -315,11 +342,6 @@ def _signals() -> Iterator[Callable[[float], bool]]:
             signal.signal(number, handler)
         os.close(reading)
         os.close(writing)
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    if not _becomes_true(condition, timeout_s):
-        raise InferenceError(f"the server did not start within {timeout_s:g} s")
 
 
 def _becomes_true(condition: Callable[[], bool], timeout_s: float | int) -> bool:

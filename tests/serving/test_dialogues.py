@@ -1,80 +1,12 @@
 """Episodes of two turns against the embedded server: token in, token out, with a real engine."""
 
-import asyncio
-from collections.abc import Sequence
-
 import numpy as np
+from support.dialogues import AGAIN, BRIDGE, DIGEST, SAID, SAMPLING, EchoTwice, play_dialogues
 from support.servers import serving
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.echo import Echo
-from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.rollouts.episode import EpisodeDriver, GroupRequest, Trajectory
-from marin_rl.serving.server import PolicyServer
-from marin_rl.tokenizers import character_tokenizer
-from marin_rl.types import Example, Message, Sampling, ServedPolicy, SlotRef, Turn
-
-DIGEST = "0123456789abcdef"
-AGAIN = (Message(role="user", content="again"),)
-TOKENIZER = character_tokenizer()
-# A model of random weights hardly ever samples its end token, so turns end at any vowel or stop.
-SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;:"))
-
-
-class Twice:
-    """Asks again after the first turn, and ends after the second."""
-
-    def __init__(self, example: Example) -> None:
-        self._example = example
-        self._turns = 0
-
-    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        return self._example.messages, ()
-
-    async def step(self, turn: Turn) -> StepResult:
-        self._turns += 1
-        done = self._turns == 2
-        return StepResult(messages=() if done else AGAIN, reward=1.0, done=done)
-
-    async def close(self) -> None:
-        pass
-
-
-class EchoTwice(Echo):
-    """The environment `echo` as a dialogue."""
-
-    def episode(self, example: Example) -> Episode:
-        return Twice(example)
-
-
-def bridge(messages: Sequence[Message]) -> np.ndarray:
-    """The built-in template after a turn that ended without its end token."""
-    text = "".join(f"<|{message.role}|>{message.content}" for message in messages)
-    ids = TOKENIZER(f"<|end|>{text}<|assistant|>", add_special_tokens=False)["input_ids"]
-    return np.array(ids, np.int32)
-
-
-def play(server: PolicyServer, request: GroupRequest, environment: EchoTwice) -> list[Trajectory]:
-    policy = ServedPolicy(
-        endpoints=(server.base_url,),
-        model=server.model_id,
-        weight_version=3,
-        parameters_digest=DIGEST,
-        tokenizer_digest="",
-        chat_template_digest="",
-        checkpoint=SlotRef(slot="checkpoints/round-00003", sha256=""),
-    )
-
-    async def run() -> list[Trajectory]:
-        async with PolicyClient(endpoints=policy.endpoints, model=policy.model) as client:
-            driver = EpisodeDriver(
-                client=client, policy=policy, environment=environment, bridge=bridge
-            )
-            return await driver.play_group(request)
-
-    return asyncio.run(run())
+from marin_rl.rollouts.episode import GroupRequest
 
 
 def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_first() -> None:
@@ -82,13 +14,15 @@ def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_fir
     example = environment.example(0, 0, "train")
     request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
     with serving(parameters_digest=DIGEST) as server:
-        trajectories = play(server, request, environment)
+        trajectories = play_dialogues(server, request, environment)
         assert [trajectory.fault for trajectory in trajectories] == [None] * 4
         dialogues = [t.turns for t in trajectories if len(t.turns) == 2]
         assert len(dialogues) >= 2, "these seeds end their first turns at a stop string"
         for first, second in dialogues:
             prompt, sampled = first.answer.prompt_token_ids, first.completion.token_ids
-            ids = np.concatenate([prompt, sampled, bridge(AGAIN)])
+            ids = np.concatenate(
+                [prompt, sampled, BRIDGE((*example.messages, SAID), int(sampled[-1]), AGAIN)]
+            )
             assert second.answer.prompt_token_ids.tolist() == ids.tolist()
             direct = server.engine.submit(
                 GenerationRequest(prompt_ids=ids, sampling=second.sampling)
@@ -99,3 +33,31 @@ def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_fir
     # the first turns have the seeds of the members, the second ones seeds of their own
     seeds = [turn.sampling.seed for t in trajectories for turn in t.turns]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_turns_that_share_requests_are_the_same_tokens() -> None:
+    environment = EchoTwice(EnvironmentConfig(name="echo"))
+    example = environment.example(0, 0, "train")
+    request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
+    with serving(parameters_digest=DIGEST) as server:
+        apart = play_dialogues(server, request, environment)
+        together = play_dialogues(server, request, environment, turns_per_request=64)
+    for one, other in zip(apart, together, strict=True):
+        assert (one.fault, one.finish_reason, one.text) == (
+            other.fault,
+            other.finish_reason,
+            other.text,
+        )
+        for a, b in zip(one.turns, other.turns, strict=True):
+            assert a.answer.prompt_token_ids.tolist() == b.answer.prompt_token_ids.tolist()
+            assert a.completion.token_ids.tolist() == b.completion.token_ids.tolist()
+            np.testing.assert_allclose(a.completion.logprobs, b.completion.logprobs, atol=1e-5)
+            assert a.completion.finish_reason == b.completion.finish_reason
+            assert a.sampling == b.sampling
+            assert b.answer.parameters_digest == DIGEST
+            # the seconds of its own prompt, whether it shared a request or not
+            assert None not in (b.timing.queue_s, b.timing.prefill_s, b.timing.environment_s)
+            assert (b.timing.decode_s or 0) > 0
+    ids = [t.turns[1].answer.request_id for t in together if len(t.turns) == 2]
+    assert len(ids) >= 2, "these seeds end their first turns at a stop string"
+    assert len(set(ids)) == 1, "second turns that are due together are one request"

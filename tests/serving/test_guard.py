@@ -4,7 +4,16 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
-from support.servers import CHAT, asks_well, chat_body, raw, serving, status_of, talk
+from support.servers import (
+    CHAT,
+    asks_well,
+    chat_body,
+    raw,
+    read_all,
+    serving,
+    status_of,
+    talk,
+)
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError
@@ -265,6 +274,22 @@ def test_a_listed_page_may_read_answers_and_errors_and_others_may_not(
     assert not any(name.startswith("access-control") for name in headers)
     _, headers, _ = talk(closed, "GET", "/v1/models", headers=bearer(API))
     assert not any(name.startswith("access-control") for name in headers)
+
+
+@pytest.mark.parametrize("line_end", [b"\r\n ", b"\r", b"\n", b"%0d%0a"])
+def test_names_of_headers_that_a_page_asks_for_become_no_header(
+    closed: PolicyServer, line_end: bytes
+) -> None:
+    lines = (
+        f"OPTIONS {CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {PAGE}\r\nConnection: close\r\n"
+        "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: a"
+    ).encode()
+    with raw(closed) as connection:
+        connection.sendall(lines + line_end + b"set-cookie: x\r\n\r\n")
+        answer = read_all(connection)
+    assert status_of(answer) in (204, 400)
+    head = answer.partition(b"\r\n\r\n")[0].lower()
+    assert not any(line.strip().startswith(b"set-cookie") for line in head.splitlines()), answer
 
 
 def test_without_a_token_only_this_machine_is_answered(local: PolicyServer) -> None:

@@ -34,7 +34,7 @@ from marin_rl.serving import server as server_module
 from marin_rl.serving.http.auth import check_address
 from marin_rl.serving.launch import Weights
 from marin_rl.serving.launch import serving as briefly
-from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef
 
@@ -294,12 +294,20 @@ class Standing(PolicyServer):
     settings = ServerConfig(access_log=False)
 
     def __init__(self, *, alive: bool = True) -> None:
-        self.engine = cast(Any, SimpleNamespace(alive=alive))
+        self.engine = cast(Any, SimpleNamespace(alive=alive, programs=13))
         self.seen: list[object] = []
 
     def start(self, host: str = "", port: int = 0, *, warm_up: bool = False) -> str:
         self.seen.append(("start", warm_up, handlers()))
         return ""
+
+    @property
+    def base_url(self) -> str:
+        return "http://127.0.0.1:1/v1"
+
+    @property
+    def model_id(self) -> str:
+        return "policy@1"
 
     def how_to_call(self) -> str:
         return "at your service"
@@ -316,9 +324,9 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
-def served(server: Standing, announce: Callable[[str], None]) -> int:
+def served(server: Standing, announce: Callable[[str], None], report: Report | None = None) -> int:
     try:
-        return serve_forever(server, "127.0.0.1", 0, announce=announce)
+        return serve_forever(server, "127.0.0.1", 0, announce=announce, report=report)
     finally:
         gc.unfreeze()
 
@@ -326,22 +334,28 @@ def served(server: Standing, announce: Callable[[str], None]) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_once_it_can_be_asked_and_ends_at_once_before(number: int) -> None:
     server, before, told = Standing(), handlers(), list[str]()
+    states: list[Any] = []
 
     def announce(line: str) -> None:
         told.append(line)
         if line == "at your service":
             os.kill(os.getpid(), number)
 
-    assert served(server, announce) == 0
+    assert served(server, announce, states.append) == 0
+    assert [state["state"] for state in states] == ["compiling", "ready", "draining", "ended"]
+    assert (states[1]["url"], states[1]["model"]) == ("http://127.0.0.1:1/v1", "policy@1")
     assert server.seen == [("start", True, before), "drain", "stop"]
     assert handlers() == before
-    assert [line.partition(":")[0] for line in told] == ["at your service", "draining"]
+    assert [line.split()[0] for line in told] == ["compiling", "compiled", "at", "draining:"]
+    assert told[0].startswith("compiling 13 programs")
 
 
 def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ALIVE_S", 0)
     server, before, told = Standing(alive=False), handlers(), list[str]()
-    assert served(server, told.append) == 1
+    states: list[Any] = []
+    assert served(server, told.append, states.append) == 1
+    assert states[-1] == {"state": "ended", "exit_code": 1}
     assert server.seen == [("start", True, before), "stop"]
     assert handlers() == before
     assert "the engine ended by itself" in told[-1]
@@ -375,7 +389,8 @@ def process(drain_s: float | int) -> Iterator[tuple[subprocess.Popen[str], str]]
     ) as running:
         try:
             assert running.stdout is not None
-            yield running, running.stdout.readline().split()[-1]
+            # progress of compiling comes first
+            yield running, next(line.split()[-1] for line in running.stdout if "http://" in line)
         finally:
             running.kill()
 

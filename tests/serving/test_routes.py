@@ -107,6 +107,43 @@ def test_plain_completions_take_text_ids_and_batches(asked: Ask) -> None:
     assert single["choices"] == by_text["choices"][:2]
 
 
+def test_prompts_with_seeds_of_their_own_are_sampled_as_alone(asked: Ask) -> None:
+    ids = [TOKENIZER.encode("abc"), TOKENIZER.encode("xy"), TOKENIZER.encode("abc")]
+    seeds = [7, 2**48 - 1, 90]
+    fields = {
+        "model": "policy",
+        "max_tokens": 5,
+        "return_token_ids": True,
+        "compact_logprobs": True,
+    }
+    _, _, together = asked("POST", PLAIN, {"prompt": ids, "seeds": seeds, **fields})
+    for prompt, seed, choice in zip(ids, seeds, together["choices"], strict=True):
+        _, _, alone = asked("POST", PLAIN, {"prompt": prompt, "seed": seed, **fields})
+        times = choice.pop("timings"), alone["choices"][0].pop("timings")
+        assert all(time["decode_s"] > 0 for time in times)
+        assert alone["choices"][0] | {"index": choice["index"]} == choice
+        assert len(choice["token_logprobs"]) == len(choice["token_ids"])
+        assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"seeds": [1]}, "one per prompt, 2, found 1"),
+        ({"seeds": [1, 2], "seed": 3}, "either seed or seeds"),
+        ({"compact_logprobs": True, "logprobs": 2}, "compact_logprobs"),
+        ({"compact_logprobs": True, "stream": True}, "compact_logprobs"),
+    ],
+)
+def test_seeds_and_compact_logprobs_that_do_not_fit_are_refused(
+    asked: Ask, fields: dict[str, Any], told: str
+) -> None:
+    body = {"model": "policy", "prompt": ["abc", "xy"], "max_tokens": 2, **fields}
+    status, _, answer = asked("POST", PLAIN, body)
+    assert status == 400
+    assert told in answer["error"]["message"]
+
+
 def test_tokenize_and_back(asked: Ask) -> None:
     _, _, answer = asked("POST", "/tokenize", {"messages": MESSAGES})
     assert answer["tokens"] == PROMPT
@@ -159,6 +196,7 @@ def test_generation_from_ids_to_ids(asked: Ask) -> None:
         "prompt_tokens": len(PROMPT),
         "completion_tokens": sampled,
         "total_tokens": len(PROMPT) + sampled,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     (choice,) = answer["choices"]
     assert set(choice) == {"index", "token_ids", "logprobs", "finish_reason"}

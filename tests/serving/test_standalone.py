@@ -1,5 +1,6 @@
 """`marin-rl serve` as people start it: by flags, by environment, by its other name, in pursuit."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.policy_runs import commit, small_run
@@ -39,10 +41,10 @@ def test_a_run_or_a_round_that_is_not_there_is_named(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     given = ("--root", str(tmp_path), "--port", "0")
     for arguments, told in (
-        (("--run", "absent"), "absent"),
-        (("--run", run.run_id), "no checkpoint is committed"),
-        (("--run", run.run_id, "--round", "7"), "no checkpoint of round 7"),
-        (("--run", run.run_id, "--follow"), "no checkpoint is committed"),
+        (("absent",), "absent"),
+        ((run.run_id,), "no checkpoint is committed"),
+        ((run.run_id, "--round", "7"), "no checkpoint of round 7"),
+        ((run.run_id, "--follow"), "no checkpoint is committed"),
     ):
         error = refusal(*arguments, *given)
         assert isinstance(error, ObjectMissing), error
@@ -50,7 +52,7 @@ def test_a_run_or_a_round_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_flags_that_do_not_go_together_are_refused() -> None:
-    assert "exactly one of --run RUN_ID and --model FOLDER" in str(refusal())
+    assert "a RUN or --model FOLDER" in str(refusal())
     for option in (["--follow"], ["--round", "3"]):
         error = refusal("--model", "somewhere", *option)
         assert isinstance(error, ConfigError)
@@ -63,12 +65,12 @@ def test_the_environment_stands_for_the_flags(
     run = small_run(tmp_path)
     monkeypatch.setenv("MARIN_RL_ROOT", str(tmp_path))
     monkeypatch.setenv("MARIN_RL_PORT", "0")
-    assert str(tmp_path) in str(refusal("--run", run.run_id))
+    assert str(tmp_path) in str(refusal(run.run_id))
     monkeypatch.setenv("MARIN_RL_PORT", "70000")
-    assert "70000" in str(refusal("--run", run.run_id))
-    assert "absent" in str(refusal("--run", "absent", "--port", "0"))
+    assert "70000" in str(refusal(run.run_id))
+    assert "absent" in str(refusal("absent", "--port", "0"))
     monkeypatch.setenv("MARIN_RL_CONFIG", str(tmp_path / "no.yaml"))
-    assert "no.yaml" in str(refusal("--run", run.run_id, "--port", "0"))
+    assert "no.yaml" in str(refusal(run.run_id, "--port", "0"))
 
 
 def test_only_the_section_inference_of_a_file_counts_with_a_run(tmp_path: Path) -> None:
@@ -100,26 +102,32 @@ def test_a_folder_made_for_few_positions_is_served_with_them(
     assert found[0].policy.context_length == served
 
 
+# First words of what a server says until it is ready.
+STEPS = ["starting", "loading", "proving", "compiling"]
+
+
 @contextmanager
 def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`marin-rl serve --run` in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "marin_rl", "serve", "--run", run.run_id, *arguments]
+    """`marin-rl serve RUN` in a process of its own, and where it listens."""
+    command = [sys.executable, "-m", "marin_rl", "serve", run.run_id, *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "MARIN_RL_ROOT": run.config.root,
         "MARIN_RL_PORT": "0",
     }
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             said: list[str] = []
             for line in process.stderr:
-                said.append(line)
+                said.append(line.rstrip())
                 found = re.match(r"serving (\S+) at (http\S+)/v1$", line)
                 if found:
+                    assert [line.partition(" ")[0] for line in said[:4]] == STEPS, said
                     yield process, found[2]
                     return
-            raise AssertionError("".join(said))
+            raise AssertionError("\n".join(said))
         finally:
             process.kill()
 
@@ -133,7 +141,7 @@ def loaded_id(url: str) -> str:
 def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     commit(run, 0)
-    with served(run, "--follow", "--poll-s", "0.1") as (process, url):
+    with served(run, "--follow", "--poll-s", "0.1", "--json") as (process, url):
         assert loaded_id(url).startswith("policy@00000-")
         commit(run, 1)
         deadline = time.monotonic() + STARTS_S
@@ -144,5 +152,7 @@ def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) ->
         assert (status, answer["weight_version"]) == (200, 1)
         assert answer["model"] == loaded_id(url)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        states = [json.loads(line) for line in process.communicate(timeout=60)[0].splitlines()]
     assert process.returncode == 0
+    assert [state["state"] for state in states] == ["compiling", "ready", "draining", "ended"]
+    assert (states[1]["url"], states[-1]["exit_code"]) == (f"{url}/v1", 0)

@@ -148,6 +148,7 @@ def test_the_table_names_exactly_what_is_exposed() -> None:
         queued=0,
         paused=False,
         sharing=True,
+        keeps_prefixes=True,
         invariance=UNPROVEN,
     )
     telemetry = Telemetry(lambda: reading)

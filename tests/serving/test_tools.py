@@ -17,20 +17,22 @@ from support.templates import (
     trained_byte_tokenizer,
 )
 
+from marin_rl.inference.client.protocol import call_body
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.templates import ChatPrompts
-from marin_rl.serving.text.tools import (
+from marin_rl.serving.text.tools import forced_calls_grammar
+from marin_rl.tokenizers import CHAT_TEMPLATE
+from marin_rl.tool_calls import (
     CALLS_MAX,
     ParsedAnswer,
-    ToolCall,
     ToolCallStream,
     ToolFormat,
-    forced_calls_grammar,
+    malformed_call,
     parse_tool_calls,
     tool_format,
 )
-from marin_rl.tokenizers import CHAT_TEMPLATE
+from marin_rl.types import ToolCall
 
 NAMES = ("weather", "time")
 TOKENIZER = trained_byte_tokenizer()
@@ -183,6 +185,23 @@ def test_calls_are_read_and_the_malformed_stay_text(form, text, content, calls):
     assert told(parse_tool_calls(form, text, NAMES)) == (expected, calls)
 
 
+@pytest.mark.parametrize(
+    ("form", "content", "malformed"),
+    [
+        (HERMES, "Let me see.", None),
+        (HERMES, "x <tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>"),
+        (HERMES, "x <tool_call>", "<tool_call>"),
+        (LIST, f"[TOOL_CALLS] {ONE}", f"[TOOL_CALLS] {ONE}"),
+        (LLAMA, '{"answer": 42}', None),
+        (LLAMA, ' {"name": "weather", "parameters": {', '{"name": "weather", "parameters": {'),
+        (LLAMA, 'Sure: {"name": "weather", "parameters": {', None),
+    ],
+)
+def test_malformed_calls_differ_from_answers(form, content, malformed):
+    assert parse_tool_calls(form, content, NAMES).calls == ()
+    assert malformed_call(form, content) == malformed
+
+
 @pytest.mark.parametrize(("form", "text", "content", "calls"), READ)
 def test_a_stream_gives_the_same_however_the_text_is_cut(form, text, content, calls):
     chance = random.Random(printed_seed())
@@ -219,7 +238,7 @@ def test_a_stream_holds_back_no_more_than_it_must():
 def test_a_call_in_openais_shape():
     text = f"<tool_call>{ONE}</tool_call><tool_call>{ONE}</tool_call>"
     first, second = parse_tool_calls(HERMES, text, NAMES).calls
-    body = first.body()
+    body = call_body(first)
     assert body["type"] == "function"
     assert body["function"]["name"] == "weather"
     assert json.loads(body["function"]["arguments"]) == CITY
@@ -238,7 +257,7 @@ def test_a_call_that_was_read_can_be_sent_back(name):
     form = FORMATS[name]
     text = form.before + call_text("weather", CITY, form.arguments) + form.after
     (call,) = parse_tool_calls(form, f"[TOOL_CALLS] [{ONE}]" if form.listed else text, NAMES).calls
-    answer = {"role": "assistant", "content": None, "tool_calls": [call.body()]}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call_body(call)]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     TOKENIZER.chat_template = TEMPLATES[name]
     assert "Zürich" in ChatPrompts(TOKENIZER).text([*CALLING[:1], answer, result], tools=TOOLS)

@@ -30,21 +30,15 @@ from marin_rl.serving.api.responses import (
     finish_reason,
     message,
     timings,
-    tokens_of,
     usage,
 )
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.errors import ApiError, parse
 from marin_rl.serving.text.constraints import MakeWalker
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer
-from marin_rl.serving.text.tools import (
-    ParsedAnswer,
-    ToolCall,
-    ToolCallStream,
-    ToolFormat,
-    forced_calls_grammar,
-    parse_tool_calls,
-)
+from marin_rl.serving.text.tools import forced_calls_grammar
+from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, ToolFormat, parse_tool_calls
+from marin_rl.types import ToolCall
 
 Prompt = Int32[np.ndarray, " P"]
 
@@ -246,7 +240,7 @@ class ChatStream:
         if not self._chat.body.include_usage:
             return DONE
         chunk = self._chunk(results[0])
-        chunk |= {"choices": [], "usage": usage([self._chat.prompt], tokens_of(results))}
+        chunk |= {"choices": [], "usage": usage([self._chat.prompt], results)}
         return event(chunk) + DONE
 
     def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:

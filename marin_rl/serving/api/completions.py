@@ -1,7 +1,8 @@
 """POST /v1/completions: one prompt or a list of them, as text or ids, with or without their scores.
 
 Owns what plain completions ask of the engine and how their answers are written, whole or in chunks.
-Prompt p's samples have the indices p * n + i, and draw with the seeds seed + p * n + i.
+Prompt p's samples have the indices p * n + i, and draw with the seeds seed + p * n + i, or with
+seeds[p] + i.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from marin_rl.serving.api.responses import (
     complete_response,
     event,
     plain_logprobs,
-    tokens_of,
+    timings,
     usage,
 )
 from marin_rl.serving.api.service import Service
@@ -145,7 +146,10 @@ def _finished(
         "logprobs": None,
         "policy_versions": sample.policy_versions,
     }
-    if body.logprobs is not None:
+    if body.compact_logprobs:
+        choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
+        choice["timings"] = timings(result)
+    elif body.logprobs is not None:
         offsets = Offsets(plain.decoding.detokenizer, len(plain.echoed(prompt)))
         choice["logprobs"] = _logprobs(plain, prompt, result.prompt_scores, sample, offsets)
     if body.return_token_ids:
@@ -237,7 +241,7 @@ class PlainStream:
                     choice |= {"prompt_token_ids": plain.prompts[prompt], "token_ids": []}
                 data += event(self._chunk(results[prompt]) | {"choices": [choice]})
         if plain.body.include_usage:
-            counts = usage(plain.prompts, tokens_of(results))
+            counts = usage(plain.prompts, results)
             data += event(self._chunk(results[-1]) | {"choices": [], "usage": counts})
         return data + DONE
 

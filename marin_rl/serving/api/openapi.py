@@ -71,12 +71,19 @@ class Models(BaseModel):
     data: list[Model]
 
 
+class PromptTokens(BaseModel):
+    """Tokens of the prompts that were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens read and written."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokens
 
 
 class Likely(BaseModel):
@@ -165,6 +172,8 @@ class PlainChoice(Sampled):
     text: str
     logprobs: PlainLogprobs | None
     prompt_token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None
+    timings: ServerTimings | None = None
 
 
 class TextCompletion(SampledResponse):

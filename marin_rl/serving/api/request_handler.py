@@ -49,6 +49,7 @@ from marin_rl.serving.http.limits import deadline_of, draining_error, queue_time
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
+    # nginx would collect the events of a stream otherwise.
     (b"x-accel-buffering", b"no"),
 )
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class SamplingEndpoint:
         try:
             handler.begin(self._prepare, data)
             del data  # a response may take minutes, and the body some megabytes
+            # Before any header is sent: an error until here has a status of its own.
             first = await handler.queue.read()
             assert first is not None, "a response has at least one piece"
             if handler.record.stream:
@@ -180,7 +182,9 @@ class RequestHandler:
     def _submit(self, request: EngineRequest) -> None:
         delta, end = request.delta, request.end
         self.record.stream = delta is not None
+        # Before submitting: a request that is refused by the engine is logged with its size.
         self.record.prompt_tokens = sum(len(prompt.prompt_ids) for prompt in request.requests)
+        # Before the first is submitted: its result may come before the last is.
         self._expected = len(request.requests)
         self._submitted_at = time.monotonic()
         on_scheduled = partial(self._on_scheduled, request.model)
@@ -233,6 +237,7 @@ class RequestHandler:
         """Word an engine's error for the client; the cause stands in the log alone."""
         if not isinstance(error, InferenceError):
             return error
+        # `check_model` refused it in `on_scheduled`: the client gets that 404.
         if isinstance(error.__cause__, ApiError):
             return error.__cause__
         if self._service.stopping:
@@ -262,6 +267,7 @@ class RequestHandler:
         self.queue.fail(error)
 
     def _cancel(self) -> None:
+        # Cancelling what has ended already changes nothing.
         for future in self._futures:
             future.cancel()
 
@@ -284,6 +290,7 @@ class RequestHandler:
             if self._scheduled_at is not None:
                 record.queue_s = self._scheduled_at - self._submitted_at
             return
+        # Several prompts are one request: it waited as long as the one that waited longest.
         record.queue_s = max(result.queue_s for result in results)
         record.prefill_s = max(result.prefill_s for result in results)
         record.decode_s = max(result.decode_s for result in results)

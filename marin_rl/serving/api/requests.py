@@ -59,6 +59,7 @@ PromptText = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
@@ -91,7 +92,7 @@ class SamplingFields(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: Seed | None = None
     stop: (
         StopString
         | Annotated[list[StopString], Field(fail_fast=True, max_length=STOP_STRINGS_MAX)]
@@ -123,14 +124,14 @@ class SamplingFields(Body):
     def request(
         self, prompt: Int32[np.ndarray, " P"], max_tokens: int, *, number: int = 0, **more: Any
     ) -> GenerationRequest:
-        """The engine's request for prompt `number`; its seeds begin at `seed + number * n`.
+        """The engine's request for prompt `number`; its seeds begin at `seed_of(number)`.
 
         `more` are fields of the request that not all routes have.
         """
         return GenerationRequest(
             prompt_ids=prompt,
             n=self.samples,
-            sampling=self._sampling(max_tokens, number * self.samples),
+            sampling=self._sampling(max_tokens, self.seed_of(number)),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             min_p=float(self.min_p or 0),
             logit_bias=self.biases,
@@ -142,14 +143,18 @@ class SamplingFields(Body):
             **more,
         )
 
-    def _sampling(self, max_tokens: int, seed_offset: int) -> Sampling:
+    def seed_of(self, prompt: int) -> int | None:
+        """Seed of a prompt's first sample, `n` after that of the prompt before."""
+        return None if self.seed is None else (self.seed + prompt * self.samples) % 2**64
+
+    def _sampling(self, max_tokens: int, seed: int | None) -> Sampling:
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             max_tokens=max_tokens,
             stop=self.stop_strings,
-            seed=None if self.seed is None else (self.seed + seed_offset) % 2**64,
+            seed=seed,
         )
 
 
@@ -272,14 +277,37 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)
     suffix: None = None
+    compact_logprobs: bool | None = None
+    seeds: (
+        Annotated[list[Seed], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)] | None
+    ) = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionBody":
+        if self.compact_logprobs and (self.stream or self.logprobs or self.echo):
+            raise ValueError(
+                "compact_logprobs: the sampled tokens' own, for answers that come as a whole; "
+                "expected logprobs of 0 or null, and neither stream nor echo"
+            )
+        if self.seeds is not None:
+            self._check_seeds(len(self.seeds))
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: expected at least 1 without echo, found 0")
         if self.best_of not in (None, self.samples):
             raise ValueError("best_of: expected the same as n: all samples are returned")
         return self
+
+    def _check_seeds(self, count: int) -> None:
+        if self.seed is not None:
+            raise ValueError("seeds: give either seed or seeds")
+        if count != len(self.prompts):
+            raise ValueError(f"seeds: expected one per prompt, {len(self.prompts)}, found {count}")
+
+    def seed_of(self, prompt: int) -> int | None:
+        """Seed of a prompt's first sample: its own, or counted on from `seed`."""
+        if self.seeds is not None:
+            return self.seeds[prompt] % 2**64
+        return super().seed_of(prompt)
 
     @cached_property
     def prompts(self) -> Sequence[str | list[int]]:

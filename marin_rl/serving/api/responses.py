@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from jaxtyping import Float32, Int32
 
-from marin_rl.inference.client.protocol import ServerTimings
+from marin_rl.inference.client.protocol import ServerTimings, call_body
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.serving.http.errors import new_id
 from marin_rl.serving.text.detokenizer import (
@@ -25,7 +25,8 @@ from marin_rl.serving.text.detokenizer import (
     IncrementalDetokenizer,
     Offsets,
 )
-from marin_rl.serving.text.tools import ParsedAnswer, ToolCall
+from marin_rl.tool_calls import ParsedAnswer
+from marin_rl.types import ToolCall
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
 NEVER = -9999.0
@@ -179,13 +180,17 @@ class ResponseHeader:
         }
 
 
-def usage(prompts: Sequence[Int32[np.ndarray, " _"]], sampled: int) -> dict[str, int]:
-    """Token usage: prompt, completion and total."""
-    prompted = sum(map(len, prompts))
+def usage(
+    prompts: Sequence[Int32[np.ndarray, " _"]], results: Sequence[GenerationResult]
+) -> dict[str, Any]:
+    """Token usage: prompt, completion, total, and the prompts' tokens that were in the cache."""
+    prompted, sampled = sum(map(len, prompts)), tokens_of(results)
+    cached = sum(result.cached_tokens for result in results)
     return {
         "prompt_tokens": prompted,
         "completion_tokens": sampled,
         "total_tokens": prompted + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -214,7 +219,7 @@ def complete_response(
     **more: Any,
 ) -> bytes:
     """The JSON of an answer that is sent at once; `top` is what its header says."""
-    body = {"choices": choices, "usage": usage(prompts, tokens_of(results))}
+    body = {"choices": choices, "usage": usage(prompts, results)}
     return dumps(top | body | more | identity(results[-1]))
 
 
@@ -222,13 +227,13 @@ def message(parsed: ParsedAnswer) -> dict[str, Any]:
     """An assistant's message."""
     body: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.calls:
-        body["tool_calls"] = [call.body() for call in parsed.calls]
+        body["tool_calls"] = [call_body(call) for call in parsed.calls]
     return body
 
 
 def call_delta(index: int, call: ToolCall) -> dict[str, Any]:
     """A call as streams have it."""
-    return {"index": index, **call.body()}
+    return {"index": index, **call_body(call)}
 
 
 def finish_reason(reason: str, calls: int) -> str:

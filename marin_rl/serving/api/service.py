@@ -33,9 +33,9 @@ from marin_rl.serving.http.limits import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import ChatPrompts
-from marin_rl.serving.text.tools import ToolFormat, tool_format
 from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.tokenizers import encoder_of, is_direct
+from marin_rl.tool_calls import ToolFormat, tool_format
 
 # More characters than any tokenizer's tokens have on average.
 TOKEN_CHARACTERS_MAX = 256
@@ -164,6 +164,7 @@ class Service:
         130 MB for a million characters, so a long text is refused by its beginning.
         """
         self.check_characters(len(text), param)
+        # Doubled each time, so all probes together cost no more than tokenizing the text once more.
         characters = PROBE_CHARACTERS * self.engine.context_length
         while characters < len(text):
             self.check_length(len(self._encode(text[:characters], False)), param)
@@ -180,6 +181,7 @@ class Service:
         `opening` ends the ids with the assistant's opening.
         """
         self.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
+        # Without special tokens of its own: the template writes those that open and end a text.
         text = self.chat_prompts.text(messages, tools=tools or None, opening=opening)
         return self.encode(text, special=False, param="messages")
 
@@ -282,6 +284,7 @@ class Service:
         length = len(prompt)
         check_tokens(self.limits, prompt_tokens=length, new_tokens=max_tokens, param=param)
         context = self.engine.context_length
+        # Checked here although the engine would refuse it: this error names the parameter.
         room = context - length
         least = 1 if max_tokens is None else max_tokens
         if room < least:

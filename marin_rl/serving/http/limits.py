@@ -220,7 +220,13 @@ class BodyShare:
             if count <= 0 or self._released:
                 return
             if not self._budget._take(count):
-                raise _spent()
+                raise ApiError(
+                    503,
+                    "the server is busy with other large bodies: try again later, or send less in "
+                    "one request",
+                    code="overloaded",
+                    retry_s=1,
+                )
             self._bytes += count
 
     def release(self) -> None:
@@ -229,12 +235,3 @@ class BodyShare:
             count, self._bytes, self._released = self._bytes, 0, True
         if count:
             self._budget._release(count)
-
-
-def _spent() -> ApiError:
-    return ApiError(
-        503,
-        "the server is busy with other large bodies: try again later, or send less in one request",
-        code="overloaded",
-        retry_s=1,
-    )

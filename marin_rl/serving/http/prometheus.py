@@ -61,7 +61,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "batch_invariant",
         "gauge",
         "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
-        "prompt's cache is read once (shared)",
+        "prompt's cache is read once (shared), nor, with a prefix cache, on whether a position was "
+        "decoded or prefilled (continued)",
         "what",
     ),
     _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
@@ -74,6 +75,11 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("engine_slot_steps_total", "counter", "decode steps times slots, empty ones included"),
     _spec("engine_busy_slot_steps_total", "counter", "those in which a slot sampled"),
     _spec("engine_prefilled_prompts_total", "counter", "prompts computed into the cache"),
+    _spec("engine_prefilled_tokens_total", "counter", "tokens of prompts computed into the cache"),
+    _spec("engine_cached_tokens_total", "counter", "tokens of prompts that it still had"),
+    _spec("engine_continued_prompts_total", "counter", "prompts that had such tokens"),
+    _spec("engine_evicted_prefixes_total", "counter", "kept prefixes whose slots others needed"),
+    _spec("prefix_cache", "gauge", "1 where dialogues continue from the cache of their last turn"),
     _spec("engine_prefill_seconds_total", "counter", "time on the device for prompts"),
     _spec("engine_decode_seconds_total", "counter", "time on the device for new tokens"),
     _spec("policy_info", "gauge", "1, with the loaded model's id", "model", "parameters_digest"),
@@ -112,6 +118,7 @@ class Snapshot:
     queued: int
     paused: bool
     sharing: bool
+    keeps_prefixes: bool
     invariance: Invariance
 
 
@@ -227,6 +234,11 @@ class Telemetry:
             "engine_slot_steps_total": stats.slot_steps,
             "engine_busy_slot_steps_total": stats.busy_slot_steps,
             "engine_prefilled_prompts_total": stats.prefilled_prompts,
+            "engine_prefilled_tokens_total": stats.prefilled_tokens,
+            "engine_cached_tokens_total": stats.cached_tokens,
+            "engine_continued_prompts_total": stats.continued_prompts,
+            "engine_evicted_prefixes_total": stats.evicted_prefixes,
+            "prefix_cache": snapshot.keeps_prefixes,
             "engine_prefill_seconds_total": stats.prefill_s,
             "engine_decode_seconds_total": stats.decode_s,
             "swaps_total": stats.swaps,

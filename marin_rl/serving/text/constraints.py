@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.isolated.grammars import LARK, SCHEMA, matcher_of
-from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import WorkerFault, WorkerLimits, WorkerPool
 from marin_rl.serving.http.errors import ApiError
 
 SCHEMA_BYTES_MAX = 64 * 2**10

@@ -2,7 +2,7 @@
 
 Owns the shape in which templates expect messages and tools, and how their failures are answered.
 Rendering itself, in a process with limits, is `chat_templates`'; reading a completion back into
-tool calls is `tools`'.
+tool calls is `marin_rl.tool_calls`'.
 """
 
 import json
@@ -17,6 +17,7 @@ from marin_rl.chat_templates import ChatTemplate, Conversation, prove
 from marin_rl.errors import TemplateFault, TemplateRefusal
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.tokenizers import encoder_of
+from marin_rl.tool_calls import no_constant
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -123,8 +124,3 @@ def _object(where: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, f"{where}: expected a JSON object as text", param=where)
     return value
-
-
-def no_constant(name: str) -> Any:
-    """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
-    raise ValueError(f"{name} is not JSON")

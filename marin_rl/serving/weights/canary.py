@@ -21,16 +21,17 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import BadResponse, InferenceError, StalePolicy
+from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_TOKENS
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import LmHeadModel
-from marin_rl.types import Message, Sampling, ServedPolicy
+from marin_rl.types import Sampling, ServedPolicy
 
-PROMPT = (Message(role="user", content="Which policy are you?"),)
-SAMPLING = Sampling(temperature=1.0, max_tokens=4, seed=20_240_229)
+PROMPT = CANARY_PROMPT
+SAMPLING = Sampling(temperature=1.0, max_tokens=CANARY_TOKENS, seed=20_240_229)
 REHEARSED_TOKENS = 8
 LENGTH_STEP = 64
 DIGEST_DIGITS = 16

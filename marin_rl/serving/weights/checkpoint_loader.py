@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -170,18 +169,12 @@ def folder(path: str, promised: str | None = None) -> Source:
     return Source(kind="disk", place=path, read=lambda served: read_folder(path, promised, served))
 
 
-def checkpoint(
-    root: str,
-    run_id: str,
-    round: int | None,
-    promised: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Source:
+def checkpoint(root: str, run_id: str, round: int | None, promised: str | None = None) -> Source:
     """A run's committed checkpoint: that of a round, or the latest when it is read."""
 
     def read(served: Served) -> Loaded:
         try:
-            run = Run.open(root, run_id, storage_options)
+            run = Run.open(root, run_id)
         except ObjectMissing as error:
             # which runs there are instead is for those who may list the root
             raise ObjectMissing(f"no run {run_id!r} under {root}: expected its run.json") from error

@@ -139,6 +139,7 @@ class WeightUpdater:
 
         Raises, and keeps the old weights, as `Engine.swap` does.
         """
+        # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
         with self._recorded("memory", str) as record:
             self._engine.swap(model, weight_version, parameters_digest)
             return record(weight_version, parameters_digest, 0)
@@ -150,12 +151,14 @@ class WeightUpdater:
         UpdateRunning during another update, InferenceError where the engine does not compute what
         the trainer does with them, and what `Engine.swap` and reading them raise.
         """
+        # Refused rather than queued: by the time of its turn, the weights it names may be old.
         if not self._update_lock.acquire(blocking=False):
             raise UpdateRunning("another update of the weights is under way")
         try:
             with self._recorded(source.kind, source.error_text) as record:
                 loaded = source.read(self._served)
                 self._served.architecture.check(loaded.model)
+                # Before the swap: a model that decodes to something else is never served.
                 rehearse(loaded.model, self._canary_ids, self._config, self._dtype)
                 version = self._version(loaded, weight_version)
                 self._engine.swap(loaded.model, version, loaded.parameters_digest)
@@ -302,6 +305,7 @@ class CheckpointWatcher:
     def _newer_rounds(self) -> list[int]:
         """Rounds after the last one that have a folder, falling."""
         rounds = map(round_of, self._run.store.children("checkpoints"))
+        # Newest first: after an outage of an hour only the last checkpoint is read.
         return sorted((r for r in rounds if r is not None and r > self._round), reverse=True)
 
     def _is_committed(self, round: int) -> bool:
@@ -328,11 +332,13 @@ class CheckpointWatcher:
             return False
         _log.info("round %d of %s is served after %.3g s", round, run.run_id, update.seconds)
         self._round = round
+        # Older refusals are forgotten, since older rounds are not looked at again.
         self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
         return True
 
     def _refuse(self, round: int, error: MarinRLError) -> None:
         before = self._refused.get(round)
+        # Doubled: a checkpoint that is damaged for good is read hundreds of times otherwise.
         pause_s = self._again_s if before is None else min(2 * before.pause_s, REFUSED_MAX_S)
         self._refused[round] = Refusal(time.monotonic() + pause_s, pause_s)
         _log.warning(
