@@ -28,13 +28,11 @@ from etils import epath
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.machine import machine_facts
 from marin_rl.storage.commits import (
-    commit_manifest,
+    commit_slot,
     fingerprint,
     manifest_of,
     new_attempt,
-    new_manifest,
     parent_of,
-    ref_of,
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.local import explained, make_folder, need_room, sync_folders
@@ -51,7 +49,7 @@ Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ExtraParts:
     """Parts that an attempt writes itself, to be committed with the arrays of a checkpoint.
 
     Their names begin with no folder; they are not read back when the arrays are.
@@ -62,7 +60,7 @@ class Beside:
 
 
 def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef]) -> str:
-    """The fingerprint of a checkpoint that `content` and `parents` decide."""
+    """Return the fingerprint of a checkpoint computed from `content` and `parents`."""
     return fingerprint(
         "checkpoint", content, [parent_of(parent) for parent in parents], SCHEMA_VERSION
     )
@@ -77,21 +75,22 @@ def commit_checkpoint(
     parents: Sequence[SlotRef],
     totals: Mapping[str, float],
     extra: Mapping[str, Any],
-    beside: Beside | None = None,
+    extra_parts: ExtraParts | None = None,
 ) -> SlotRef:
     """Commit nested dicts of arrays (NumPy or JAX, any sharding) as `slot`.
 
-    `content` and `parents` decide the fingerprint; `totals` become the summary of the reference and
-    `extra` is kept, with the facts of this machine as `machine`. `beside` returns the other
-    parts of the slot once the arrays are written. An earlier commit of the same fingerprint is
-    adopted. Raises CommitConflict, and StorageError of the store.
+    The fingerprint is computed from `content` and `parents`. The manifest stores `totals`, which
+    the returned reference shows, and `extra`, with facts about this machine as `machine`. The
+    function of `extra_parts` is called once the arrays are written. If the slot has a commit of
+    this fingerprint, that one is returned. Raises CommitConflict, and StorageError of the store.
     """
-    attempt = new_attempt() if beside is None else beside.attempt
+    attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
     parts = _write(run, f"{slot}/{attempt}", attempt, arrays)
-    parts += () if beside is None else beside.parts()
-    manifest = new_manifest(
+    parts += () if extra_parts is None else extra_parts.parts()
+    return commit_slot(
+        run.store,
         slot,
         attempt=attempt,
         fingerprint=checkpoint_fingerprint(content, parents),
@@ -100,9 +99,6 @@ def commit_checkpoint(
         totals=totals,
         extra={**extra, "machine": machine_facts()},
     )
-    # Last: every part is durable by now, so a manifest never names a file that a crash lost.
-    winner = commit_manifest(run.store, manifest)
-    return ref_of(winner, reused=winner.attempt != attempt)
 
 
 def restore_checkpoint(

@@ -24,9 +24,9 @@ from marin_rl.errors import (
     ObjectMissing,
     StoreUnavailable,
 )
+from marin_rl.slot_ref import SlotRef
 from marin_rl.storage.provenance import code_version, library_versions
 from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
-from marin_rl.types import SlotRef
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
 
@@ -96,23 +96,9 @@ def manifest_key(slot: str) -> str:
     return f"{slot}/manifest.json"
 
 
-def part_of(
-    name: str,
-    data: bytes,
-    *,
-    rows: int | None = None,
-    minima: Mapping[str, int | float] | None = None,
-    maxima: Mapping[str, int | float] | None = None,
-) -> Part:
+def part_of(name: str, data: bytes, *, rows: int | None = None) -> Part:
     """The record of an object with the bytes `data`, named relative to its slot."""
-    return Part(
-        name=name,
-        bytes=len(data),
-        sha256=sha256_of(data),
-        rows=rows,
-        minima=dict(minima or {}),
-        maxima=dict(maxima or {}),
-    )
+    return Part(name=name, bytes=len(data), sha256=sha256_of(data), rows=rows)
 
 
 def new_manifest(
@@ -275,6 +261,16 @@ def commit_manifest(
     )
     # What is stored, which may be the winner's: children name its digest, not that of ours.
     return parse_manifest(data, store.url_of(key))
+
+
+def commit_slot(store: ObjectStore, slot: str, *, attempt: str, **record: Any) -> SlotRef:
+    """Commit `slot`, whose parts are written, with the manifest of `new_manifest`.
+
+    Another attempt's commit of the same fingerprint is adopted. Raises as `commit_manifest` does.
+    """
+    # After the parts: they are durable by now, so no manifest names a file that a crash lost.
+    winner = commit_manifest(store, new_manifest(slot, attempt=attempt, **record))
+    return ref_of(winner, reused=winner.attempt != attempt)
 
 
 def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:

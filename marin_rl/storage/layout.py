@@ -2,8 +2,15 @@
 
 import re
 
+_PIECE = re.compile(r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/group-\d{5,}-\d{2,}\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
+
+LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
+REPORT = "report.html"
+
+# Kinds of slots that a policy can start from, each with an example of a name.
+POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
 
 
 def round_name(round: int) -> str:
@@ -26,6 +33,22 @@ def rollouts_slot(round: int) -> str:
 def shard_key(round: int, shard: int) -> str:
     """The object that is one shard of a round's rollouts, and its own commit."""
     return f"{rollouts_slot(round)}/shard-{shard:04d}.parquet"
+
+
+def pieces_folder(round: int, shard: int, fingerprint: str) -> str:
+    """The private folder of the groups that are finished while their shard is not."""
+    return f"{rollouts_slot(round)}/.groups/shard-{shard:04d}-{fingerprint[:16]}"
+
+
+def piece_name(group: str, number: int) -> str:
+    """The object with members of a group that were finished together, below that folder."""
+    return f"{group}-{number:02d}.parquet"
+
+
+def shard_of_piece(name: str) -> str | None:
+    """The shard that collects an object of a round's rollouts; None for what is no piece of one."""
+    match = _PIECE.fullmatch(name)
+    return f"{match[1]}.parquet" if match else None
 
 
 def batches_slot(round: int) -> str:
@@ -56,6 +79,11 @@ def reward_model_slot(step: int) -> str:
 def evals_slot(round: int) -> str:
     """The slot of the evaluation of checkpoint `round`."""
     return f"evals/{round_name(round)}"
+
+
+def code_key(digest: str) -> str:
+    """The copy of a file of the user's code, by the file's SHA-256."""
+    return f"code/{digest}.py"
 
 
 def metrics_key(round: int) -> str:

@@ -48,6 +48,7 @@ def remember(run: Run) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         partial.write_text(own.model_dump_json() + "\n", encoding="utf-8")
+        # One rename: another command never reads half a record.
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
@@ -76,5 +77,6 @@ def remembered(run: Run) -> tuple[str, ...] | None:
 
 
 def _path_of(run: Run) -> Path:
+    # By content and not by place: a copied run is still the user's own, an edited one is not.
     digest = sha256(run.folder.read(RUN_KEY)).hexdigest()
     return state_folder() / f"{digest}.json"

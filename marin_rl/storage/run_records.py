@@ -1,36 +1,46 @@
 """run.json: the record that makes a folder a run, written once; its configuration and ancestors.
 
+Next to it lie copies of the files of code that the configuration names, by digest.
+
 Leaves out the slots of a run and their references (runs.py).
 """
 
 import hashlib
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from marin_rl.config import (
     Config,
+    EnvironmentConfig,
+    code_in,
     differences,
     fingerprint_fields,
-    free_keys,
     outward_keys,
     parse_config,
     without,
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.layout import code_key
 from marin_rl.storage.provenance import code_version, library_versions
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.forked_store import Ancestor
+from marin_rl.user_code import files_in, offer, record_of, registered, source_of
 from schemas import Malformed, NewerVersion
-from schemas.manifests import canonical_json, open_record, sealed_json
+from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import RunRecord
 
 FORMAT = "marin-rl/run"
 VERSION = 2  # 2 has `ancestors`; runs without any are written as 1, which older software reads
 RUN_KEY = "run.json"
 SEED_BITS = 48
+DIFFERENCES_SHOWN_MAX = 8
+DIFFERENCE_CHARACTERS_MAX = 200
 
 
 def read_record(store: ObjectStore) -> dict[str, Any] | None:
@@ -63,18 +73,26 @@ def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
 def create_record(
     store: ObjectStore, config: Config, ancestors: Sequence[Ancestor] = ()
 ) -> dict[str, Any]:
-    """Commit run.json; returns the record of the process that was first.
+    """Commit the code that the configuration names, then run.json; returns the first one's record.
 
-    Raises CommitUnknown, StorageError.
+    Raises CommitUnknown, StorageError, InputError where the source of the code is not known.
     """
-    attempt = new_attempt()
+    attempt, tree = new_attempt(), config.model_dump(mode="json")
+    source = store.url_of(RUN_KEY)
+    _check_pinned(tree, source)
+    keep_code(store, tree)
+    named = [item for item in code_in(tree) if not item[1].module.startswith("marin_rl.")]
+    for key, name in _names(config.environment):
+        named += [(key, spec) for spec in registered(name)]
+    code = [{"key": key, **record_of(spec)} for key, spec in named]
     forked = {"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}
     record = {
         **forked,
+        **({"user_code": code} if code else {}),
         "format": FORMAT,
         "version": VERSION if ancestors else 1,
         "run_id": config.run_id,
-        "config": config.model_dump(mode="json"),
+        "config": tree,
         "content_digest": fingerprint("run", fingerprint_fields(config)),
         "seeds": {"run": config.seed},
         "code": code_version(),
@@ -82,7 +100,6 @@ def create_record(
         "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "attempt": attempt,
     }
-    source = store.url_of(RUN_KEY)
 
     def identify(data: bytes) -> tuple[str, str]:
         # The first record is adopted; differences are then reported key by key.
@@ -99,12 +116,54 @@ def create_record(
     return parse_record(data, source)
 
 
+def keep_code(store: ObjectStore, tree: object) -> None:
+    """Commit a copy of each file of code that nested values name. Raises as `create_record`."""
+    for digest in files_in(tree):
+
+        def identify(data: bytes, digest: str = digest) -> tuple[str, str]:
+            return digest, sha256_of(data)  # the content is the fingerprint
+
+        commit_object(
+            store,
+            code_key(digest),
+            source_of(digest),
+            attempt=digest,
+            fingerprint=digest,
+            identify=identify,
+        )
+
+
+def _names(config: EnvironmentConfig) -> list[tuple[str, str]]:
+    """Names of a run's environments, by their keys."""
+    entries = enumerate(config.mixture or ())
+    names = [(f"environment.mixture.{place}.name", entry.name) for place, entry in entries]
+    return names or [("environment.name", config.name)]
+
+
+def offer_code(store: ObjectStore, tree: object, *, allowed: bool) -> None:
+    """Make the copies of a run's code known; see `user_code.offer`. Reads nothing yet."""
+    for digest in files_in(tree):
+        key = code_key(digest)
+        offer(digest, partial(store.read, key), store.url_of(key), allowed=allowed)
+
+
 def stored_config(record: Mapping[str, Any], source: str) -> Config:
     """The configuration in a record, without what is its user's alone. Raises ConfigError."""
     tree = record["config"]
-    return parse_config(
-        without(tree, outward_keys()) if isinstance(tree, Mapping) else tree, source
-    )
+    if not isinstance(tree, Mapping):
+        return parse_config(tree, source)
+    _check_pinned(tree, source)
+    return parse_config(without(tree, outward_keys()), source)
+
+
+def _check_pinned(tree: Mapping[str, Any], source: str) -> None:
+    """Refuse a file of code without a digest: it would be whatever lies in the current folder."""
+    for key, spec in code_in(tree):
+        if spec.is_file and not spec.sha256:
+            raise ConfigError(
+                f"{source}: {key} names {spec.typed!r} without the digest of its file: expected a "
+                "configuration that load_config or pin_code read"
+            )
 
 
 def check_content(record: Mapping[str, Any], config: Config, source: str) -> None:
@@ -112,13 +171,36 @@ def check_content(record: Mapping[str, Any], config: Config, source: str) -> Non
     lines = differences(
         fingerprint_fields(stored_config(record, source)), fingerprint_fields(config)
     )
+    changed = [line for line in lines if _is_code(line)]
+    if changed and len(changed) == len(lines):
+        raise ConfigError(
+            f"run {config.run_id!r} was started with other code ({source}):\n  "
+            + "\n  ".join(changed)
+            + "\nFor a run with the changed file choose another --run-id, or fork this one; "
+            f"`marin-rl rescore` scores its rounds by a changed reward. {_going_on(config)}"
+        )
     if lines:
+        shown = [line[:DIFFERENCE_CHARACTERS_MAX] for line in lines[:DIFFERENCES_SHOWN_MAX]]
+        more = len(lines) - len(shown)
         raise ConfigError(
             f"run {config.run_id!r} exists with another content ({source}); these keys differ:\n  "
-            + "\n  ".join(lines)
-            + "\nUse another run_id, or the values the run was started with. These may differ "
-            f"freely: {', '.join(free_keys())}"
+            + "\n  ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
+            + f"\nFor a run with the new values choose another --run-id. {_going_on(config)}"
         )
+
+
+def _going_on(config: Config) -> str:
+    if "://" in config.root:
+        return "To go on with this one, give the values that it was started with."
+    folder = shlex.quote(f"{config.root}/{config.run_id}")
+    return f"To go on with this one as it was started:\n  marin-rl run {folder}"
+
+
+def _is_code(line: str) -> bool:
+    """True for a difference of digests alone, `key: "FILE.py:name#a" -> "FILE.py:name#b"`."""
+    old, arrow, new = line.partition(": ")[2].partition(" -> ")
+    without_digests = [re.sub(r"#[0-9a-f]{64}", "", text) for text in (old, new)]
+    return bool(arrow) and old != new and without_digests[0] == without_digests[1]
 
 
 def seed_from(config: Config, *parts: str | int) -> int:

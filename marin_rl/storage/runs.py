@@ -21,6 +21,7 @@ from marin_rl.config import (
     parse_config,
 )
 from marin_rl.errors import ConfigError, CorruptObject, ObjectMissing, StorageError
+from marin_rl.slot_ref import SlotRef
 from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
@@ -44,6 +45,7 @@ from marin_rl.storage.run_records import (
     ancestors_in,
     check_content,
     create_record,
+    offer_code,
     read_record,
     seed_from,
     stored_config,
@@ -51,7 +53,6 @@ from marin_rl.storage.run_records import (
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store, probe
 from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
 from marin_rl.storage.stores.locks import run_lock
-from marin_rl.types import SlotRef
 from schemas.fields import is_name
 
 __all__ = [
@@ -152,6 +153,8 @@ class Run:
                 f"found there: {shown}{f' and {more} more' if more > 0 else ''}"
             )
         stored = stored_config(record, store.url_of(RUN_KEY))
+        # A reference is of a run that this user plays; what is merely opened may be anyone's.
+        offer_code(store, record["config"], allowed=free is not None)
         # A reference leaves out free keys that are at their default, so the free keys in run.json,
         # which are those of the first process, are dropped before its own are applied.
         tree = (

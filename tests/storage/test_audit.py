@@ -14,14 +14,9 @@ from typer.testing import CliRunner
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.commits import commit_slot, read_manifest
 from marin_rl.storage.runs import Run, batches_slot
-from marin_rl.storage.tables.batches import (
-    BATCHES_PREFIX,
-    commit_batches,
-    read_dispositions,
-    write_dispositions,
-)
+from marin_rl.storage.tables.batches import BATCHES_PREFIX, read_dispositions, write_dispositions
 from marin_rl.storage.upkeep.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
 
 Change = Callable[[pa.Table], pa.Table]
@@ -46,9 +41,9 @@ def _retold(run: Run, change: Change) -> RoundAudit:
     manifest = found[0]
     part = write_dispositions(run.store, slot, "evil", change(read_dispositions(run, 0)))
     run.store.delete(f"{slot}/manifest.json")
-    commit_batches(
-        run,
-        0,
+    commit_slot(
+        run.store,
+        slot,
         attempt="evil",
         fingerprint=manifest.fingerprint,
         parents=manifest.parents,

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_commit_can_be_read_back_with_its_parts(store: ObjectStore) -> None:
         attempt=new_attempt(),
         fingerprint=fingerprint("batches", {"x": 1}, [parent]),
         parents=[parent],
-        parts=[part_of("a/batches.parquet", data, rows=2, minima={"reward": 0.25})],
+        parts=[replace(part_of("a/batches.parquet", data, rows=2), minima={"reward": 0.25})],
         totals={"rows": 2, "reward_mean": 0.5},
         extra={"length": 64},
     )

@@ -5,6 +5,7 @@ dies. The law: a fork that was reported to its caller keeps the arrays that it b
 simpler protocols must be caught: each look, at forks and at tombstones, is needed twice.
 """
 
+import os
 import random
 import secrets
 import threading
@@ -26,7 +27,8 @@ from marin_rl.storage.upkeep import forks, gc
 from marin_rl.storage.upkeep.forks import fork_run, reference_checkpoints
 from marin_rl.storage.upkeep.gc import Collection, collect
 
-SCHEDULES, SCHEDULES_SLOW = 20, 500
+SCHEDULES = 20
+SCHEDULES_SLOW = int(os.environ.get("MARIN_RL_SCHEDULES") or 5000) // 10  # each is ten others' work
 ROUNDS, FORKED_FROM = 3, 1
 STAYS, DIES = 0.8, 0.01
 WAIT_S = 120.0

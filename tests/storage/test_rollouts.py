@@ -44,7 +44,7 @@ from marin_rl.storage.tables.rollouts import (
     seal_round,
     shard_ref,
 )
-from marin_rl.types import RolloutGroup
+from marin_rl.types import RewardComponent, RolloutGroup
 from schemas.rollouts import ROLLOUTS
 
 
@@ -224,10 +224,10 @@ def test_truncated_shards_are_named(keep: int) -> None:
 
 def test_newer_versions_are_refused_by_name() -> None:
     table = pq.read_table(io.BytesIO(_encoded([group("g", [1.0])])))
-    metadata = {**table.schema.metadata, b"marin_rl.schema_version": b"2"}
+    metadata = {**table.schema.metadata, b"marin_rl.schema_version": b"4"}
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), sink)
-    with pytest.raises(NewerSchema, match=r"^x\.parquet: .*version 2 is newer than 1.*upgrade"):
+    with pytest.raises(NewerSchema, match=r"^x\.parquet: .*version 4 is newer than 3.*upgrade"):
         decode_shard(sink.getvalue(), source="x.parquet")
 
 
@@ -317,3 +317,21 @@ def test_a_shard_damaged_after_the_seal_is_named(tmp_path: Path, damage: str) ->
         path.write_bytes(data[: {"cut": 1000, "empty": 0}[damage]])
     with pytest.raises((CorruptObject, ObjectMissing), match=r"shard-0000\.parquet"):
         list(iter_shards(run, 0))
+
+
+def test_texts_behind_reward_components_are_kept_by_rollout():
+    one, other = (
+        replace(
+            rollout(f"g/{index}", index=index),
+            reward_components=(RewardComponent(name="judge", value=1.0, detail=detail),),
+        )
+        for index, detail in enumerate(("SCORE: 10", None))
+    )
+    written = group_of("g", [one, other])
+    table = decode_shard(_encoded([written]))
+    (read,) = groups_of(table)
+    details = [each.reward_components[0].detail for each in read.rollouts]
+    assert details == ["SCORE: 10", None]
+    assert dict(read.example.metadata) == dict(written.example.metadata)
+    assert '"reward_details": {"judge": "SCORE: 10"}' in table["metadata"][0].as_py()
+    assert "reward_details" not in table["metadata"][1].as_py()

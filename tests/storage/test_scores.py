@@ -8,7 +8,7 @@ import pytest
 from support.run_factories import configuration
 
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.checkpoints import Beside, commit_checkpoint, restore_checkpoint
+from marin_rl.storage.checkpoints import ExtraParts, commit_checkpoint, restore_checkpoint
 from marin_rl.storage.commits import manifest_of, new_attempt
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables import scores as module
@@ -47,7 +47,7 @@ def commit(run: Run, steps: list[ScoredStep], attempt: str | None = None) -> Slo
             parents=[],
             totals={},
             extra={},
-            beside=Beside(attempt=attempt, parts=writer.parts),
+            extra_parts=ExtraParts(attempt=attempt, parts=writer.parts),
         )
 
 

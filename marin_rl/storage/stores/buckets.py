@@ -10,18 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import orjson
-from fsspec import filesystem
 
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError, StoreUnavailable
 from marin_rl.storage.stores.store import (
+    FilesystemStore,
     Keys,
-    ObjectStore,
     PutOutcome,
-    checked,
     children_of,
     keys_below,
 )
@@ -40,16 +37,8 @@ READ_PAUSES_S = (0.2, 0.8)
 _log = logging.getLogger(__name__)
 
 
-class BucketStore(ObjectStore):
+class BucketStore(FilesystemStore):
     """A folder of a bucket on Google Cloud Storage (gcsfs) or S3 (s3fs)."""
-
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self.url = url
-        self.options = dict(options or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the filesystem, whose event loop and connections belong to this process.
-        return type(self), (self.url, self.options)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         """Send one conditional request, once: the commit protocol decides on retries."""
@@ -95,16 +84,6 @@ class BucketStore(ObjectStore):
         with self._explained(key):
             return int(self._fs.info(self._path(key))["size"])
 
-    def local_path(self, key: str) -> Path | None:
-        """None: nothing here is a file."""
-        return None
-
-    def url_of(self, key: str) -> str:
-        return f"{self.url}/{checked(key)}"
-
-    def at(self, folder: str) -> ObjectStore:
-        return BucketStore(self.url_of(folder), self.options)
-
     def _read_once(self, key: str) -> bytes:
         with self._explained(key):
             return self._fs_once.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
@@ -124,9 +103,6 @@ class BucketStore(ObjectStore):
     @property
     def _base(self) -> str:
         return self.url.partition("://")[2]
-
-    def _path(self, key: str) -> str:
-        return f"{self._base}/{checked(key)}"
 
     def _outcome(self, key: str, error: Exception) -> PutOutcome:
         if isinstance(error, FileExistsError):
@@ -157,6 +133,8 @@ def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: boo
     With `once`, the filesystem sends each request a single time, so that no retry inside it can
     run past the deadline of a commit.
     """
+    from fsspec import filesystem  # brings asyncio along, which a local root spares
+
     # fsspec's own cache would return one instance for both, and `_send_once` alters it.
     settings = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol == "s3" and once:

@@ -12,16 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fsspec import filesystem
-
 from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
 from marin_rl.storage.stores.buckets import BucketStore
 from marin_rl.storage.stores.local import LocalStore
 from marin_rl.storage.stores.store import (
+    FilesystemStore,
     Keys,
     ObjectStore,
     PutOutcome,
-    checked,
     children_of,
     keys_below,
     on_open,
@@ -99,15 +97,8 @@ def probe(store: ObjectStore) -> None:
         )
 
 
-class MemoryStore(ObjectStore):
+class MemoryStore(FilesystemStore):
     """fsspec's memory filesystem under one lock: for tests, and gone with the process."""
-
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self.url = url
-        self.options = dict(options or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self.options)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         path = self._path(key)
@@ -141,27 +132,16 @@ class MemoryStore(ObjectStore):
         with self._missing(key), _memory_lock:
             return int(self._fs.info(self._path(key))["size"])
 
-    def local_path(self, key: str) -> Path | None:
-        """None: nothing here is a file."""
-        return None
-
-    def url_of(self, key: str) -> str:
-        return f"{self.url}/{checked(key)}"
-
-    def at(self, folder: str) -> ObjectStore:
-        return MemoryStore(self.url_of(folder), self.options)
-
     @property
     def _fs(self) -> Any:
+        from fsspec import filesystem  # brings asyncio along, which a local root spares
+
         return filesystem("memory")
 
     @property
     def _base(self) -> str:
         # One slash stays: paths of the memory filesystem are absolute.
         return self.url.removeprefix("memory:/")
-
-    def _path(self, key: str) -> str:
-        return f"{self._base}/{checked(key)}"
 
     @contextmanager
     def _missing(self, key: str) -> Iterator[None]:

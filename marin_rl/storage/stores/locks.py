@@ -8,6 +8,7 @@ import fcntl
 import os
 import platform
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ def is_free(path: Path) -> bool:
     return True
 
 
+def refuse_locked(path: Path) -> None:
+    """Raise RunLocked, with the process that holds the lock file, if one does. Writes nothing."""
+    if not is_free(path):
+        raise _locked(path)
+
+
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
     """Hold the lock file while the block runs.
@@ -105,10 +112,16 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        # "a+" leaves the holder's text in place; it may be empty for an instant.
-        holder = holder_in(path)
-        by = "another process" if holder is None else str(holder)
-        where = " on this machine" if holder is None or holder.here else ""
-        raise RunLocked(
-            f"{path.parent} is being worked on by {by}{where}: wait for it, or end it"
-        ) from None
+        raise _locked(path) from None
+
+
+def _locked(path: Path) -> RunLocked:
+    # "a+" leaves the holder's text in place; it may be empty for an instant.
+    holder = holder_in(path)
+    by = "another process" if holder is None else str(holder)
+    where = " on this machine" if holder is None or holder.here else ""
+    command = ["marin-rl", "status", path.parent.name, "--watch", "--root", str(path.parents[1])]
+    return RunLocked(
+        f"{path.parent} is being worked on by {by}{where}: wait for it, or end it. To follow it:\n"
+        f"  {shlex.join(command)}"
+    )

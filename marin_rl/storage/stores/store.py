@@ -6,13 +6,15 @@ and filesystem.py, which opens them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-
-from fsspec import AbstractFileSystem
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.errors import CorruptObject
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _STEPS_OUT = frozenset(("", ".", ".."))
 
@@ -83,6 +85,36 @@ class ObjectStore(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
 
+class FilesystemStore(ObjectStore):
+    """A store whose objects are those of an fsspec filesystem, opened from a URL and options."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url = url
+        self.options = dict(options or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the filesystem, whose event loop and connections belong to this process.
+        return type(self), (self.url, self.options)
+
+    @property
+    @abstractmethod
+    def _base(self) -> str:
+        """The store's folder as the filesystem names it."""
+
+    def local_path(self, key: str) -> Path | None:
+        """None: nothing here is a file."""
+        return None
+
+    def url_of(self, key: str) -> str:
+        return f"{self.url}/{checked(key)}"
+
+    def at(self, folder: str) -> ObjectStore:
+        return type(self)(self.url_of(folder), self.options)
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{checked(key)}"
+
+
 # Applied to each store that `open_store` opens, the last one alone; empty unless a test asks.
 on_open: list[Callable[[ObjectStore], ObjectStore]] = []
 
@@ -102,7 +134,7 @@ def checked(key: str) -> str:
     return key
 
 
-def keys_below(fs: AbstractFileSystem, base: str, prefix: str) -> Keys:
+def keys_below(fs: "AbstractFileSystem", base: str, prefix: str) -> Keys:
     """Keys under `base` of all objects below the folder `prefix`, sorted; no folder markers."""
     start = f"{base}/{prefix}".rstrip("/") + "/"
     paths = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
@@ -112,7 +144,7 @@ def keys_below(fs: AbstractFileSystem, base: str, prefix: str) -> Keys:
     return sorted(p.removeprefix(root) for p in paths if p.startswith(lead) and p[-1] != "/")
 
 
-def children_of(fs: AbstractFileSystem, base: str, prefix: str) -> list[str]:
+def children_of(fs: "AbstractFileSystem", base: str, prefix: str) -> list[str]:
     """Names under `base` directly below the folder `prefix`, sorted; none where it is not."""
     folder = f"{base}/{prefix}".strip("/")
     try:

@@ -5,22 +5,14 @@ writing never holds more than a part and a step. Their bytes depend on the rollo
 configuration alone; only their names carry the attempt.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, ObjectMissing
-from marin_rl.storage.commits import (
-    commit_manifest,
-    count_in,
-    manifest_of,
-    new_manifest,
-    read_manifest,
-    ref_of,
-)
+from marin_rl.storage.commits import count_in, manifest_of, read_manifest
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
@@ -33,7 +25,7 @@ from marin_rl.storage.tables.parquet import (
 )
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
-from schemas.manifests import Manifest, Parent, Part
+from schemas.manifests import Manifest, Part
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 
@@ -69,7 +61,11 @@ class BatchWriter:
         self.steps = 0
         self._schema = batches_schema(length)
         self._parts = PartWriter(
-            store, slot, f"{BATCHES_PREFIX}{attempt}", _batches_writer, part_bytes_max
+            store,
+            slot,
+            f"{BATCHES_PREFIX}{attempt}",
+            lambda schema: TableWriter(BATCHES_LADDER, schema, {}),
+            part_bytes_max,
         )
 
     def write(self, rows: StepRows) -> None:
@@ -91,51 +87,21 @@ class BatchWriter:
 
     def _fixed(self, name: str, array_BT: np.ndarray) -> pa.Array:
         kind = self._schema.field(name).type
+        # A silent cast would change what is trained on; lengths decide where rows begin.
         assert array_BT.dtype == kind.value_type.to_pandas_dtype(), f"{name} is {array_BT.dtype}"
         assert array_BT.shape[1] == kind.list_size, f"{name} has rows of {array_BT.shape[1]}"
         return pa.FixedSizeListArray.from_arrays(pa.array(array_BT.reshape(-1)), type=kind)
 
 
-def _batches_writer(schema: pa.Schema) -> TableWriter:
-    return TableWriter(BATCHES_LADDER, schema, {})
-
-
 def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Table) -> Part:
     """Write the dispositions of a round under a name unique to `attempt`."""
     writer = TableWriter(DISPOSITIONS_LADDER, DISPOSITIONS, {})
+    # At least once: a round without rollouts has a table without rows, and not no part.
     for start in range(0, max(table.num_rows, 1), DISPOSITIONS_ROW_GROUP_ROWS):
         writer.write(table.slice(start, DISPOSITIONS_ROW_GROUP_ROWS))
     data = writer.finish()
     name = f"{DISPOSITIONS_PREFIX}{attempt}.parquet"
     return put_part(store, slot, name, data, rows=table.num_rows)
-
-
-def commit_batches(
-    run: Run,
-    round: int,
-    *,
-    attempt: str,
-    fingerprint: str,
-    parents: Sequence[Parent],
-    parts: Sequence[Part],
-    totals: Mapping[str, float],
-    extra: Mapping[str, Any],
-) -> SlotRef:
-    """Commit a round's batches, whose parts are written; another attempt's that is first wins.
-
-    Raises CommitConflict when the slot holds batches of other rollouts or settings.
-    """
-    manifest = new_manifest(
-        batches_slot(round),
-        attempt=attempt,
-        fingerprint=fingerprint,
-        parents=parents,
-        parts=parts,
-        totals=totals,
-        extra=extra,
-    )
-    winner = commit_manifest(run.store, manifest)
-    return ref_of(winner, reused=winner.attempt != attempt)
 
 
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
@@ -149,6 +115,7 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
         reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
         for index in range(reader.row_groups):
             table = reader.group(index, schema)
+            # A round without a kept rollout has one empty row group, which is no step.
             if table.num_rows:
                 yield _training_batch(table)
 
@@ -207,5 +174,6 @@ def _training_batch(table: pa.Table) -> TrainingBatch:
 
 def _view(column: pa.ChunkedArray) -> np.ndarray:
     """(B, T) over the column's own memory."""
+    # Arrow's own buffer, not a copy: a step of batches can be gigabytes.
     chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)

@@ -11,7 +11,6 @@ of text are read as dictionaries, which stay small, and their lengths are added 
 from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from schemas import Malformed
@@ -62,6 +61,8 @@ def _check(size: int, limit: int, group: int) -> None:
 
 def _text_bytes(buffer: pa.Buffer, group: int, paths: Iterable[str]) -> Iterator[int]:
     """Bytes of the texts of each column, by the lengths of its dictionaries' entries."""
+    import pyarrow.compute as pc  # takes as long to import as pyarrow itself
+
     names = list(paths)
     file = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=names)
     for name in names:

@@ -41,6 +41,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
             f"expected metrics that are defined in marin_rl.metrics, found {', '.join(undefined)}"
         )
     key, attempt = metrics_key(round), new_attempt()
+    # Not of the values: durations differ from attempt to attempt, and the first ones stay.
     decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
     data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
     committed = commit_object(
@@ -67,7 +68,7 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     if rounds is None:
         numbers = (round_of(name) for name in run.store.children("metrics"))
         rounds = (round for round in numbers if round is not None)
-    tables = [METRICS_IDENTITY.empty_table()]
+    tables = [pa.Table.from_batches([], METRICS_IDENTITY)]  # `empty_table` imports pandas
     keys = [metrics_key(round) for round in sorted(rounds)]
     for key, data in zip(keys, load_all(run.store, keys), strict=True):
         reader = TableReader(data, run.store.url_of(key), LADDER)
@@ -92,6 +93,7 @@ def check_metrics(reader: TableReader) -> None:
 def _encode(
     run_id: str, round: int, metrics: Mapping[str, float], stamp: Mapping[str, str]
 ) -> bytes:
+    # By name: the bytes depend on the values alone, not on who measured first.
     names = sorted(metrics)
     schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, pa.float64()) for name in names)])
     values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
@@ -113,6 +115,7 @@ def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
     path = run.store.local_path(JSONL_KEY)
     if path is None:
         return
+    # Another attempt committed: it may have been killed before it wrote the line.
     if reused and _has_line(path, round):
         return
     reader = TableReader(data, JSONL_KEY, LADDER)
@@ -129,12 +132,14 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 def _append(path: Path, line: bytes) -> None:
     """Append the bytes to the file. Raises CorruptObject if it is no regular file of the run."""
     with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        # A line that was cut stays apart, so that it spoils itself alone.
         torn = b"" if _ends_a_line(path) else b"\n"
         file.write(torn + line + b"\n")
 
 
 def _has_line(path: Path, round: int) -> bool:
     with suppress(ObjectMissing), explained(path), os.fdopen(open_regular(path), "rb") as file:
+        # The key comes first (`json_line`), so no line has to be parsed.
         start = f'{{"round": {round}, '.encode()
         return any(line.startswith(start) and line.endswith(b"}\n") for line in file)
     return False

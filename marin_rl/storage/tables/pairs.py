@@ -18,11 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from marin_rl.errors import InputError
 from marin_rl.storage.commits import (
-    commit_manifest,
+    commit_slot,
     manifest_of,
     new_attempt,
-    new_manifest,
-    ref_of,
 )
 from marin_rl.storage.runs import Run, pairs_slot
 from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
@@ -97,7 +95,8 @@ def commit_pairs(
     data = encode_pairs(pairs, {"attempt": attempt})
     part = put_part(run.store, slot, f"pairs-{attempt}.parquet", data, rows=len(pairs))
     held_out = sum(pair.split == "eval" for pair in pairs)
-    ours = new_manifest(
+    return commit_slot(
+        run.store,
         slot,
         attempt=attempt,
         fingerprint=decided,
@@ -105,8 +104,6 @@ def commit_pairs(
         totals={"pairs": len(pairs), "held_out": held_out},
         extra=extra,
     )
-    winner = commit_manifest(run.store, ours)
-    return ref_of(winner, reused=winner.attempt != attempt)
 
 
 def committed_pairs(run: Run, ref: SlotRef) -> list[PreferencePair]:
@@ -152,6 +149,7 @@ class _PairRow(BaseModel):
             raise ValueError("expected exactly one of the fields prompt and messages")
         tokens = (self.chosen_token_ids, self.rejected_token_ids)
         digests = (self.tokenizer_digest, self.chat_template_digest)
+        # Ids without the digests could be any tokenizer's.
         if len({item is None for item in (*tokens, *digests)}) > 1:
             raise ValueError(
                 "expected chosen_token_ids, rejected_token_ids, tokenizer_digest and "
@@ -166,6 +164,7 @@ def _pair(raw: object, where: str) -> PreferencePair:
     try:
         row = _PairRow.model_validate(raw)
     except ValidationError as error:
+        # One at a time: a wrong column repeats its error in every row.
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         known = f" (known: {', '.join(_PairRow.model_fields)})"
@@ -177,6 +176,7 @@ def _pair(raw: object, where: str) -> PreferencePair:
     if row.prompt is not None:
         tree["messages"] = [{"role": "user", "content": row.prompt}]
     if row.id is None:
+        # Of the content, so that the same file gives the same names wherever it lies.
         text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *map(tree.get, _IDS)])
         tree["id"] = hashlib.sha256(text).hexdigest()[:16]
     try:

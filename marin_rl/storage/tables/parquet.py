@@ -71,6 +71,7 @@ class TableWriter:
         """Append `table` as one row group. Its schema must be the writer's, metadata aside."""
         assert table.schema.equals(self.schema), "a table is written under another schema"
         self.rows += table.num_rows
+        # One row group a call, whatever its size: readers go by row groups, and 0 is refused.
         self._writer.write_table(table.cast(self.schema), row_group_size=max(table.num_rows, 1))
 
     def finish(self) -> bytes:
@@ -319,7 +320,8 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
 
 def _options(schema: pa.Schema) -> dict[str, Any]:
     leaves = [path for field in schema for path in _leaves(field.name, field.type)]
-    encodings = {path: ENCODINGS[top] for top, path in _tops(leaves) if top in ENCODINGS}
+    tops = {path: path.partition(".")[0] for path in leaves}
+    encodings = {path: ENCODINGS[top] for path, top in tops.items() if top in ENCODINGS}
     return {
         "compression": "zstd",
         "compression_level": 3,
@@ -328,10 +330,6 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
         "write_page_index": True,
         "write_page_checksum": True,
     }
-
-
-def _tops(leaves: Sequence[str]) -> Iterator[tuple[str, str]]:
-    return ((path.partition(".")[0], path) for path in leaves)
 
 
 def _leaves(path: str, kind: pa.DataType) -> Iterator[str]:

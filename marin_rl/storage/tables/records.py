@@ -7,6 +7,8 @@ no file.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +28,11 @@ _GROUP_COLUMNS = ("group_id", "group_size", "prompt_seed", "metadata", *_EXAMPLE
 _EXAMPLE = Struct(Example, [ROLLOUTS.field(name) for name in _EXAMPLE_COLUMNS])
 _ROLLOUT = Struct(Rollout, [field for field in ROLLOUTS if field.name not in TOKEN_COLUMNS])
 _TURN = Struct(Turn, TURN)
+
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+# Key in the metadata of a rollout, next to its example's: texts behind its reward components.
+DETAILS = "reward_details"
 
 
 def check_groups(groups: Sequence[RolloutGroup]) -> None:
@@ -50,6 +57,10 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     for name in _GROUP_COLUMNS:
         rows = zip(shared, groups, strict=True)
         values[name] = [row[name] for row, group in rows for _ in group.rollouts]
+    values["metadata"] = [
+        _with_details(text, rollout)
+        for text, rollout in zip(values["metadata"], rollouts, strict=True)
+    ]
     values |= _ROLLOUT.columns(rollouts)
     columns = {name: _column(name, value) for name, value in values.items()}
     for name in TOKEN_COLUMNS:
@@ -71,11 +82,20 @@ def _column(name: str, values: list[Any]) -> pa.Array:
 
 def groups_of(table: pa.Table) -> list[RolloutGroup]:
     """The groups of a shard's table (all columns); rows of a group are adjacent."""
-    arrays = {name: _arrays(table[name]) for name in TOKEN_COLUMNS}
-    rows = table.drop_columns(list(TOKEN_COLUMNS)).to_pylist()
-    for index, row in enumerate(rows):
-        row.update({name: values[index] for name, values in arrays.items()})
+    names = table.column_names
+    columns = [_values(name, table[name]) for name in names]
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group_id"])]
+
+
+def _values(name: str, column: pa.ChunkedArray) -> list[Any]:
+    if name in TOKEN_COLUMNS:
+        return [view for chunk in column.chunks for view in _views(chunk)]
+    if pa.types.is_timestamp(column.type):
+        # Arrow's own conversion looks the time zone up for every value, a third of all the time.
+        since = column.cast(pa.int64()).to_pylist()
+        return [_EPOCH + timedelta(microseconds=value) for value in since]
+    return column.to_pylist()
 
 
 def _check_rollout(rollout: Rollout) -> None:
@@ -86,6 +106,12 @@ def _check_rollout(rollout: Rollout) -> None:
         array = getattr(rollout, field)
         if array is not None and len(array) != length:
             raise ValueError(f"rollout {name}: {length} token_ids, but {len(array)} {field}")
+    if rollout.segment_lengths is not None and (
+        sum(rollout.segment_lengths) != length or min(rollout.segment_lengths, default=0) < 1
+    ):
+        raise ValueError(
+            f"rollout {name}: {length} token_ids, but segments of {rollout.segment_lengths}"
+        )
     if rollout.status not in ("complete", "truncated"):
         return
     counted = rollout.n_prompt_tokens + rollout.n_completion_tokens
@@ -120,6 +146,14 @@ def _json(example: Example) -> str:
         ) from error
 
 
+def _with_details(metadata: str, rollout: Rollout) -> str:
+    """Add the texts behind reward components to a rollout's metadata, by their names."""
+    details = {part.name: part.detail for part in rollout.reward_components if part.detail}
+    if not details:
+        return metadata
+    return json.dumps({**json.loads(metadata), DETAILS: details}, ensure_ascii=False)
+
+
 def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
     """A list column out of one array per row; None is null."""
     dtype = kind.value_type.to_pandas_dtype()
@@ -135,12 +169,8 @@ def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.A
     )
 
 
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    """NumPy view of each row, int8 widened to int32; None for null."""
-    return [view for chunk in column.chunks for view in _views(chunk)]
-
-
 def _views(chunk: pa.Array) -> Iterator[np.ndarray | None]:
+    """NumPy view of each row, int8 widened to int32; None for null."""
     values = chunk.values.to_numpy(zero_copy_only=True)
     if values.dtype == np.int8:
         values = values.astype(np.int32)
@@ -153,6 +183,7 @@ def _views(chunk: pa.Array) -> Iterator[np.ndarray | None]:
 def _group(rows: list[Row]) -> RolloutGroup:
     first = rows[0]
     metadata = json.loads(first["metadata"])
+    metadata.pop(DETAILS, None)  # of the first rollout alone
     return RolloutGroup(
         group_id=first["group_id"],
         example=_EXAMPLE.decode(first, seed=first["prompt_seed"], metadata=metadata),
@@ -163,7 +194,12 @@ def _group(rows: list[Row]) -> RolloutGroup:
 
 def _rollout(row: Row) -> Rollout:
     turns = tuple(_turn(turn, row["logprobs"]) for turn in row["turns"])
-    return _ROLLOUT.decode(row, turns=turns, **{name: row[name] for name in TOKEN_COLUMNS})
+    rollout = _ROLLOUT.decode(row, turns=turns, **{name: row[name] for name in TOKEN_COLUMNS})
+    if f'"{DETAILS}"' not in row["metadata"]:
+        return rollout
+    details = json.loads(row["metadata"]).get(DETAILS, {})
+    parts = (replace(part, detail=details.get(part.name)) for part in rollout.reward_components)
+    return replace(rollout, reward_components=tuple(parts))
 
 
 def _turn(row: Row, logprobs: np.ndarray) -> Turn:

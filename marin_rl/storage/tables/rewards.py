@@ -20,6 +20,7 @@ from schemas.migrations import REWARDS as LADDER
 from schemas.rewards import REWARDS
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,59}")
+_TABLE = re.compile(rf"(?P<name>{NAME.pattern})-v(?P<version>\d{{4}})\.parquet")
 VERSIONS_MAX = 9999
 
 
@@ -62,8 +63,9 @@ def commit_rewards(
     writer = TableWriter(LADDER, REWARDS, stamp)
     writer.write(table)
     data = writer.finish()
+    # Nothing is overwritten: a function that changed gets the next version of the name.
     for version in range(1, VERSIONS_MAX + 1):
-        key = _key(round, name, version)
+        key = f"{_folder(round)}/{name}-v{version:04d}.parquet"
         source_url = run.store.url_of(key)
         try:
             committed = commit_object(
@@ -115,8 +117,15 @@ def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
         )
     key = f"{_folder(round)}/{versions[-1]}.parquet"
     table = TableReader(load(run.store, key), run.store.url_of(key), LADDER).table(REWARDS)
+    # By name and not by position: the table names its rollouts.
     names, rewards = (table[column].to_pylist() for column in ("rollout_id", "reward"))
     return dict(zip(names, rewards, strict=True))
+
+
+def name_of_table(key: str) -> tuple[str, int] | None:
+    """Return name and version of a table by its key or file name; None where it is none."""
+    match = _TABLE.fullmatch(key.rpartition("/")[2])
+    return None if match is None else (match["name"], int(match["version"]))
 
 
 def _fingerprint(source: RewardSource) -> str:
@@ -147,10 +156,6 @@ def _versions(run: Run, round: int, name: str) -> list[str]:
 
 def _folder(round: int) -> str:
     return f"rewards/{round_name(round)}"
-
-
-def _key(round: int, name: str, version: int) -> str:
-    return f"{_folder(round)}/{name}-v{version:04d}.parquet"
 
 
 def _identify(data: bytes, source: str) -> tuple[str, str]:

@@ -5,7 +5,8 @@ round is sealed once all its shards are there, by a manifest with their digests 
 of rounds go through that manifest and verify what it says.
 """
 
-# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyarrow.compute takes as long to import as pyarrow itself, which readers spare, and makes its
+# functions when it is imported, where pyright cannot see them.
 # pyright: reportAttributeAccessIssue=false
 
 import os
@@ -14,16 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import (
     check_fingerprint,
-    commit_manifest,
     commit_object,
+    commit_slot,
     fingerprint,
     new_attempt,
-    new_manifest,
     read_manifest,
     ref_of,
 )
@@ -43,7 +42,7 @@ from marin_rl.storage.tables.records import check_groups, groups_of, rollout_tab
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 from schemas.manifests import Manifest, Parent, Part
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import ROLLOUTS, SCHEMA_VERSION
+from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
     "commit_shard", "decode_shard", "encode_shard", "groups_of", "identify_shard",
@@ -138,6 +137,7 @@ def commit_shard(
         policy=policy,
         stamp=stamp,
     )
+    # A shard is its own commit: one create of the whole file, so no manifest can be missing.
     committed = commit_object(
         run.store,
         key,
@@ -171,18 +171,20 @@ def seal_round(
     missing or foreign, CorruptObject when one differs, CommitConflict when the round is sealed
     with other shards or parents.
     """
+    # In the order of their keys, whatever order they ended in: the fingerprint depends on it.
     shards = sorted(shards, key=lambda ref: ref.slot)
     _check_shards(run, round, shards)
     slot = rollouts_slot(round)
     above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
     content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
-    decided = fingerprint("rollouts", content, above, SCHEMA_VERSION)
+    decided = fingerprint("rollouts", content, above, CONTENT_VERSION)
     existing = read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
     parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
     learned = run.config.environment.reward_model is not None
-    ours = new_manifest(
+    return commit_slot(
+        run.store,
         slot,
         attempt=new_attempt(),
         fingerprint=decided,
@@ -191,8 +193,6 @@ def seal_round(
         totals=_summary(pa.concat_tables(summaries)),
         extra={"reward_model": _judges(run.store, shards)} if learned else {},
     )
-    winner = commit_manifest(run.store, ours)
-    return ref_of(winner, reused=winner.attempt != ours.attempt)
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
@@ -240,6 +240,7 @@ def _row_groups(groups: Sequence[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
     part: list[RolloutGroup] = []
     rows = 0
     for group in groups:
+        # Never inside a group: readers of row groups see whole groups.
         if part and rows + len(group.rollouts) > ROW_GROUP_ROWS:
             yield part
             part, rows = [], 0
@@ -264,6 +265,7 @@ def _shard_ref(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused:
 
 def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
     source = store.url_of(ref.slot)
+    # Read back from the store: what a task returned may be another attempt's view of it.
     data = verified(load(store, ref.slot), ref.sha256, source)
     table = decode_shard(data, SUMMARY_COLUMNS, source=source)
     names = ("reward", "policy_version_min", "policy_version_max")
@@ -288,6 +290,8 @@ def _judges(store: ObjectStore, shards: Sequence[SlotRef]) -> list[str]:
 
 def _summary(table: pa.Table) -> dict[str, float]:
     """Totals of rollouts: counts, and the bounds of rewards and policy versions where any are."""
+    import pyarrow.compute as pc
+
     counts = {
         "rows": table.num_rows,
         "groups": pc.count_distinct(table["group_id"]).as_py(),
@@ -307,12 +311,17 @@ def _summary(table: pa.Table) -> dict[str, float]:
 
 
 def _sum(column: Any) -> int:
+    import pyarrow.compute as pc
+
     return pc.sum(column).as_py() or 0
 
 
 def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    import pyarrow.compute as pc
+
     column = column.drop_null()
     if pa.types.is_floating(column.type):
+        # JSON has no infinities, and a bound that is one says nothing.
         column = column.filter(pc.is_finite(column))
     return column
 
@@ -323,5 +332,7 @@ def _finite_bounds(column: pa.ChunkedArray) -> tuple[float, float] | None:
 
 
 def _bounds(column: pa.ChunkedArray) -> tuple[float, float]:
+    import pyarrow.compute as pc
+
     bounds = pc.min_max(column).as_py()
     return float(bounds["min"]), float(bounds["max"])

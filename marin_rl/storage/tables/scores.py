@@ -80,10 +80,12 @@ class ScoresWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Waits: a thread that writes on would use arrays of the next round, and its store.
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def write(self, scored: ScoredStep) -> None:
         """Append the next step as one row group. Raises what writing an earlier step raised."""
+        # A bound on memory: scores of a step are as large as its batch.
         while len(self._waiting) >= STEPS_WAITING_MAX:
             self._waiting.pop(0).result()
         self._waiting.append(self._pool.submit(self._append, self._steps, scored))
@@ -91,7 +93,9 @@ class ScoresWriter:
 
     def parts(self) -> tuple[Part, ...]:
         """The parts in order, all of them durable; none for a round without steps."""
+        # Queued behind the steps, on the same thread: the last part is closed after all of them.
         closing = self._pool.submit(self._parts.close)
+        # Results are asked for, since an error of the thread would otherwise be lost.
         while self._waiting:
             self._waiting.pop(0).result()
         return closing.result()
@@ -102,6 +106,7 @@ class ScoresWriter:
 
 def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
     """A writer of the version that the schema is of."""
+    # The lowest version that fits: parts without a critic stay readable to older readers.
     version = next(number for number, known in VERSIONS.items() if schema.equals(known))
     return TableWriter(LADDER, schema, {**stamp, "schema_version": str(version)})
 
@@ -121,6 +126,7 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
     row_N, position_N = np.nonzero(scored.mask)
     segment_N = scored.segment_ids[row_N, position_N] - 1
     assert (segment_N < n_segments[row_N]).all(), "every trained segment has a name"
+    # `nonzero` goes row by row, so values of a segment are side by side and offsets are enough.
     assert (np.diff(first[row_N] + segment_N) >= 0).all(), "segments lie in the order of names"
     counts = np.bincount(first[row_N] + segment_N, minlength=len(names))
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

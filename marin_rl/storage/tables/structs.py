@@ -22,24 +22,28 @@ class Struct(Generic[Record]):
 
     A field that is a dataclass itself and has no Arrow field is inlined: its own fields are among
     the Arrow fields, as those of a rollout's timing. Other fields without an Arrow field are not
-    stored, and Arrow fields that the dataclass lacks are not its concern.
+    stored, and Arrow fields that the dataclass lacks are not its concern. A null of a field that
+    cannot be None, in a file from before the field, is the field's default.
     """
 
     def __init__(self, kind: type[Record], arrow: Iterable[pa.Field]) -> None:
         arrow = list(arrow)
+        # Resolved once per class: rows are converted by the hundred thousand.
         stored = {field.name: field.type for field in arrow}
         hints = get_type_hints(kind)
         names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
         self._kind = kind
         self._converters = {n: _converters(hints[n], stored[n]) for n in names if n in stored}
-        decoders = {name: decode for name, (_, decode) in self._converters.items()}
-        self._plain = [name for name, decode in decoders.items() if decode is None]
-        self._decoded = [(name, decode) for name, decode in decoders.items() if decode is not None]
+        self._stored = list(self._converters)
+        self._decoded = [(n, decode) for n, (_, decode) in self._converters.items() if decode]
+        nullable = {field.name for field in arrow if field.nullable}
+        self._later = [n for n in self._stored if n in nullable and not _is_optional(hints[n])]
         self._inlined = {
             name: Struct(hints[name], arrow)
             for name in names
             if name not in stored and is_dataclass(hints[name])
         }
+        self._is_plain = not (self._decoded or self._later or self._inlined)
 
     def encode(self, record: Record) -> Row:
         """The record as a tree of dicts, lists and scalars, in the order of its fields."""
@@ -65,19 +69,28 @@ class Struct(Generic[Record]):
 
     def decode(self, row: Mapping[str, Any], **others: Any) -> Record:
         """The record of a row; `others` are fields that the row does not have, or has otherwise."""
-        values = {name: row[name] for name in self._plain}
+        values = {name: row[name] for name in self._stored}
+        if self._is_plain:
+            return self._kind(**values, **others)
         for name, decode in self._decoded:
-            if name not in others:
-                value = row[name]
-                values[name] = None if value is None else decode(value)
+            if name not in others and values[name] is not None:
+                values[name] = decode(values[name])
+        for name in self._later:
+            if values[name] is None:
+                del values[name]
         for name, struct in self._inlined.items():
             values[name] = struct.decode(row)
-        return self._kind(**(values | others))
+        return self._kind(**{**values, **others})
+
+
+def _is_optional(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and types.NoneType in get_args(hint)
 
 
 def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert | None]:
     """Functions that encode and decode a field's value; None where it stays as it is."""
     if isinstance(hint, types.UnionType):
+        # Optional fields only: null is handled by the callers, so the other type decides.
         (hint,) = (each for each in get_args(hint) if each is not types.NoneType)
     if is_dataclass(hint):
         assert isinstance(hint, type), "a class"
@@ -89,7 +102,7 @@ def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert 
             return list, tuple
         return (
             lambda values: [encode(value) for value in values],
-            lambda values: tuple(decode(value) for value in values),
+            lambda values: tuple(map(decode, values)),
         )
     if pa.types.is_list(arrow):
         dtype = arrow.value_type.to_pandas_dtype()

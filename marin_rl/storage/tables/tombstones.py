@@ -24,6 +24,7 @@ PRUNED = "pruned.json"
 def array_parts(manifest: Manifest) -> list[Part]:
     """Parts of a checkpoint that Orbax wrote: the files below the attempt's folder."""
     folder = f"{manifest.attempt}/"
+    # By the folder of the attempt: scores, and other parts of the slot, lie outside of it.
     return [part for part in manifest.parts if part.name.startswith(folder)]
 
 
@@ -57,6 +58,7 @@ def commit_tombstone(
         tombstone = _parsed(data, source)
         return str(tombstone["attempt"]), str(tombstone["manifest"])
 
+    # Two processes may prune at once: the first tombstone is the one that both follow.
     data = commit_object(
         store,
         key,
@@ -80,6 +82,7 @@ def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> fr
     except ObjectMissing:
         return frozenset()
     tombstone = _parsed(data, store.url_of(key))
+    # A tombstone of another manifest would make gc delete arrays that are still wanted.
     if sha256 is not None and tombstone["manifest"] != sha256:
         raise CorruptObject(
             f"{store.url_of(key)}: expected the tombstone of the manifest {sha256}, found that of "

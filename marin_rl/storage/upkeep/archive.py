@@ -71,7 +71,8 @@ class Verified:
 
 def root_hash_of(entries: list[Entry]) -> str:
     """Root hash: the digest over all entries of an archive."""
-    listed = [[entry.name, entry.bytes, entry.sha256] for entry in sorted(entries, key=_by_name)]
+    ordered = sorted(entries, key=lambda entry: entry.name)
+    listed = [[entry.name, entry.bytes, entry.sha256] for entry in ordered]
     return sha256_of(canonical_json(listed))
 
 
@@ -91,15 +92,18 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "run_id": run.run_id,
         "everything": everything,
         "root_hash": root_hash_of(entries),
-        "lineage": _lineage(_manifests_of(inventory)),
+        "lineage": _lineage(slot.manifest for slot in inventory.slots if slot.manifest is not None),
         "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
     }
+    # Under another name until it is complete: a file at `target` is always a whole archive.
     partial = target.with_name(f".{target.name}.partial")
     try:
         with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
             _add(tar, CONTENTS, sealed_json(record))
             for entry in entries:
                 data = load(*sources[entry.name])
+                # Read a second time: digests come first in the file, and data is not kept in
+                # memory.
                 if digest_of(data) != entry.sha256:
                     raise CorruptObject(f"{entry.name} changed while it was exported: run fsck")
                 _add(tar, entry.name, memoryview(data))
@@ -136,6 +140,7 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
             faults.append(Fault("altered", str(path), detail))
     if contents["lineage"] != _lineage(manifest for manifest, _ in read.manifests.values()):
         faults.append(Fault("altered", CONTENTS, "its lineage is not that of the manifests"))
+    # Only a complete archive promises the parts of its manifests.
     links, left_out = _links(read.manifests, read.objects, complete=contents["everything"])
     return Verified(
         root_hash=root_hash,
@@ -145,12 +150,6 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
         left_out=left_out,
         faults=(*faults, *links),
     )
-
-
-def _manifests_of(inventory: Inventory) -> Iterator[Manifest]:
-    for slot in inventory.slots:
-        if slot.manifest is not None:
-            yield slot.manifest
 
 
 def _lineage(manifests: Iterable[Manifest]) -> dict[str, dict[str, str]]:
@@ -169,7 +168,7 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
     for slot in inventory.slots:
         if slot.fault is not None:
             raise slot.fault
-    names = [RUN_KEY, *(key for key in inventory.keys if _is_table(key))]
+    names = [RUN_KEY, *(key for key in inventory.keys if _is_single(key))]
     for slot in inventory.slots:
         if slot.manifest is not None:
             names += [slot.key(name) for name in (MANIFEST, PRUNED) if name in slot.names]
@@ -179,17 +178,20 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
+        # An unpacked fork is opened through the records of its ancestors.
         sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
 
 
-def _is_table(key: str) -> bool:
-    """Tables that are commits of their own."""
-    return key.partition("/")[0] in ("metrics", "rewards") and not is_private(key)
+def _is_single(key: str) -> bool:
+    """True for objects that are commits of their own: tables, and copies of code."""
+    return key.partition("/")[0] in ("metrics", "rewards", "code") and not is_private(key)
 
 
 def _parts(slot: Slot, inventory: Inventory, *, everything: bool) -> Iterator[str]:
     assert slot.manifest is not None, "only committed slots have parts"
+    # Retention may have written its tombstone and not removed the part yet: it is still there to
+    # export.
     gone = slot.pruned - set(slot.names)
     names = [part.name for part in slot.manifest.parts if part.name not in gone]
     if everything:
@@ -205,12 +207,9 @@ def _entry(name: str, store: ObjectStore, key: str) -> Entry:
     return Entry(name, data.size, digest_of(data))
 
 
-def _by_name(entry: Entry) -> str:
-    return entry.name
-
-
 def _add(tar: tarfile.TarFile, name: str, data: bytes | memoryview) -> None:
     info = tarfile.TarInfo(name)
+    # No owner and no time: the same run gives the same bytes on every machine.
     info.size, info.mode = len(data), 0o644
     tar.addfile(info, io.BytesIO(data))
 
@@ -252,6 +251,7 @@ def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Cont
             detail = f"{CONTENTS} names no such object, or once"
             read.faults.append(Fault("orphan", member.name, detail))
             continue
+        # Only records are kept in memory; tables are hashed as they pass.
         if member.name == own or member.name.endswith(f"/{MANIFEST}"):
             data = member.read_record()
             entry = Entry(member.name, len(data), sha256_of(data))
@@ -286,6 +286,7 @@ def _misplaced(read: _Contained, contents: Mapping[str, Any]) -> Iterator[Fault]
         if name.partition("/")[0] not in runs:
             detail = f"lies with neither run {contents['run_id']!r} nor one of its ancestors"
             yield Fault("orphan", name, detail)
+        # A file and a folder of one name cannot both be unpacked.
         for folder in (name[:at] for at, sign in enumerate(name) if sign == "/"):
             if folder in read.objects:
                 yield Fault("orphan", name, f"lies below {folder}, which is a file")

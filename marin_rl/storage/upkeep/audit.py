@@ -78,6 +78,7 @@ def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]
         policy_version=pl.col("policy_version_min"),
         n_tokens=pl.col("n_prompt_tokens") + pl.col("n_completion_tokens"),
     )
+    # First only: a rollout that was generated twice would be counted twice by the join.
     lengths = made.select("rollout_id", "n_completion_tokens").unique("rollout_id", keep="first")
     fates = (
         _frame(dispositions)
@@ -98,6 +99,7 @@ def token_offences(generated: pa.Table, dispositions: pa.Table) -> Mapping[str, 
     made = _frame(generated).with_columns(
         n_tokens=pl.col("n_prompt_tokens") + pl.col("n_completion_tokens")
     )
+    # An inner join: what only one side has is an offence of its own (`_identities`).
     both = made.join(_frame(dispositions), on="rollout_id", suffix="_told")
     mismatches = {
         "told of other tokens": pl.col("n_tokens") != pl.col("n_tokens_told"),
@@ -158,7 +160,7 @@ def _frame(table: pa.Table) -> pl.DataFrame:
 NAMES_MAX = 20
 COLUMNS = (
     "rollout_id", "run_id", "round", "environment", "policy_version_min", "n_prompt_tokens",
-    "n_completion_tokens",
+    "n_completion_tokens", "segment_lengths",
 )  # fmt: skip
 
 Offences = dict[str, tuple[str, ...]]
@@ -199,6 +201,7 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     """
     seen: dict[str, int] = {}
     sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
+    # Checkpoint n + 1, or batches of round n + 1, can only exist once round n was trained on.
     followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
     latest = max(followed | _rounds(run, "metrics"), default=-1)
     for round in sorted({*range(latest + 1), *sampled, *batched}):
@@ -229,6 +232,7 @@ def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
     """The audit of a round; `seen` maps what earlier rounds consumed to their number, and grows."""
     try:
         return _compare(run, round, seen)
+    # One round that cannot be read must not hide what is wrong with the others.
     except (CorruptObject, NewerSchema, ObjectMissing) as error:
         return RoundAudit(round=round, offences={"unreadable": (str(error),)})
 
@@ -249,7 +253,7 @@ def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
         **_foreign(run, rollouts, generated),
         **_identities(generated["rollout_id"].to_pylist(), dispositions),
         **_states(dispositions),
-        **_places(consumed, _batch_places(run, batches[0])),
+        **_places(consumed, _batch_places(run, batches[0]), _segments(generated)),
         **_twice(consumed["rollout_id"].to_pylist(), round, seen),
         **_lineage(rollouts, batches[0]),
         **_totals(rollouts, batches[0], generated.num_rows, counts),
@@ -269,6 +273,7 @@ def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
     """Rows of another run or round, and shard objects that the round's manifest does not name."""
     round = round_of(manifest.slot.rpartition("/")[2])
     assert round is not None, f"expected a slot of a round, found {manifest.slot}"
+    # A fork's early rounds are its ancestor's, and so are the names in them.
     played_by = run.at_round(round).run_id
     wrong = pc.or_(
         pc.not_equal(generated["run_id"], played_by), pc.not_equal(generated["round"], round)
@@ -300,6 +305,7 @@ def _states(dispositions: pa.Table) -> Offences:
     everywhere = pc.and_(pc.and_(step, row), segment)
     anywhere = pc.or_(pc.or_(step, row), segment)
     unknown = pc.invert(pc.is_in(dispositions["disposition"], pa.array(DISPOSITION_KINDS)))
+    # A consumed rollout has all three numbers, any other one has none of them.
     misplaced = pc.if_else(consumed, pc.invert(everywhere), anywhere)
     unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
     names = dispositions["rollout_id"]
@@ -327,19 +333,40 @@ def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int
     ]
 
 
-def _places(consumed: pa.Table, placed: list[tuple[str, int, int, int]]) -> Offences:
+def _segments(generated: pa.Table) -> dict[str, int]:
+    """Number of segments of each rollout that has several."""
+    pairs = zip(*(generated[n].to_pylist() for n in ("rollout_id", "segment_lengths")), strict=True)
+    return {name: len(lengths) for name, lengths in pairs if lengths}
+
+
+def _places(
+    consumed: pa.Table, placed: list[tuple[str, int, int, int]], segments: Mapping[str, int]
+) -> Offences:
+    """Differences between dispositions, which say where a rollout begins, and the batches."""
     columns = (consumed[name].to_pylist() for name in ("rollout_id", "step", "row", "segment"))
+    # Both ways: dispositions may name a wrong row, and the batches an unreported rollout.
     reported = set(zip(*columns, strict=True))
-    absent = reported - set(placed)
+    times = Counter(place[0] for place in placed)
+    # Reversed, so that the first place of a name is the one that stays.
+    begun = {place[0]: place for place in reversed(placed)}
+    firsts = set(begun.values())
+    absent = reported - firsts
+    # A later segment has no place of its own in the dispositions.
+    unreported = {x for x in set(placed) - reported if x in firsts or x[0] not in segments}
+    expected = {name: segments.get(name, 1) for name in times}
+    more = [name for name, count in times.items() if count > expected[name]]
+    fewer = [name for name, count in times.items() if count < expected[name]]
     return {
         **_offence("not in the batches where told", sorted(str(x[0]) for x in absent)),
-        **_offence("in the batches but not told", sorted(x[0] for x in set(placed) - reported)),
-        **_offence("in the batches more than once", _repeated([x[0] for x in placed])),
+        **_offence("in the batches but not told", sorted(x[0] for x in unreported)),
+        **_offence("in the batches more than once", sorted(more)),
+        **_offence("in the batches without all segments", sorted(fewer)),
     }
 
 
 def _twice(consumed: list[str], round: int, seen: dict[str, int]) -> Offences:
     again = [f"{name} (round {seen[name]})" for name in consumed if name in seen]
+    # After the look-up: a repetition within this round is reported by `_identities`.
     seen.update(dict.fromkeys(consumed, round))
     return _offence("consumed in an earlier round", again)
 

@@ -8,9 +8,17 @@ folders, so a run must not delete what another run under the same root still rea
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from marin_rl.config import Config, ObjectiveConfig, differences, override, parse_config
+from marin_rl.config import (
+    Config,
+    ObjectiveConfig,
+    differences,
+    override,
+    parse_config,
+    pin_code,
+)
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
@@ -50,7 +58,9 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     own = open_store(config.root, config.storage_options).at(run_id)
     record = read_record(own)
     if record is None:
+        # Created before the second look: gc keeps what the record of a fork names.
         record = create_record(own, config, ancestors)
+    # The record decides: of two forks made at once, one adopts the other's.
     if ancestors_in(record) != ancestors:
         raise ConfigError(
             f"run {run_id!r} exists and is no fork of {parent.run_id!r} from round {round} "
@@ -83,7 +93,8 @@ def reference_checkpoints(objective: ObjectiveConfig, round: int) -> frozenset[i
 
 def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config:
     tree = parent.config.model_dump(mode="json")
-    config = parse_config(override(tree, [*overrides, f"run_id={run_id}"]), "fork")
+    changes = pin_code(override(tree, [*overrides, f"run_id={run_id}"]), Path())
+    config = parse_config(changes, "fork")
     if config.run_id == parent.run_id:
         raise ConfigError(f"a fork needs a name of its own, found that of its parent, {run_id!r}")
     changed = [
@@ -91,6 +102,7 @@ def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config
         for line in differences(tree, config.model_dump(mode="json"))
         if re.split(r"[.:]", line)[0] in SHARED_KEYS or line.startswith("training.critic")
     ]
+    # Checkpoints hold the arrays of an average only where the run took it as the reference.
     references = {parent.config.objective.reference, config.objective.reference}
     if "average" in references and len(references) > 1:
         changed.append("objective.reference: to or from average, which checkpoints hold arrays for")
@@ -139,6 +151,7 @@ def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
     after = [item for item in parent.ancestors if item.through_round >= round]
     if len(before) >= ANCESTORS_MAX:
         raise ConfigError(f"expected a chain of at most {ANCESTORS_MAX} forks, found more")
+    # The ancestor that has the round: reads then never pass through a run without it.
     if after:
         return (*before, Ancestor(after[0].run_id, round, after[0].sha256))
     own = sha256_of(parent.folder.read(RUN_KEY))

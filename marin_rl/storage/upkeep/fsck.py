@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
+from marin_rl.storage.layout import code_key, shard_of_piece
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, metrics_key, round_of
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -48,6 +48,7 @@ from marin_rl.storage.upkeep.inventory import (
     take_inventory,
 )
 from marin_rl.storage.upkeep.metrics_lines import MetricsLines, read_lines
+from marin_rl.user_code import files_in
 from schemas.batches import DISPOSITIONS
 from schemas.manifests import Manifest, Part, canonical_json, sha256_of
 from schemas.metrics import METRICS_IDENTITY
@@ -82,13 +83,7 @@ class Checked:
         return all(fault.harmless for fault in self.faults)
 
 
-def check_run(
-    root: str,
-    run_id: str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    workers: int | None = None,
-) -> Checked:
+def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     """Check a run, what it shares with its ancestors included. Opens it even if run.json is broken.
 
     Raises ObjectMissing when there is no such folder, ConfigError for what can be no run's name,
@@ -96,7 +91,7 @@ def check_run(
     """
     began = time.monotonic()
     check_run_id(run_id)
-    top = open_store(root, options)
+    top = open_store(root)
     own = top.at(run_id)
     if not own.children():
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
@@ -110,6 +105,7 @@ def check_run(
     jobs = [
         *_part_jobs(store, inventory),
         *_loose_jobs(store, inventory, partial(_player, name, ancestors), lines),
+        *_code_jobs(own, inventory),
     ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
@@ -272,13 +268,14 @@ def _loose_jobs(
     """Checks of commits that no manifest names: only their own bytes can be checked."""
     for slot in inventory.of_kind("rollouts"):
         named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
+        pieces = slot.pieces(collected=False)
         for name in slot.names:
             # Shards that the manifest names are checked as its parts, by digest.
-            if is_shard(name) and name not in named:
+            if (is_shard(name) and name not in named) or name in pieces:
                 expected = {
                     "run_id": player(slot.number),
                     "round": slot.number,
-                    "shard": _shard(name),
+                    "shard": _shard(shard_of_piece(name) or name),
                 }
                 look = partial(_misplaced, expected=expected)
                 key = slot.key(name)
@@ -297,6 +294,31 @@ def _loose_jobs(
             look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
             check = partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
             yield store.url_of(key), check
+
+
+def _code_jobs(own: ObjectStore, inventory: Inventory) -> Iterator[Job]:
+    """Checks of copies of code: those that run.json names, and those that are there."""
+    try:
+        record = read_record(own)
+    except (CorruptObject, NewerSchema):  # a fault of its own
+        record = None
+    named = {code_key(digest) for digest in files_in(record["config"] if record else None)}
+    there = {key for key in inventory.keys if key.startswith("code/") and not is_private(key)}
+    for key in sorted(named | there):
+        yield own.url_of(key), partial(_check_code, own, key)
+
+
+def _check_code(own: ObjectStore, key: str) -> tuple[int, Fault | None]:
+    """Bytes hashed, and what is wrong with a copy of code, whose name is its digest."""
+    place = own.url_of(key)
+    try:
+        data = load(own, key)
+    except ObjectMissing:
+        return 0, Fault("missing", place, f"{own.url_of(RUN_KEY)} names it")
+    if code_key(digest_of(data)) == key:
+        return data.size, None
+    detail = f"expected a file named by its SHA-256, found {digest_of(data)}"
+    return data.size, Fault("altered", place, detail)
 
 
 def _wrong_metrics(

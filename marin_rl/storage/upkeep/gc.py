@@ -2,13 +2,16 @@
 
 Four reasons, each safe for its own:
 
-- `unreferenced`: lies in a committed slot and its manifest does not name it. Safe at any time: an
-  attempt that is late finds the slot committed and adopts it.
+- `unreferenced`: lies in a committed slot and its manifest does not name it, or is a piece of a
+  shard that is committed. Safe at any time: an attempt that is late finds the slot committed and
+  adopts it.
 - `uncommitted`: an attempt's files in a slot without a manifest. Safe once that attempt can commit
   no more: its process is gone, which the run's lock proves on one machine, or it is older than
   ATTEMPT_LIFETIME_S, after which `commit_manifest` refuses it. A slot that others were made from,
   that a round's metrics mention, or that another run reads, was committed, and lost its manifest:
   what is left of it stays, for the manifest may reappear.
+  Groups of a shard that was never committed are `uncommitted` at that age alone, on one machine
+  too: until then a retry goes on from them.
 - `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
 - `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
   of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
@@ -25,7 +28,13 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from marin_rl.config import RetentionConfig, parse_config
-from marin_rl.errors import CorruptObject, ObjectMissing, RunLocked, StorageError
+from marin_rl.errors import (
+    CorruptObject,
+    NewerSchema,
+    ObjectMissing,
+    RunLocked,
+    StorageError,
+)
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.runs import (
     LOCK_KEY,
@@ -38,6 +47,8 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.locks import is_free
+from marin_rl.storage.tables.parquet import load
+from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
@@ -211,6 +222,8 @@ def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
 
 def _unreferenced(inventory: Inventory) -> Iterator[tuple[str, Reason]]:
     for slot in inventory.slots:
+        for name in slot.pieces(collected=True):  # a late attempt finds the shard, and adopts it
+            yield slot.key(name), "unreferenced"
         if slot.manifest is not None:
             for name in slot.unnamed():
                 # Without an attempt in its name a file is a commit, or the user's own: it stays.
@@ -234,6 +247,18 @@ def _uncommitted(
             attempt = attempt_in(name)
             if attempt is not None and attempt_age_s(attempt, now) > oldest_s:
                 yield slot.key(name), "uncommitted"
+        for name in slot.pieces(collected=False):
+            if _piece_age_s(run.folder, slot.key(name), now) > ATTEMPT_LIFETIME_S + CLOCKS_APART_S:
+                yield slot.key(name), "uncommitted"
+
+
+def _piece_age_s(store: ObjectStore, key: str, now: datetime) -> float:
+    """Seconds since the attempt that wrote a piece of a shard; 0 where it cannot be read."""
+    try:
+        attempt, _ = identify_shard(load(store, key), store.url_of(key))
+        return attempt_age_s(attempt, now)
+    except (CorruptObject, NewerSchema, ObjectMissing, ValueError):
+        return 0.0  # fsck names it; what is not understood is not deleted
 
 
 def _damaged(inventory: Inventory) -> set[str]:

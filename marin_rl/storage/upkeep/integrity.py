@@ -11,6 +11,8 @@ from typing import Literal
 
 from marin_rl.storage.commits import attempt_in
 from marin_rl.storage.layout import (
+    LEARNING_CURVE,
+    REPORT,
     batches_slot,
     checkpoint_slot,
     evals_slot,
@@ -29,7 +31,7 @@ from marin_rl.storage.upkeep.inventory import (
     scored_slot,
 )
 
-TOP_FILES = frozenset(("run.json", ".lock", "metrics.jsonl", "learning-curve.png", *KINDS))
+TOP_FILES = frozenset(("run.json", ".lock", "metrics.jsonl", LEARNING_CURVE, REPORT, *KINDS))
 
 Kind = Literal[
     "missing", "truncated", "altered", "malformed", "newer version", "wrong parent", "orphan",
@@ -71,6 +73,7 @@ def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
             )
         for parent in slot.manifest.parents:
             origin = slots.get(parent.slot)
+            # A parent that cannot be read has a fault of its own, and is there.
             if origin is None or (origin.manifest is None and origin.fault is None):
                 where = store.url_of(f"{parent.slot}/{MANIFEST}")
                 yield Fault("missing", where, f"{place} was made from it")
@@ -88,6 +91,7 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
         case "evals":
             return list(parents) == [checkpoint_slot(number)]
         case "rollouts":
+            # Any earlier checkpoint: sampling may run ahead of training.
             return len(parents) == 1 and parents[0] in map(checkpoint_slot, range(number + 1))
         case "checkpoints" if number:
             return list(parents) == [checkpoint_slot(number - 1), batches_slot(number - 1)]
@@ -102,6 +106,7 @@ def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     named = {
         parent.slot for slot in inventory.slots if slot.manifest for parent in slot.manifest.parents
     }
+    # Missing parents are reported once, by `link_faults`.
     lost = inventory.lost - named
     for slot, reason in _implied_by_tables(inventory).items():
         if slot in lost:
@@ -145,6 +150,7 @@ def fork_faults(
         return
     parent = ancestors[-1]
     for slot in inventory.of_kind("checkpoints"):
+        # It has gone on from that checkpoint, and needs its arrays no more.
         if slot.number > parent.through_round and slot.manifest is not None:
             return
     for slot in inventory.of_kind("checkpoints"):
@@ -164,6 +170,9 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
         if slot.fault is None:
             for name in slot.unnamed():
                 yield _loose_end(store, slot, name)
+            for name in slot.pieces(collected=True):
+                detail = "a group that its shard has collected"
+                yield Fault("leftover", store.url_of(slot.key(name)), detail)
             for name in _extra_shards(slot):
                 detail = "a shard that the manifest of its round does not name"
                 yield Fault("orphan", store.url_of(slot.key(name)), detail)
@@ -174,7 +183,7 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Links, pipes, devices and the like where marin-rl has files; in local runs alone."""
     for key in inventory.keys:
-        if key in TOP_FILES or key.partition("/")[0] in KINDS:
+        if key in TOP_FILES or key.partition("/")[0] in (*KINDS, "code"):
             path = store.local_path(key)
             if path is None:
                 return
@@ -189,6 +198,7 @@ def _loose_end(store: ObjectStore, slot: Slot, name: str) -> Fault:
     attempt, place = attempt_in(name), store.url_of(slot.key(name))
     if attempt is None:
         return Fault("orphan", place, "no manifest names it, and no attempt wrote it")
+    # Another attempt that was first, or a process that is still writing: neither is damage.
     state = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
     return Fault("leftover", place, f"of attempt {attempt}, {state}")
 

@@ -21,6 +21,7 @@ from marin_rl.storage.layout import (
     metrics_key,
     rollouts_slot,
     round_of,
+    shard_of_piece,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.store import is_private
@@ -92,7 +93,18 @@ class Slot:
             for name in self.names
             if name not in named
             and not is_temporary(name)
-            and not (self.kind == "rollouts" and is_shard(name))
+            and not (self.kind == "rollouts" and (is_shard(name) or shard_of_piece(name)))
+        ]
+
+    def pieces(self, *, collected: bool) -> list[str]:
+        """Pieces of shards: those whose shard is committed, or those whose shard is not."""
+        if self.kind != "rollouts":
+            return []
+        shards = {name: shard_of_piece(name) for name in self.names}
+        return [
+            name
+            for name, shard in shards.items()
+            if shard is not None and collected == (self.manifest is not None or shard in self.names)
         ]
 
 
@@ -146,6 +158,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
     A listing is no instant: a round that is played meanwhile may be in it by its later commits
     alone. What those prove to be committed is looked for again before it counts as absent.
     """
+    # One listing: each further one may see a later state of a run that is being played.
     keys = set(store.list())
     names_by_slot: dict[str, list[str]] = {}
     for key in keys:
@@ -154,6 +167,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
             names_by_slot.setdefault(slot, []).append(key.removeprefix(f"{slot}/"))
     slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in names_by_slot.items()}
     looked: set[str] = set()
+    # Until nothing new is proven: a checkpoint that is read names parents of its own.
     while late := _proven(slots, keys) - looked:
         looked |= late
         _look_again(store, late, keys, slots)
@@ -177,6 +191,7 @@ def _look_again(
         try:
             there = store.list(slot)
         except CorruptObject as fault:  # a link in the place of the slot's folder
+            # A fault of one slot, so that the others are still looked at.
             slots[slot] = Slot(slot=slot, names=(), fault=fault, damaged=MANIFEST)
             continue
         keys.update(there)
@@ -198,6 +213,8 @@ def _proven(slots: Mapping[str, Slot], keys: Iterable[str]) -> set[str]:
         if slot.manifest is not None
         for parent in slot.manifest.parents
     }
+    # A manifest is committed after its parents, and metrics of a round after its slots: what they
+    # name was there.
     made = {slot for round in _closed_rounds(listed) for slot in made_by(round)}
     scored = {slot for key in listed if (slot := scored_slot(key)) is not None}
     return {slot for slot in named | made | scored if not _is_seen(slots, slot)}
@@ -254,6 +271,7 @@ def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
     """Metrics of the rounds after which another one was trained."""
     committed = [slot for slot in slots.values() if slot.sha256]
     rounds = {slot.number for slot in committed if slot.kind == "checkpoints"}
+    # A round is closed before the next one is trained: its metrics must be there by then.
     due = {round for round in rounds if round and round + 1 in rounds}
     due |= {slot.number for slot in committed if slot.kind == "batches" and slot.number}
     return {metrics_key(round - 1) for round in due}
@@ -270,6 +288,7 @@ def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:
         if read is None:
             return Slot(slot=slot, names=listed)
         looked_at = PRUNED
+        # The tombstone holds for this manifest only, by its digest.
         gone = pruned_parts(store, slot, read[1]) if PRUNED in listed else frozenset()
     except (CorruptObject, NewerSchema) as fault:
         return Slot(slot=slot, names=listed, fault=fault, damaged=looked_at)

@@ -62,26 +62,25 @@ def opened_archive(path: Path) -> Iterator[Iterator[ArchiveEntry]]:
     """
     try:
         place = path.resolve()  # the user's own link may lead to it
-        with open(place, "rb", opener=_opener) as file:
+        with open(place, "rb", opener=lambda name, flags: open_regular(Path(name), flags)) as file:
             yield _entries(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise InputError(f"{path} is no whole archive of a run: {error}") from error
-
-
-def _opener(path: str, flags: int) -> int:
-    return open_regular(Path(path), flags)
 
 
 def _entries(file: BinaryIO, size: int) -> Iterator[ArchiveEntry]:
     extended: Mapping[str, str] = {}
     seen: set[str] = set()
     while (header := _header(file)) is not None:
+        # The extended size wins: sizes above 8 GiB do not fit the header.
         body = int(extended.get("size", header.size))
+        # Before anything is read: a size of exabytes costs nothing to refuse.
         if not 0 <= body <= size - file.tell():
             raise InputError(
                 f"{file.name} is no whole archive of a run: entry {header.name[:200]!r} says it "
                 f"has {body} bytes, more than are left"
             )
+        # Entries fill whole blocks; the reader may stop anywhere in its own.
         end = file.tell() + body + -body % _BLOCK
         if header.type == tarfile.XHDTYPE:
             if extended:
@@ -96,6 +95,7 @@ def _entries(file: BinaryIO, size: int) -> Iterator[ArchiveEntry]:
         file.seek(end)
     if extended:
         raise _refused(file, "an extended header", "is of no entry")
+    # What another reader would find after the end must not be hidden from this one.
     while block := file.read(2**20):
         if block.count(0) != len(block):
             raise InputError(f"{file.name}: expected nothing after the archive's end, found bytes")

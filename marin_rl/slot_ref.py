@@ -1,0 +1,22 @@
+"""The record by which tasks name what is committed.
+
+Apart from the other records of `marin_rl.types`, which hold arrays: commands that only read a run
+import this one without NumPy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRef:
+    """A committed slot: its key in the run, and the SHA-256 of its commit object.
+
+    This is all that travels between tasks. `reused` is True when the slot was there already;
+    `summary` holds a few numbers for people (rows, tokens, mean reward), never data.
+    """
+
+    slot: str
+    sha256: str
+    reused: bool = field(default=False, compare=False)
+    summary: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)

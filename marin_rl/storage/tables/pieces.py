@@ -1,0 +1,89 @@
+"""Pieces of a shard: groups that are finished while the shard is not, each created once.
+
+A piece has the rows that its shard will have, and the shard's fingerprint. It holds one group, or
+those of its members that did not fail; the members that are missing come in a further piece. The
+names are private, so that readers see committed shards alone, and gc deletes the pieces of shards
+that are committed.
+"""
+
+from collections.abc import Sequence
+
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage.commits import commit_object, new_attempt
+from marin_rl.storage.layout import piece_name, pieces_folder
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.parquet import load
+from marin_rl.storage.tables.rollouts import (
+    decode_shard,
+    encode_shard,
+    groups_of,
+    identify_shard,
+)
+from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
+
+
+class ShardPieces:
+    """The pieces of one shard of a round, under one fingerprint."""
+
+    def __init__(
+        self, run: Run, round: int, shard: int, fingerprint: str, policy: ServedPolicy
+    ) -> None:
+        self._run, self._round, self._shard = run, round, shard
+        self._fingerprint, self._policy = fingerprint, policy
+        self._folder = pieces_folder(round, shard, fingerprint)
+        self._counts: dict[str, int] = {}
+
+    def read(self) -> dict[str, dict[int, Rollout]]:
+        """Members that are finished, by group and index; the first piece that has one counts.
+
+        Raises CorruptObject, NewerSchema, StoreUnavailable.
+        """
+        # A listing that is incomplete costs samples, and no more: a create finds what it lacks.
+        members: dict[str, dict[int, Rollout]] = {}
+        for key in self._run.store.list(self._folder):
+            name = key.rpartition("/")[2]
+            if name.startswith("."):  # a killed writer's
+                continue
+            try:
+                groups = self._decoded(key, load(self._run.store, key))
+            except ObjectMissing:  # gc took it since: the shard is committed
+                continue
+            for group in groups:
+                self._counts[group.group_id] = self._counts.get(group.group_id, 0) + 1
+                known = members.setdefault(group.group_id, {})
+                for rollout in group.rollouts:
+                    known.setdefault(rollout.index_in_group, rollout)
+        return members
+
+    def commit(self, group: RolloutGroup) -> dict[int, Rollout]:
+        """Commit a group, or some of its members; those that are committed now, by index.
+
+        They are another process's where that was first. Raises CommitUnknown, StorageError.
+        """
+        number = self._counts.get(group.group_id, 0)
+        self._counts[group.group_id] = number + 1
+        key = f"{self._folder}/{piece_name(group.group_id.rpartition('/')[2], number)}"
+        attempt = new_attempt()
+        data = encode_shard(
+            [group],
+            run_id=self._run.run_id,
+            round=self._round,
+            shard=self._shard,
+            attempt=attempt,
+            replica="",
+            fingerprint=self._fingerprint,
+            policy=self._policy,
+        )
+        committed = commit_object(
+            self._run.store,
+            key,
+            data,
+            attempt=attempt,
+            fingerprint=self._fingerprint,
+            identify=lambda other: identify_shard(other, self._run.store.url_of(key)),
+        )
+        groups = [group] if committed == data else self._decoded(key, committed)
+        return {r.index_in_group: r for each in groups for r in each.rollouts}
+
+    def _decoded(self, key: str, data: object) -> Sequence[RolloutGroup]:
+        return groups_of(decode_shard(data, source=self._run.store.url_of(key)))  # pyright: ignore[reportArgumentType]
