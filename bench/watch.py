@@ -58,12 +58,12 @@ class Watch:
 
     @property
     def peak_bytes(self) -> int:
-        """Most runtime_for memory of the watched process itself (the kernel's high-water mark)."""
+        """Most resident memory of the watched process itself (the kernel's high-water mark)."""
         return self._peak_main
 
     @property
     def peak_tree_bytes(self) -> int:
-        """Most runtime_for memory of all processes together at one sample."""
+        """Most resident memory of all processes together at one sample."""
         return int(max(sample[2] for sample in self._samples))
 
     def _between(self, column: int, since: float, until: float) -> float:
@@ -73,15 +73,15 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            cpu, runtime_for = 0.0, 0
+            cpu, resident = 0.0, 0
             for pid in tree(self.pid):
                 with suppress(OSError):
                     cpu += _cpu_s(pid)
-                    runtime_for += _resident_bytes(pid)
+                    resident += _resident_bytes(pid)
             with suppress(OSError):
                 self._peak_main = max(self._peak_main, _high_water_bytes(self.pid))
-            if runtime_for:
-                self._samples.append((time.time(), cpu, runtime_for, _machine_busy_s()))
+            if resident:
+                self._samples.append((time.time(), cpu, resident, _machine_busy_s()))
             self._ended.wait(self.period_s)
 
 

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
         scan_dispositions,
         scan_evals,
         scan_metrics,
+        scan_rewards,
         scan_rollouts,
         scan_scores,
         sql,
     )
 
 __all__ = [
-    "scan_batches", "scan_dispositions", "scan_evals", "scan_metrics", "scan_rollouts",
-    "scan_scores", "sql",
+    "scan_batches", "scan_dispositions", "scan_evals", "scan_metrics", "scan_rewards",
+    "scan_rollouts", "scan_scores", "sql",
 ]  # fmt: skip
 
 

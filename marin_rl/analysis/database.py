@@ -71,8 +71,9 @@ def restricted_database(
     one for the same; so has a forked process.
     """
     del process, runs  # are the cache's key
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     database = _connected(
-        memory_limit=f"{_memory_bytes() // 2}B",
+        memory_limit=f"{memory_bytes // 2}B",
         temp_directory="",  # no spilling: it writes files
         allow_community_extensions=False,
         autoinstall_known_extensions=False,
@@ -98,7 +99,3 @@ def _connected(**settings: str | bool) -> "duckdb.DuckDBPyConnection":
     database = duckdb.connect(config=chosen)
     database.execute("set global parquet_metadata_cache = true")
     return database
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.rollouts.estimates import wilson
+from marin_rl.rollouts.estimates import held_out_accuracies
+from marin_rl.storage.layout import LEARNING_CURVE
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.local import replace_file
 
@@ -25,12 +26,15 @@ def learning_curve(rows: Rows, title: str) -> bytes:
     axes = figure.add_subplot()
     _draw_reward(axes, rows)
     _draw_accuracy(axes, rows)
+    _draw_turns(axes, rows)
     axes.set(xlabel="round", ylabel="reward and accuracy", title=title)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]), top=max(1.02, axes.get_ylim()[1]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right", frameon=False)
+    axes.set_zorder(1)  # the legend above the curve of the other axis
+    axes.patch.set_visible(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
@@ -38,7 +42,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 
 def write_learning_curve(run: Run, rows: Rows) -> Path:
     """Write a run's curve into its folder on a local root, else into the working directory."""
-    target = run.store.local_path("learning-curve.png") or Path(f"{run.run_id}-learning-curve.png")
+    target = run.store.local_path(LEARNING_CURVE) or Path(f"{run.run_id}-{LEARNING_CURVE}")
     replace_file(target, learning_curve(rows, run.run_id))
     return target
 
@@ -51,13 +55,26 @@ def _draw_reward(axes: Any, rows: Rows) -> None:
 
 
 def _draw_accuracy(axes: Any, rows: Rows) -> None:
-    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
-    if not evaluated:
+    accuracies = held_out_accuracies(rows)
+    if not accuracies:
         return
-    x = [row["round"] for row in evaluated]
-    y = [row["eval/accuracy"] for row in evaluated]
-    trials = [row.get("eval/examples") or 0.0 for row in evaluated]
-    bounds = [wilson(share, n) for share, n in zip(y, trials, strict=True)]
-    low, high = zip(*bounds, strict=True)
+    x = list(accuracies)
+    y = [estimate.value for estimate in accuracies.values()]
+    low = [estimate.low for estimate in accuracies.values()]
+    high = [estimate.high for estimate in accuracies.values()]
     axes.fill_between(x, low, high, color="#2563eb", alpha=0.15, linewidth=0, label="95 % interval")
     axes.plot(x, y, color="#2563eb", linewidth=2, marker="o", label="held-out accuracy")
+
+
+def _draw_turns(axes: Any, rows: Rows) -> None:
+    """Draw the mean number of turns on an axis of its own, where episodes have several."""
+    name = "eval/mean_turns"
+    points = [(row["round"], row[name]) for row in rows if row.get(name) is not None]
+    if not points:
+        return
+    x, y = zip(*points, strict=True)
+    right = axes.twinx()
+    right.plot(x, y, color="#c2410c", linewidth=1.6, linestyle="--", marker=".")
+    right.set_ylabel("held-out turns (dashed)", color="#c2410c")
+    right.set_ylim(bottom=0)
+    right.spines["top"].set_visible(False)

@@ -4,20 +4,12 @@ Nodes are slots, shards, rollouts and updates; an edge leads from what was made 
 from, as manifests, dispositions and the rollouts themselves say. Everything is read from files.
 """
 
-# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
-# pyright: reportAttributeAccessIssue=false
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
@@ -32,7 +24,7 @@ from marin_rl.storage.runs import (
     round_of,
     shard_key,
 )
-from marin_rl.storage.tables.batches import dispositions_of
+from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_shards, rollouts_manifest
 from schemas.manifests import Manifest, sha256_of
 
@@ -75,6 +67,7 @@ class Lineage:
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
     left_out: int = 0
+    _known: set[Edge] = field(default_factory=set, repr=False)
 
     def add(self, kind: str, name: str, sources: Iterable[str] = (), **facts: Any) -> str:
         """Add a node, unless it is there, and its edges; its name."""
@@ -83,7 +76,8 @@ class Lineage:
             self.nodes[name] = Node(name, kind, known)
         for source in sources:
             edge = Edge(name, source)
-            if edge not in self.edges:
+            if edge not in self._known:
+                self._known.add(edge)
                 self.edges.append(edge)
         return name
 
@@ -96,13 +90,13 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     """
     batches = committed_manifest(run.store, batches_slot(round))
     consumed = _consumed(run, batches, step, row)
-    if not consumed.num_rows:
+    if not consumed:
         raise ObjectMissing(_nothing_there(run, batches, step, row))
-    graph, player = Lineage(left_out=max(consumed.num_rows - ROLLOUTS_MAX, 0)), run.at_round(round)
-    places = consumed.slice(0, ROLLOUTS_MAX).to_pylist()
+    graph, player = Lineage(left_out=max(len(consumed) - ROLLOUTS_MAX, 0)), run.at_round(round)
+    places = consumed[:ROLLOUTS_MAX]
     trained = read_manifest(run.store, checkpoint_slot(round + 1))
     if trained is not None:
-        _add_slot(graph, run, trained[0], [f"round {round}, step {p['step']}" for p in places])
+        _add_slot(graph, trained[0], [f"round {round}, step {p['step']}" for p in places])
     for place in places:
         name = f"round {round}, step {place['step']}"
         line = f"{name}, row {place['row']}"
@@ -111,7 +105,7 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
         graph.add(
             "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
         )
-    _add_slot(graph, run, batches, [rollouts_slot(round)])
+    _add_slot(graph, batches, [rollouts_slot(round)])
     _add_rollouts(graph, run, round, [place["rollout_id"] for place in places])
     _add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
@@ -150,7 +144,7 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
     for number in range(round + 1, (last or 0) + 1):
         manifest = committed_manifest(run.store, checkpoint_slot(number))
         directly = "directly" if number == round + 1 else "through the parameters"
-        _add_slot(graph, run, manifest, [before], influenced=directly)
+        _add_slot(graph, manifest, [before], influenced=directly)
         before = manifest.slot
     return graph
 
@@ -164,7 +158,7 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
     batches = committed_manifest(run.store, batches_slot(round))
-    consumed = _consumed(run, batches, None, None).to_pylist()
+    consumed = _consumed(run, batches, None, None)
     rows = [row for row in consumed if _depends(row, place, player.config.objective)]
     if not rows:
         return None
@@ -272,19 +266,34 @@ def _needed(graph: Lineage) -> list[Edge]:
     ]
 
 
-def _consumed(run: Run, batches: Manifest, step: int | None, row: int | None) -> pa.Table:
-    table = dispositions_of(run, batches)
-    wanted = pl.col("disposition") == "consumed"
-    if step is not None:
-        wanted &= pl.col("step") == step
+def _consumed(
+    run: Run, batches: Manifest, step: int | None, row: int | None
+) -> list[dict[str, Any]]:
+    """Dispositions of the rollouts that were trained on, by step, row and segment.
+
+    A rollout of several segments is in the row of each.
+    """
+    dispositions = dispositions_of(run, batches).to_pylist()
+    consumed = [place for place in dispositions if place["disposition"] == "consumed"]
     if row is not None:
-        wanted &= pl.col("row") == row
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
-    return frame.filter(wanted).sort("step", "row", "segment").to_arrow()
+        named = {place["rollout_id"]: place for place in consumed}
+        consumed = [
+            named[name] | {"step": at["step"], "row": row, "segment": segment}
+            for table in iter_batch_names(run, batches)
+            for at in table.to_pylist()
+            if at["row"] == row
+            for segment, name in enumerate(at["rollout_ids"], start=1)
+            if name in named
+        ]
+    chosen = [place for place in consumed if step in (None, place["step"])]
+    return sorted(chosen, key=lambda place: (place["step"], place["row"], place["segment"]))
 
 
 def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
+    import polars as pl  # imports as much as all of the rest, and only this way back needs it
+
+    from marin_rl.analysis.scan import scan_dispositions
+
     frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
     rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
     if not rows:
@@ -296,9 +305,7 @@ def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
     return rows[0]
 
 
-def _add_slot(
-    graph: Lineage, run: Run, manifest: Manifest, sources: Sequence[str], **facts: Any
-) -> None:
+def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **facts: Any) -> None:
     kind = {"checkpoints": "checkpoint", "sft": "warm start"}.get(
         manifest.slot.partition("/")[0], manifest.slot.partition("/")[0]
     )
@@ -321,13 +328,13 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
     """Rollouts with their text, their shards with digests, and the checkpoints they came from."""
     sealed = rollouts_manifest(run, round)
     digests = {part.name: part.sha256 for part in sealed.parts}
-    wanted = pa.array(names)
+    wanted = set(names)
     rows: dict[str, dict[str, Any]] = {}
     for table in iter_shards(run, round, ROLLOUT_COLUMNS):
-        here = pc.is_in(  # pyright: ignore[reportAttributeAccessIssue]
-            table["rollout_id"], value_set=wanted
-        )
-        rows |= {row["rollout_id"]: row for row in table.filter(here).to_pylist()}
+        for place, name in enumerate(table["rollout_id"].to_pylist()):
+            if name in wanted:
+                (rows[name],) = table.slice(place, 1).to_pylist()
+    policies = set[str]()
     for name in names:
         row = rows.get(name)
         if row is None:
@@ -342,8 +349,10 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
         graph.add("rollout", name, [shard, policy], **facts, text="\n".join(turns))
         digest = digests.get(shard.rpartition("/")[2])
         graph.add("shard", shard, [sealed.slot], sha256=digest, url=run.store.url_of(shard))
-        _add_slot(graph, run, sealed, [parent.slot for parent in sealed.parents])
-        _add_policy(graph, run, policy)
+        if policy not in policies:  # most rollouts of a round have the same one
+            policies.add(policy)
+            _add_slot(graph, sealed, [parent.slot for parent in sealed.parents])
+            _add_policy(graph, run, policy)
 
 
 def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
@@ -351,7 +360,7 @@ def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
     owner = run.owner_of(slot)
     checkpoint = read_manifest(run.store, slot)
     if checkpoint is not None:
-        _add_slot(graph, run, checkpoint[0], [owner])
+        _add_slot(graph, checkpoint[0], [owner])
     own = owner == run.run_id
     _add_run(graph, run if own else Run.open(run.config.root, owner, run.config.storage_options))
 

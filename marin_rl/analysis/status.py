@@ -1,4 +1,4 @@
-"""Status of a run and samples of its rollouts, from committed slots only.
+"""Status of a run, from committed slots only.
 
 Returns plain rows; `marin_rl.display` draws them.
 """
@@ -7,26 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from marin_rl.errors import MarinRLError, ObjectMissing
+from marin_rl.analysis.warnings import warnings_of
+from marin_rl.config import EnvironmentConfig
+from marin_rl.errors import MarinRLError
+from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
 from marin_rl.storage.runs import (
     RoundProgress,
     Run,
-    committed,
     latest_reward_model,
+    latest_sft,
     progress,
-    rollouts_slot,
-    round_of,
     rounds_planned,
     runs_under,
 )
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.tables.rollouts import iter_shards
 
 Options = Mapping[str, Any] | None
 Result = TypeVar("Result")
-
-SAMPLE_COLUMNS = ("round", "rollout_id", "example_id", "turns", "answer", "reward", "status")
 
 
 class Followed:
@@ -81,9 +79,11 @@ def _merged(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Committed slots of a run, its metric rows, and one sentence on what it learned.
+    """Committed slots of a run, its metric rows, warnings, and one sentence on what it learned.
 
-    `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none.
+    The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
+    `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none, and
+    `warm_start` where it has none, or rounds already.
     """
 
     run_id: str
@@ -95,16 +95,22 @@ class RunStatus:
     environment: str
     policy: str
     in_progress: str
+    warm_start: str | None
     reward_model: str | None
     headline: str
+    warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
 
     @property
     def facts(self) -> dict[str, str]:
         """The same as text, in reading order, without the rows."""
         learned = {} if self.reward_model is None else {"reward model": self.reward_model}
+        if learned and not self.checkpoints:  # a run that trains a reward model and no policy
+            return {"root": self.root, "policy": self.policy, **learned}
+        warm = {} if self.warm_start is None else {"warm start": self.warm_start}
         return {
             "root": self.root,
+            **warm,
             "rounds trained": f"{self.trained} of {self.planned}",
             "checkpoints": str(self.checkpoints),
             "shards": str(self.shards),
@@ -141,13 +147,22 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         trained=trained,
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
-        environment=run.config.environment.name,
+        environment=_environment(run.config.environment),
         policy=f"init {run.config.policy.init}, tokenizer {run.config.policy.tokenizer}",
         in_progress=_open_round(run, slots),
+        warm_start=None if trained else _warm_start(run),
         reward_model=_reward_model(run),
         headline=headline(rows),
-        rounds=rows,
+        warnings=warnings_of(rows),
+        rounds=_with_intervals(rows),
     )
+
+
+def _environment(config: EnvironmentConfig) -> str:
+    """The name of the environment, or of each one with its weight."""
+    if config.mixture is None:
+        return config.name
+    return ", ".join(f"{entry.shown_label} {entry.weight:g}" for entry in config.mixture)
 
 
 def each_run(
@@ -176,58 +191,44 @@ def metric_rows(run: Run) -> list[dict[str, Any]]:
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Change of the held-out accuracy, in one sentence; empty before two evaluations."""
-    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
-    if len(evaluated) < 2:
+    accuracies = held_out_accuracies(rows)
+    if len(accuracies) < 2:
         return ""
-    first, last = evaluated[0], evaluated[-1]
-    change = 100 * (last["eval/accuracy"] - first["eval/accuracy"])
+    first, *_, last = accuracies
+    change = 100 * (accuracies[last].value - accuracies[first].value)
+    if change == 0:
+        return (
+            f"Nothing was learned: held-out accuracy is {_shown(accuracies[last])} in round {last} "
+            f"as in round {first}. Look at rewards and texts: `marin-rl rollouts RUN`."
+        )
     return (
-        f"Held-out accuracy went from {first['eval/accuracy']:.1%} (round {first['round']}) to "
-        f"{last['eval/accuracy']:.1%} (round {last['round']}): {change:+.1f} points."
+        f"Held-out accuracy went from {_shown(accuracies[first])} in round {first} to "
+        f"{_shown(accuracies[last])} in round {last}: {change:+.1f} points."
     )
 
 
-def sample_rollouts(
-    run: Run, round_number: int | None, limit: int, *, worst_first: bool = False
-) -> list[dict[str, Any]]:
-    """Rollouts of one round (default: the newest) by reward: question, completion, reward.
-
-    Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
-    """
-    import polars as pl  # large; a training process, which asks for metrics alone, spares it
-
-    number = _newest_sealed(run) if round_number is None else round_number
-    if number is None or committed(run, rollouts_slot(number)) is None:
-        which = "" if number is None else f" of round {number}"
-        raise ObjectMissing(
-            f"run {run.run_id!r} has no committed rollouts{which} under {run.config.root}: "
-            f"`marin-rl status {run.run_id}` shows which rounds there are"
-        )
-    shards = (pl.from_arrow(table) for table in iter_shards(run, number, SAMPLE_COLUMNS))
-    rows = pl.concat([shard for shard in shards if isinstance(shard, pl.DataFrame)])
-    ranked = rows.sort("reward", descending=not worst_first, nulls_last=True, maintain_order=True)
-    return [_sample(row) for row in ranked.head(limit).to_dicts()]
+def _shown(accuracy: Estimate) -> str:
+    return f"{accuracy.value:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%})"
 
 
-def _newest_sealed(run: Run) -> int | None:
-    """The highest round whose rollouts are sealed: a listing, and a read or two."""
-    named = (round_of(name) for name in run.store.children("rollouts"))
-    rounds = sorted((number for number in named if number is not None), reverse=True)
-    return next((n for n in rounds if committed(run, rollouts_slot(n)) is not None), None)
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    turns = row["turns"] or []
-    text = {turn["role"]: turn["content"] for turn in turns}
-    return {
-        "rollout_id": row["rollout_id"],
-        "example": row["example_id"],
-        "prompt": text.get("user", ""),
-        "completion": text.get("assistant", ""),
-        "answer": row["answer"] or "",
-        "reward": row["reward"],
-        "status": row["status"],
+def _with_intervals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    accuracies = held_out_accuracies(rows)
+    bounds = {
+        round: {"eval/accuracy/low": known.low, "eval/accuracy/high": known.high}
+        for round, known in accuracies.items()
     }
+    return [{**row, **bounds.get(row["round"], {})} for row in rows]
+
+
+def _warm_start(run: Run) -> str | None:
+    """Progress of the run's warm start, and its latest loss, where it has one."""
+    reached = latest_sft(run)
+    if reached is None:
+        return f"0 of {run.config.sft.steps} steps" if run.config.policy.init == "sft" else None
+    loss = reached.summary.get("sft/loss")
+    step = int(reached.slot.rpartition("-")[2])
+    shown = "" if loss is None else f", loss {loss:.3f}"
+    return f"{step} of {run.config.sft.steps} steps{shown}"
 
 
 def _reward_model(run: Run) -> str | None:

@@ -77,8 +77,9 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
         number, recorded = row["round"], _metrics_of(row)
         try:
             player = run.at_round(number)  # a fork's first rounds are as its parent's settings say
-            if any(name.startswith("eval/") for name in recorded):  # answers are extracted
-                check_named(player, player.config, Consent(trust=trust), CODE)
+            # Answers are extracted where there is an evaluation; a loss is always computed.
+            sections = (*CODE, "objective") if _is_evaluated(recorded) else ("objective",)
+            check_named(player, player.config, Consent(trust=trust), sections)
             expected = expected_metrics(player, number, recorded)
             expected["episode"] = episodes.up_to(number)
             yield from _compare(player, number, recorded, expected)
@@ -115,7 +116,7 @@ def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dic
     result = _of_rollouts(run, round, rollouts, batches, recorded)
     result |= token_metrics(run, round, batches, checkpoint)
     result |= rlhf_metrics(result)
-    if any(name.startswith("eval/") for name in recorded):
+    if _is_evaluated(recorded):
         evaluation = committed_manifest(run.store, evals_slot(round))
         manifests.append(evaluation)
         result |= evaluation_of(run, evaluation)
@@ -175,6 +176,10 @@ def _compare(
             found=logged,
             problem=_problem(definition, value, logged),
         )
+
+
+def _is_evaluated(recorded: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval/") for name in recorded)
 
 
 def _is_late(name: str) -> bool:

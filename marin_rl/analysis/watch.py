@@ -1,7 +1,7 @@
 """State of a running run for `status --watch`, from files alone: stage, progress, warnings.
 
 The orchestrator is not asked: the stage follows from the committed slots and the one that comes
-next, the process from the run's lock file, and warnings are rules over metric rows. Returns plain
+next, the process from the run's lock file. Rules over metric rows are in warnings.py. Returns plain
 records, which `marin_rl.dashboard` draws.
 """
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from marin_rl.analysis.status import Followed, Unreadable, each_run, sample_rollouts
+from marin_rl.analysis.dialogues import BRIEF, sample_rollouts
+from marin_rl.analysis.status import Followed, Unreadable, each_run
+from marin_rl.analysis.warnings import ROUNDS_JUDGED, warnings_of
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import (
     LOCK_KEY,
@@ -31,13 +33,6 @@ Options = Mapping[str, Any] | None
 
 QUIET_ROUNDS = 5.0  # a run is quiet when nothing was committed for this many of its rounds
 QUIET_S_MIN = 120.0
-MISMATCH_KL_MAX = 0.01
-ERRORS_MAX = 0.05
-CUT_OFF_MAX = 0.5
-WITHOUT_SIGNAL_MAX = 0.8
-ENTROPY_LEFT_MIN = 0.1
-GAIN_MIN = 0.05
-ROUNDS_JUDGED = 10
 SAMPLED_MAX = 512
 
 
@@ -151,57 +146,6 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
     return Stage(name=f"{name} round {round}", round=round)
 
 
-def warnings_of(rows: Rows) -> list[str]:
-    """Warnings about the latest rounds, a sentence each; none for a run that goes well."""
-    trained = [row for row in rows if row.get("reward") is not None]
-    if not trained:
-        return []
-    last = trained[-1]
-    limits = {
-        "mismatch_kl": (MISMATCH_KL_MAX, "sampler and trainer disagree: mismatch KL {:.3g}"),
-        "rollouts/errors": (ERRORS_MAX, "{:.0%} of the rollouts failed"),
-        "completions/clipped_ratio": (CUT_OFF_MAX, "{:.0%} of the completions are cut off"),
-        "frac_reward_zero_std": (WITHOUT_SIGNAL_MAX, "{:.0%} of the groups carry no signal"),
-        "updates/skipped": (0.0, "{:.0f} updates were not finite and were skipped"),
-        "weights/failures": (0.0, "giving weights to servers failed {:.0f} times"),
-    }
-    beyond = [
-        f"round {last['round']}: " + text.format(last[name])
-        for name, (limit, text) in limits.items()
-        if last.get(name) is not None and last[name] > limit
-    ]
-    return beyond + _collapse(trained) + _hacked(rows)
-
-
-def _collapse(rows: Rows) -> list[str]:
-    entropies = [row["entropy"] for row in rows if row.get("entropy") is not None]
-    if len(entropies) < 2 or entropies[0] <= 0 or entropies[-1] >= ENTROPY_LEFT_MIN * entropies[0]:
-        return []
-    share = entropies[-1] / entropies[0]
-    return [f"entropy fell to {share:.1%} of what it was: samples of a group become alike"]
-
-
-def _hacked(rows: Rows) -> list[str]:
-    """Warn of reward that goes up while evaluation accuracy does not, over the latest rounds."""
-    latest = rows[-2 * ROUNDS_JUDGED :]
-    rewards = [row["reward"] for row in latest if row.get("reward") is not None]
-    held_out = [row["eval/accuracy"] for row in latest if row.get("eval/accuracy") is not None]
-    if len(rewards) < ROUNDS_JUDGED or len(held_out) < 4:
-        return []
-    gain, accuracy_gain = _gain(rewards), _gain(held_out)
-    if gain < GAIN_MIN or accuracy_gain > 0:
-        return []
-    return [
-        f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by "
-        f"{accuracy_gain:+.3f}: is the reward being hacked? See docs/reading-runs.md"
-    ]
-
-
-def _gain(values: Sequence[float]) -> float:
-    half = len(values) // 2
-    return statistics.fmean(values[half:]) - statistics.fmean(values[:half])
-
-
 def _standstill(rows: Rows, idle_s: float | None, gone: Holder | None) -> list[str]:
     if gone is not None:
         return [f"{gone}, which held the run, is gone: the same command continues it"]
@@ -242,7 +186,8 @@ def holder_of(run: Run) -> Holder | None:
 
 def _samples(run: Run, round_number: int, count: int) -> Sequence[Mapping[str, Any]]:
     """Rollouts of a sealed round, each of another example: the best, the worst, and between."""
-    rows = sample_rollouts(run, round_number, SAMPLED_MAX)
+    sampled = sample_rollouts(run, round_number, SAMPLED_MAX)
+    rows = [{name: row[name] for name in BRIEF} for row in sampled]
     examples = list({row["example"]: row for row in rows}.values())
     examples.sort(key=lambda row: -math.inf if row["reward"] is None else row["reward"])
     step = max(1, len(examples) - 1) / max(1, count - 1)

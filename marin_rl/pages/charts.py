@@ -15,7 +15,7 @@ import yaml
 
 from marin_rl.display import evenly
 from marin_rl.pages.records import Chart, Line, Number
-from marin_rl.rollouts.estimates import estimate_of_groups, wilson
+from marin_rl.rollouts.estimates import estimate_of_groups, held_out_accuracies
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -108,18 +108,15 @@ def _band(name: str, spreads: Sequence[Spread]) -> Line | None:
 
 
 def _accuracy(rows: Rows) -> Line | None:
-    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
-    if not evaluated:
+    accuracies = held_out_accuracies(rows)
+    if not accuracies:
         return None
-    trials = [row.get("eval/examples") or 0.0 for row in evaluated]
-    y = [row["eval/accuracy"] for row in evaluated]
-    bounds = [wilson(share, n) for share, n in zip(y, trials, strict=True)]
     return Line(
         name="held-out accuracy",
-        x=[row["round"] for row in evaluated],
-        y=y,
-        low=[low for low, _ in bounds],
-        high=[high for _, high in bounds],
+        x=list(accuracies),
+        y=[estimate.value for estimate in accuracies.values()],
+        low=[estimate.low for estimate in accuracies.values()],
+        high=[estimate.high for estimate in accuracies.values()],
     )
 
 

@@ -55,8 +55,9 @@ class Script:
 def scripts() -> tuple[Script, ...]:
     """The scripts of a page in the order they run. Raises InputError where a package is missing."""
     own = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in OWN_SCRIPTS)
+    plotly = _package_file("plotly", "package_data/plotly.min.js").read_text(encoding="utf-8")
     return (
-        Script(name="plotly.js", text=_inlined(_plotly()), module=False),
+        Script(name="plotly.js", text=_inlined(plotly), module=False),
         Script(name="tables.js", text=_inlined(_tables()), module=True),
         Script(name="page.js", text=_inlined(own), module=True),
     )
@@ -78,10 +79,6 @@ def policy(script_sources: str, connect: str) -> str:
         f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         f"img-src data:; font-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-
-
-def _plotly() -> str:
-    return _package_file("plotly", "package_data/plotly.min.js").read_text(encoding="utf-8")
 
 
 def _tables() -> str:

@@ -36,12 +36,29 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
-    """A turn of a conversation; `left_out` characters were cut from its end."""
+    """A turn of a conversation; `left_out` characters were cut from its end.
+
+    `sampled` turns are the model's own, with their reason to stop. Its tokens are `start` to `end`
+    of the rollout, null where no one says which they are. `tool` and `call_id` are of a tool's
+    result, which `cut` says was longer, `calls` (name, arguments, id) of a turn that asks for
+    tools. `model_s` are the seconds of the turn's request, `environment_s` of the answer to it;
+    `rewards` are the parts of the reward by name.
+    """
 
     role: str
     content: str
+    sampled: bool = False
+    start: int | None = None
+    end: int | None = None
+    finish: str = ""
     tool: str = ""
+    call_id: str = ""
+    calls: Sequence[tuple[str, str, str]] = ()
+    cut: bool = False
+    model_s: Number = None
+    environment_s: Number = None
     reward: Number = None
+    rewards: Sequence[tuple[str, float]] = ()
     left_out: int = 0
 
 
@@ -79,7 +96,12 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Rollout as shown. `place` is its rank within the group: best, worst or empty."""
+    """Rollout as shown. `place` is its rank within the group: best, worst or empty.
+
+    `n_turns` are those of the model. `seconds` are those of its group, with environment and
+    scoring; `model_seconds` its own in queue, prefill and decode, `environment_seconds` those of
+    the environment's answers; null where they are not known.
+    """
 
     id: str
     group: str
@@ -98,6 +120,10 @@ class Card:
     model: str
     shard: str
     seconds: float
+    model_seconds: tuple[Number, Number, Number]
+    environment_seconds: Number
+    n_turns: int
+    tools: Sequence[str]
     fate: Fate
     turns: Sequence[TurnView]
     tokens: Tokens

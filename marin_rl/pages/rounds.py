@@ -13,6 +13,14 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from marin_rl.analysis.dialogues import (
+    calls_of,
+    environment_seconds,
+    is_sampled,
+    model_seconds,
+    model_turns,
+    tools_of,
+)
 from marin_rl.errors import ObjectMissing
 from marin_rl.pages.charts import Spread, spread_of
 from marin_rl.pages.picks import Member, Pick, pick
@@ -219,6 +227,10 @@ def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> Card:
         model=row["model"],
         shard=row["file"],
         seconds=spent.total_seconds(),
+        model_seconds=(row["queue_s"], row["prefill_s"], row["decode_s"]),
+        environment_seconds=environment_seconds(row["turns"]),
+        n_turns=len(model_turns(row["turns"])),
+        tools=tools_of(row["turns"]),
         fate=reading.fates.get(name, Fate()),
         turns=[_turn_view(turn, reading.amount.characters) for turn in row["turns"]],
         tokens=_tokens(row, reading),
@@ -241,8 +253,21 @@ def _turn_view(turn: Mapping[str, Any], characters: int) -> TurnView:
     return TurnView(
         role=turn["role"],
         content=content,
+        sampled=is_sampled(turn),
+        start=turn["start"],
+        end=turn["end"],
+        finish=(turn["inference_metadata"] or {}).get("finish_reason", ""),
         tool=turn["tool_name"] or "",
+        call_id=turn["tool_call_id"] or "",
+        calls=[
+            (call["name"], _cut(call["arguments"], characters)[0], call["id"])
+            for call in calls_of(turn)
+        ],
+        cut=bool(turn["cut"]),
+        model_s=model_seconds(turn),
+        environment_s=turn["environment_s"],
         reward=turn["reward"],
+        rewards=[(part["name"], part["value"]) for part in turn["rewards"] or ()],
         left_out=left_out,
     )
 

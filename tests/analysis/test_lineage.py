@@ -225,7 +225,7 @@ def test_the_commands_print_and_end_as_they_should(root: Path, tmp_path: Path) -
     assert (whole.exit_code, json.loads(whole.stdout)["whole"]) == (0, True)
     cleaned = invoke(root, "gc", "run", "--keep-last", "2", "--dry-run", "--json")
     assert json.loads(cleaned.stdout)["garbage"] == []  # the fork reaches the rest
-    made = invoke(root, "fork", "run", "--from-round", "2", "--run-id", "other", "--json")
+    made = invoke(root, "fork", "run", "--round", "2", "--run-id", "other", "--json")
     (ancestor,) = json.loads(made.stdout)["ancestors"]
     assert (ancestor["run_id"], ancestor["through_round"]) == ("run", 2)
     planned = CliRunner().invoke(app, ["run", str(root / "other"), "--dry-run"])

@@ -21,10 +21,12 @@ from support.run_factories import (
 )
 
 from marin_rl import dashboard
-from marin_rl.analysis.watch import Look, Watched, warnings_of
+from marin_rl.analysis.warnings import NewWarnings, warnings_of
+from marin_rl.analysis.watch import Look, Watched
 from marin_rl.batching.build import build_round
 from marin_rl.commands import inspect
 from marin_rl.errors import CorruptObject, StoreUnavailable
+from marin_rl.progress import ProgressEvent
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard
@@ -105,11 +107,34 @@ def rows(**columns: list[float]) -> list[dict[str, Any]]:
         ({"frac_reward_zero_std": [0.9, 0.95]}, "round 1: 95% of the groups carry no signal"),
         ({"updates/skipped": [0.0, 2.0]}, "round 1: 2 updates were not finite"),
         ({"entropy": [2.0, 0.1]}, "entropy fell to 5.0% of what it was"),
+        ({"entropy": [2.0, 0.0]}, "entropy is gone (0): samples of a group are alike, nothing can"),
+        ({"frac_reward_zero_std": [0.0, 1.0]}, "round 1: nothing can be learned: within every"),
+        ({"completions/clipped_ratio": [0.0, 1.0]}, "round 1: every completion is cut off at"),
+        (
+            {"eval/accuracy": [0.0, 1 / 11], "eval/examples": [11.0, 11.0]},
+            "held-out accuracy 9.1% is of 11 examples and may be anything from 2% to 38%",
+        ),
     ],
 )
 def test_warnings(columns: dict[str, list[float]], words: str) -> None:
     (found,) = warnings_of(rows(reward=[0.5, 0.5], **columns))
     assert found.startswith(words)
+
+
+def test_a_kind_of_warning_is_announced_once_when_it_is_first_seen() -> None:
+    told: list[str] = []
+    new = NewWarnings("run", told.append)
+    shares = [1.0, 1.0, 0.0, 0.95, 0.9, 1.0]
+    for round, share in enumerate(shares):
+        metrics = {"reward": 0.5, "frac_reward_zero_std": share}
+        new.listen(ProgressEvent(run_id="other", stage="round", round=round, metrics=metrics))
+        new.listen(ProgressEvent(run_id="run", stage="train", round=round, metrics=metrics))
+        assert len(told) == [0, 1, 1, 1, 2, 2][round]
+        new.listen(ProgressEvent(run_id="run", stage="round", round=round, metrics=metrics))
+    assert [text[:35] for text in told] == [
+        "round 0: nothing can be learned: wi",
+        "round 3: 95% of the groups carry no",
+    ]
 
 
 def test_reward_up_and_held_out_flat_is_suspicious_and_both_up_is_not() -> None:
@@ -123,8 +148,11 @@ def test_reward_up_and_held_out_flat_is_suspicious_and_both_up_is_not() -> None:
 def test_one_run_in_the_terminal(tmp_path: Path) -> None:
     shown_run(tmp_path)
     text = text_of(look_at(str(tmp_path), "shown"))
-    for words in ("shown", "round 3/5", "reward", "0.500", "entropy", "no warnings", "Latest"):
+    for words in ("shown", "round 3/5", "reward", "0.500", "entropy", "Latest"):
         assert words in text
+    assert "! held-out accuracy 50.0% is of 4 examples" in text
+    assert "no warnings" not in text
+    assert "no warnings" in text_of(replace(look_at(str(tmp_path), "shown"), warnings=()))
     assert "</script><script>window.hurt" in text
     assert "\u2028" not in text
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
-from support.run_factories import add_round, shown_run
+from support.run_factories import add_round, dialogue_run, shown_run
 
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html
@@ -343,3 +343,38 @@ def test_the_live_page_follows_a_run(browser: Any, served: tuple[Run, str]) -> N
         assert {asked.removeprefix(url).split("?")[0] for asked in opened.asked} <= {
             "", "assets/plotly.js", "assets/tables.js", "assets/page.js", "data.json", "data:,",
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_dialogue_is_read_turn_by_turn_with_its_tool_folded(
+    browser: Any, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    path = tmp_path / "talks.html"
+    path.write_text(report_html(RunPage(dialogue_run(tmp_path)).page()), encoding="utf-8")
+    with Opened(browser, f"{path.as_uri()}#rollout=round-00000/group-00000/000", size) as opened:
+        turns = opened.page.locator("#r-body .dialogue .turn")
+        assert turns.count() == 4
+        assert turns.nth(1).get_attribute("aria-label") == "Turn 2, assistant"
+        assert "reward 0.250" in turns.nth(1).inner_text()
+        assert turns.nth(1).locator(".t").count() == len("let me look")  # a span a token, coloured
+        assert turns.nth(1).locator(".t").first.get_attribute("style")
+        result = turns.nth(2).locator("details")
+        assert result.get_attribute("open") is None
+        result.locator("summary").click()
+        assert "<b>Ada</b>" in turns.nth(2).inner_text()
+        assert "⟨001b⟩" in turns.nth(2).inner_text()
+        opened.page.locator("#r-body select").first.select_option("entropies")
+        assert "no scores" in opened.page.inner_text("#r-body .dialogue")
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert opened.unharmed
+        assert not opened.said
+
+
+def test_turns_are_a_column_and_stop_reasons_a_filter(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talks.html"
+    path.write_text(report_html(RunPage(dialogue_run(tmp_path)).page()), encoding="utf-8")
+    with Opened(browser, path.as_uri(), SIZES[0]) as opened:
+        assert "Turns" in opened.page.locator("#table thead").inner_text()
+        opened.page.select_option("#f-stop", "max_turns")
+        assert opened.count() == "1 of 4 rollouts"
+        assert "truncated (max_turns)" in opened.page.locator("#table tbody").inner_text()

@@ -15,6 +15,7 @@ from support.run_factories import (
     add_round,
     commit_round,
     configuration,
+    dialogue_run,
     group,
     policy,
     shown_run,
@@ -42,6 +43,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def page(run: Run) -> Page:
     return RunPage(run).page()
+
+
+def test_a_dialogue_is_shown_turn_by_turn_with_the_places_of_its_tokens(tmp_path: Path) -> None:
+    page = RunPage(dialogue_run(tmp_path)).page()
+    cards = {card.id: card for group in page.groups for card in group.cards}
+    searched = cards["round-00000/group-00000/000"]
+    assert (searched.n_turns, searched.tools) == (2, ["search", "weigh"])
+    assert [name for name, _, _ in searched.turns[1].calls] == ["search", "weigh"]
+    assert [turn.cut for turn in searched.turns] == [False, False, True, False]
+    assert (searched.turns[1].model_s, searched.turns[1].environment_s) == (1.75, 3.25)
+    assert searched.environment_seconds == 3.25
+    assert [turn.sampled for turn in searched.turns] == [False, True, False, True]
+    assert [turn.reward for turn in searched.turns] == [None, 0.25, None, 0.5]
+    assert (searched.turns[2].tool, searched.turns[2].call_id) == ("search", "call-1")
+    for turn in searched.turns:
+        if turn.sampled:
+            assert all(searched.tokens.trained[turn.start : turn.end])
+            assert turn.finish == "stop"
+    assert searched.model_seconds == (0.0, 0.0, 0.25)
+    assert cards["round-00000/group-00001/000"].n_turns == 1
 
 
 class Elements(HTMLParser):

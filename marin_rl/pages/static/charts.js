@@ -116,7 +116,7 @@ function layoutOf(chart, coarse) {
   const axis = { gridcolor: rule, zerolinecolor: rule, linecolor: rule };
   return {
     // The left margin is fixed: one that follows the labels changes the legend's lines, so the height, so the labels.
-    margin: { l: 62, r: 8, t: 8, b: 8 }, barmode: "stack", bargap: 0.15,
+    margin: { l: 74, r: 8, t: 8, b: 8 }, barmode: "stack", bargap: 0.15,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: ink, size: 12, family: "system-ui, Noto Sans, DejaVu Sans, sans-serif" },
     hovermode: "x unified", hoverlabel: { bgcolor: colour("--raised"), bordercolor: rule, font: { color: ink } },

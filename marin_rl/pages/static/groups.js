@@ -61,10 +61,7 @@ function side(card, mode) {
 // Without the prompt, which the group shows once.
 function ownTokens(tokens) {
   const first = tokens.trained.indexOf(1);
-  if (first <= 0) return tokens;
-  const cut = (list) => list?.slice(first) ?? null;
-  return { left_out: 0, ids: cut(tokens.ids), texts: cut(tokens.texts), trained: cut(tokens.trained), sampler: cut(tokens.sampler),
-    trainer: cut(tokens.trainer), entropies: cut(tokens.entropies), clipped: cut(tokens.clipped) };
+  return first <= 0 ? tokens : { ...sliceTokens(tokens, first), left_out: 0 };
 }
 
 function watchGroups() {

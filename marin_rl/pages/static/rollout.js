@@ -45,8 +45,7 @@ function closeRollout(target) {
 function rolloutParts(card, group) {
   return [
     rolloutFacts(card, group),
-    ...tokenParts(card),
-    make("h3", {}, "Turns"), ...card.turns.flatMap(turnParts),
+    ...(isDialogue(card) ? dialogueParts(card) : [...tokenParts(card), make("h3", {}, "Turns"), ...card.turns.flatMap(turnParts)]),
     ...(card.error ? [make("h3", {}, "Error"), make("pre", { class: "said" }, card.error)] : []),
     ...rewardParts(card, group),
     make("h3", {}, "Lineage"), lineageOf(card),
@@ -61,34 +60,103 @@ function rolloutFacts(card, group) {
     ["reward", show(card.reward)], ["advantage", show(card.fate.advantage)], ["fate", fateText(card.fate)],
     ["status", card.finish ? `${card.status} (${card.finish})` : card.status],
     ["tokens", `${show(card.n_prompt)} + ${show(card.n_completion)}`], ["policy version", policy],
-    ["seconds", show(card.seconds, 2)], ["sampling", group.sampling],
+    ["seconds of its group", show(card.seconds, 2)], ["sampling", group.sampling],
+    ["seconds of the model", modelSeconds(card)],
+    ...(card.environment_seconds === null ? [] : [["seconds of the environment", show(card.environment_seconds, 2)]]),
+    ...(isDialogue(card) ? [["turns of the model", show(card.n_turns)]] : []),
+    ...(card.tools.length ? [["tools", card.tools.join(", ")]] : []),
   ]);
   return list;
 }
 
-function tokenParts(card) {
+function modelSeconds(card) {
+  const [queue, prefill, decode] = card.model_seconds;
+  if (card.model_seconds.includes(null)) return "not reported";
+  return `${show(queue + prefill + decode, 2)} (queue ${show(queue, 2)}, prefill ${show(prefill, 2)}, decode ${show(decode, 2)})`;
+}
+
+// Makes a list of modes; `draw` is called now, and whenever another mode is chosen.
+function modeSelect(draw) {
   const select = make("select", { "aria-label": "Colour tokens by" });
   fillModes(select);
   select.value = modeOfTokens;
-  const home = make("div");
-  const draw = () => {
-    modeOfTokens = select.value;
-    home.replaceChildren(legend(card.tokens, modeOfTokens), tokenText(card.tokens, modeOfTokens));
-  };
-  select.addEventListener("change", draw);
+  select.addEventListener("change", () => { modeOfTokens = select.value; draw(); });
   draw();
-  const table = make("details", {}, make("summary", {}, "Tokens as a table"));
-  table.addEventListener("toggle", () => { if (table.open && table.children.length === 1) table.append(tokenTable(card.tokens)); });
-  return [make("h3", {}, "Tokens, coloured by ", select), home, table];
+  return select;
+}
+
+function tokenParts(card) {
+  const home = make("div");
+  const select = modeSelect(() => home.replaceChildren(legend(card.tokens, modeOfTokens), tokenText(card.tokens, modeOfTokens)));
+  return [make("h3", {}, "Tokens, coloured by ", select), home, tableOf(card)];
+}
+
+function tableOf(card) {
+  return lazyDetails("Tokens as a table", () => tokenTable(card.tokens));
+}
+
+// A fold whose content is made when it is opened first.
+function lazyDetails(title, content) {
+  const fold = make("details", {}, make("summary", {}, title));
+  fold.addEventListener("toggle", () => { if (fold.open && fold.children.length === 1) fold.append(content()); });
+  return fold;
 }
 
 function turnParts(turn) {
+  return [make("div", { class: "note" }, turnTitle(turn)), turnText(turn)];
+}
+
+function turnTitle(turn) {
   const name = turn.tool ? `${turn.role} (${turn.tool})` : turn.role;
-  const reward = turn.reward === null ? "" : ` · reward ${show(turn.reward)}`;
-  return [
-    make("div", { class: "note" }, name + reward),
-    make("div", { class: "said text" }, turn.content, turn.left_out ? ` … ${show(turn.left_out)} characters are left out` : ""),
-  ];
+  return name + (turn.reward === null ? "" : ` · ${turnReward(turn)}`);
+}
+
+function turnReward(turn) {
+  const parts = turn.rewards.map(([name, value]) => `${name} ${show(value)}`).join(", ");
+  return `reward ${show(turn.reward)}` + (parts ? ` (${parts})` : "");
+}
+
+function turnText(turn) {
+  return make("div", { class: "said text" }, visible(turn.content), turn.left_out ? ` … ${show(turn.left_out)} characters are left out` : "");
+}
+
+// A dialogue: several turns of the model, or tools. Its turns carry the colours of their tokens.
+const isDialogue = (card) => card.n_turns > 1 || card.tools.length > 0 || card.turns.some((turn) => turn.calls.length);
+
+function dialogueParts(card) {
+  const home = make("div", { class: "dialogue" });
+  const draw = () => home.replaceChildren(legend(card.tokens, modeOfTokens), ...card.turns.map((turn, i) => dialogueTurn(card, turn, i)));
+  const select = modeSelect(draw);
+  const all = lazyDetails("All tokens, as the model read them", () => tokenText(card.tokens, modeOfTokens));
+  return [make("h3", {}, "Dialogue, coloured by ", select), home, all, tableOf(card)];
+}
+
+function dialogueTurn(card, turn, place) {
+  const seconds = [["model", turn.model_s], ["environment", turn.environment_s]].map(([who, value]) => (value === null ? "" : `${who} ${show(value, 2)} s`));
+  const facts = [turn.start === null ? "" : `${show(turn.end - turn.start)} tokens`, turn.finish, ...seconds].filter(Boolean).map((fact) => ` · ${fact}`);
+  const name = turn.tool ? `${turn.role} (${turn.tool})` : turn.role;
+  const reward = turn.reward === null ? null : make("strong", { class: "reward" }, turnReward(turn));
+  const head = make("header", {}, make("span", { class: "note" }, `${place + 1} `), make("strong", {}, name), make("span", { class: "note" }, ...facts), reward);
+  return make("section", { class: `turn ${turn.sampled ? "own" : turn.role}`, "aria-label": `Turn ${place + 1}, ${name}` }, head, ...dialogueTexts(card, turn));
+}
+
+function dialogueTexts(card, turn) {
+  if (turn.role === "tool") return [folded(`Result of ${turn.tool || "a tool"}${turn.call_id ? `, call ${turn.call_id}` : ""}${turn.cut ? ", cut at the limit" : ""}: ${clip(turn.content)}`, turnText(turn))];
+  const calls = turn.calls.map(([name, args, id]) => folded(`Calls ${name}${id ? `, call ${id}` : ""}`, make("pre", { class: "said" }, visible(args))));
+  const texts = ownTokensOf(card, turn);
+  return [texts ?? (turn.content || !calls.length ? turnText(turn) : null), ...calls].filter(Boolean);
+}
+
+const folded = (title, ...content) => make("details", {}, make("summary", {}, visible(title)), ...content);
+
+// The tokens of a sampled turn as text; null where the page has not all of them. The scale is the rollout's.
+function ownTokensOf(card, turn) {
+  const { tokens } = card;
+  if (!turn.sampled || turn.start === null || turn.start < tokens.left_out) return null;
+  const first = turn.start - tokens.left_out;
+  const paint = paintOf(tokens, modeOfTokens);
+  const here = paint && { ...paint, of: (i) => paint.of(first + i) };
+  return fillTokens(make("div", { class: "tokens text" }), sliceTokens(tokens, first, turn.end - tokens.left_out), modeOfTokens, here);
 }
 
 function rewardParts(card, group) {

@@ -11,7 +11,8 @@ const COLUMNS = [
   { title: "Advantage", label: "advantage", value: (card) => card.fate.advantage ?? -Infinity, cell: (card) => show(card.fate.advantage), number: true },
   { title: "In its group", label: "in its group", value: (card) => card.place, cell: placeTag },
   { title: "Fate", label: "fate", value: (card) => card.fate.kind, cell: (card) => fateText(card.fate) },
-  { title: "Status", label: "status", value: (card) => card.status, cell: (card) => card.status },
+  { title: "Status", label: "status", value: (card) => card.status, cell: statusText },
+  { title: "Turns", label: "turns", value: (card) => card.n_turns, cell: (card) => show(card.n_turns), number: true },
   { title: "Tokens", label: "tokens", value: (card) => card.n_completion, cell: (card) => show(card.n_completion), number: true },
   { title: "Mean logprob", label: "mean logprob", value: meanLogprob, cell: (card) => show(meanLogprob(card)), number: true },
 ];
@@ -36,6 +37,11 @@ function meanLogprob(card) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
+// With the reason that it stopped, unless that is the usual one.
+function statusText(card) {
+  return card.finish && card.finish !== "stop" ? `${card.status} (${card.finish})` : card.status;
+}
+
 function columnOf(column) {
   return {
     title: column.title, orderable: column.orderable ?? true, className: column.number ? "dt-right" : "dt-left",
@@ -45,8 +51,16 @@ function columnOf(column) {
   };
 }
 
+// Turns are a column only where some rollout has several.
+function showTurns(cards) {
+  const place = COLUMNS.findIndex((column) => column.title === "Turns");
+  const wanted = cards.some((card) => card.n_turns > 1);
+  if (table.column(place).visible() !== wanted) table.column(place).visible(wanted);
+}
+
 function drawTable(cards) {
   if (table) {
+    showTurns(cards);
     const focused = document.activeElement.closest("#table tbody") ? document.activeElement.dataset.id : null;
     table.clear().rows.add(cards).draw(false);
     if (focused) focusCard(focused);
@@ -60,6 +74,7 @@ function drawTable(cards) {
     language: { emptyTable: "No rollouts are committed yet.", zeroRecords: "No rollout passes these filters." },
     drawCallback: () => showCount(),
   });
+  showTurns(cards);
   table.search.fixed("filters", (_, card) => passes(card));
   table.draw();
 }
@@ -99,13 +114,14 @@ function showCount() {
 const numberIn = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
 
 function passes(card) {
-  const { text, from, to, low, high, fate, status, environment, place } = state.filters;
+  const { text, from, to, low, high, fate, status, stop, environment, place } = state.filters;
   if (from !== null && card.round < from) return false;
   if (to !== null && card.round > to) return false;
   if (low !== null && !(card.reward >= low)) return false;
   if (high !== null && (card.reward === null || card.reward > high)) return false;
   if (fate && card.fate.kind !== fate) return false;
   if (status && card.status !== status) return false;
+  if (stop && card.finish !== stop) return false;
   if (place && card.place !== place) return false;
   const group = state.groupOf.get(card.group);
   if (environment && group.environment !== environment) return false;
@@ -113,7 +129,7 @@ function passes(card) {
 }
 
 function haystack(card, group) {
-  card.hay ??= [card.id, group.example, group.answer, card.error, ...card.turns.map((turn) => turn.content)].join("\n").toLowerCase();
+  card.hay ??= [card.id, group.example, group.answer, card.error, ...card.tools, ...card.turns.map((turn) => turn.content)].join("\n").toLowerCase();
   return card.hay;
 }
 
@@ -121,7 +137,7 @@ function readFilters() {
   state.filters = {
     text: byId("f-text").value.trim().toLowerCase(), from: numberIn("f-from"), to: numberIn("f-to"),
     low: numberIn("f-low"), high: numberIn("f-high"), fate: byId("f-fate").value,
-    status: byId("f-status").value, environment: byId("f-environment").value, place: byId("f-place").value,
+    status: byId("f-status").value, stop: byId("f-stop").value, environment: byId("f-environment").value, place: byId("f-place").value,
   };
 }
 
@@ -129,6 +145,7 @@ function fillFilters(cards, groups) {
   const distinct = (values) => [...new Set(values)].sort();
   fillSelect(byId("f-fate"), distinct(cards.map((card) => card.fate.kind)), "any");
   fillSelect(byId("f-status"), distinct(cards.map((card) => card.status)), "any");
+  fillSelect(byId("f-stop"), distinct(cards.map((card) => card.finish).filter(Boolean)), "any");
   fillSelect(byId("f-environment"), distinct(groups.map((group) => group.environment)), "any");
   readFilters();
 }

@@ -23,9 +23,12 @@ function paintOf(tokens, mode) {
 }
 
 function tokenText(tokens, mode) {
-  const paint = paintOf(tokens, mode);
   const box = make("div", { class: "tokens text", tabindex: "0", role: "group", "aria-label": "Tokens of the rollout" });
   if (tokens.left_out) box.append(make("span", { class: "prompt" }, `… ${show(tokens.left_out)} tokens before these are left out …\n`));
+  return fillTokens(box, tokens, mode);
+}
+
+function fillTokens(box, tokens, mode, paint = paintOf(tokens, mode)) {
   let run = [];
   const flush = () => { if (run.length) box.append(make("span", { class: "prompt" }, run.join(""))); run = []; };
   tokens.texts.forEach((text, i) => {
@@ -93,7 +96,17 @@ function completionOf(card) {
   return turns.length ? turns.map((turn) => turn.content).join(" ⏎ ") : card.error;
 }
 
+// The first prompt: what stands before the model's first turn.
 function promptOf(card) {
-  const asked = card.turns.filter((turn) => turn.role === "user" || turn.role === "system");
+  const first = card.turns.findIndex((turn) => turn.sampled);
+  const before = first < 0 ? card.turns : card.turns.slice(0, first);
+  const asked = before.filter((turn) => turn.role === "user" || turn.role === "system");
   return asked.map((turn) => turn.content).join(" ⏎ ");
+}
+
+// The tokens from `first` to `last` of the list that is shown.
+function sliceTokens(tokens, first, last) {
+  const cut = (list) => list?.slice(first, last) ?? null;
+  return { left_out: tokens.left_out + first, ids: cut(tokens.ids), texts: cut(tokens.texts), trained: cut(tokens.trained),
+    sampler: cut(tokens.sampler), trainer: cut(tokens.trainer), entropies: cut(tokens.entropies), clipped: cut(tokens.clipped) };
 }

@@ -1,0 +1,89 @@
+"""CPU seconds until a command of `marin-rl` has answered, next to what Python and typer take.
+
+    python bench/startup.py [--repeat 7]
+
+Makes a small run, then starts every command --repeat times in a process of its own, one after the
+other so that a slower moment of the machine meets all. Prints the least and the median of user and
+system seconds, and how many times the least of `python -c "import typer"` the least is; the last
+number holds on another machine too. The least is what a command takes alone: other processes only
+add to it. A first start of each, which writes the caches of Python's compiler, does not count.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from machine import print_head
+from support.run_factories import shown_run
+
+BASELINE = "import typer"
+PYTHON = (sys.executable, "-c")
+MARIN_RL = (sys.executable, "-m", "marin_rl")
+RUN = "started"
+
+
+def commands(root: str) -> dict[str, tuple[str, ...]]:
+    """Command lines by name, the baselines first."""
+    place = ("--root", root)
+    return {
+        "an empty program": (*PYTHON, "pass"),
+        BASELINE: (*PYTHON, BASELINE),
+        "--help": (*MARIN_RL, "--help"),
+        "--version": (*MARIN_RL, "--version"),
+        "status RUN": (*MARIN_RL, "status", RUN, *place),
+        "rollouts RUN": (*MARIN_RL, "rollouts", RUN, *place),
+        "lineage RUN": (*MARIN_RL, "lineage", RUN, *place),
+        'sql RUN "select 1"': (*MARIN_RL, "sql", RUN, "select 1", *place),
+        "config validate CONFIG": (*MARIN_RL, "config", "validate", "configs/debug.yaml", *place),
+    }
+
+
+def cpu_seconds(command: tuple[str, ...]) -> float:
+    """User and system seconds of a command, its own processes included."""
+    environment = {key: v for key, v in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    before = os.times()
+    subprocess.run(
+        command,
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    after = os.times()
+    return (
+        after.children_user - before.children_user + after.children_system - before.children_system
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=7)
+    options = parser.parse_args()
+    print_head()
+    with tempfile.TemporaryDirectory() as root:
+        shown_run(Path(root), run_id=RUN)
+        chosen = commands(root)
+        for command in chosen.values():
+            cpu_seconds(command)
+        spent: dict[str, list[float]] = {name: [] for name in chosen}
+        for _ in range(options.repeat):
+            for name, command in chosen.items():
+                spent[name].append(cpu_seconds(command))
+    unit = min(spent[BASELINE])
+    for name, seconds in spent.items():
+        least, median = min(seconds), statistics.median(seconds)
+        print(
+            f"{name:<24} {least:6.2f} CPU s  (median {median:.2f})  "
+            f"{least / unit:5.1f} x {BASELINE!r}"
+        )
+
+
+if __name__ == "__main__":
+    main()

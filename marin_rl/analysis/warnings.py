@@ -1,0 +1,136 @@
+"""Warnings about a run: rules over its metric rows, a sentence each, for `run`, `status` and watch.
+
+Owns the limits and the words. A rule looks at the latest round, or at a stretch of them; what the
+rows do not say (a process that is gone, a run that stands still) is watch.py's.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.estimates import held_out_accuracies
+
+Rows = Sequence[Mapping[str, Any]]
+
+MISMATCH_KL_MAX = 0.01
+ERRORS_MAX = 0.05
+CUT_OFF_MAX = 0.5
+WITHOUT_SIGNAL_MAX = 0.8
+ENTROPY_LEFT_MIN = 0.1  # of the first round's
+ENTROPY_MIN = 0.001  # nats a token: all samples of a prompt are the same text
+INTERVAL_MAX = 0.3  # width of the 95 % interval, beyond which an accuracy says little
+GAIN_MIN = 0.05
+ROUNDS_JUDGED = 10
+
+_LIMITS = {
+    "mismatch_kl": (MISMATCH_KL_MAX, "sampler and trainer disagree: mismatch KL {:.3g}"),
+    "rollouts/errors": (ERRORS_MAX, "{:.0%} of the rollouts failed"),
+    "completions/clipped_ratio": (CUT_OFF_MAX, "{:.0%} of the completions are cut off"),
+    "frac_reward_zero_std": (WITHOUT_SIGNAL_MAX, "{:.0%} of the groups carry no signal"),
+    "updates/skipped": (0.0, "{:.0f} updates were not finite and were skipped"),
+    "weights/failures": (0.0, "giving weights to servers failed {:.0f} times"),
+}
+_ALL = {  # where the share is 100 %
+    "completions/clipped_ratio": (
+        "every completion is cut off at sampling.max_tokens: raise it, or teach the model to end"
+    ),
+    "frac_reward_zero_std": (
+        "nothing can be learned: within every group all rewards are equal. `marin-rl rollouts RUN` "
+        "shows whether the reward is too hard, too easy or wrong"
+    ),
+}
+
+
+def warnings_of(rows: Rows) -> list[str]:
+    """Warnings about the latest rounds, a sentence each; none for a run that goes well."""
+    trained = [row for row in rows if row.get("reward") is not None]
+    held_out = _held_out(rows)
+    if not trained:
+        return held_out
+    last = trained[-1]
+    beyond = [
+        f"round {last['round']}: " + _words(name, text, last[name])
+        for name, (limit, text) in _LIMITS.items()
+        if last.get(name) is not None and last[name] > limit
+    ]
+    return beyond + _collapse(trained) + _hacked(rows) + held_out
+
+
+class NewWarnings:
+    """Warnings of a run in progress, by its events; a kind is announced once, when it appears."""
+
+    def __init__(self, run_id: str, announce: Callable[[str], None]) -> None:
+        self._run_id, self._announce = run_id, announce
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._seen: set[str] = set()
+
+    def listen(self, event: ProgressEvent) -> None:
+        """Take an event, and call `announce` with every warning that it brings."""
+        ends = event.stage in ("round", "evaluate") and event.metrics
+        if not ends or event.run_id != self._run_id or event.round is None:
+            return
+        self._rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
+        rows = [self._rows[round] for round in sorted(self._rows)]
+        for warning in warnings_of(rows):
+            if (kind := _kind(warning)) not in self._seen:
+                self._seen.add(kind)
+                self._announce(warning)
+
+
+def _kind(warning: str) -> str:
+    """Return what stays of a warning from round to round: its words, without the numbers."""
+    words = warning.partition(": ")[2] if warning.startswith("round ") else warning
+    return "".join(sign for sign in words if sign.isalpha())
+
+
+def _words(name: str, text: str, value: float) -> str:
+    return _ALL[name] if value >= 1.0 and name in _ALL else text.format(value)
+
+
+def _held_out(rows: Rows) -> list[str]:
+    """Warn of a held-out set that is too small to tell two policies apart."""
+    evaluated = [row for row in rows if row.get("eval/examples")]
+    last = held_out_accuracies(evaluated[-1:])
+    return [
+        f"held-out accuracy {item.value:.1%} is of {evaluated[-1]['eval/examples']:.0f} "
+        f"examples and may be anything from {item.low:.0%} to {item.high:.0%} (95 % interval): "
+        "evaluate more examples (evaluation.examples), if the environment has more"
+        for item in last.values()
+        if item.high - item.low > INTERVAL_MAX
+    ]
+
+
+def _collapse(rows: Rows) -> list[str]:
+    entropies = [row["entropy"] for row in rows if row.get("entropy") is not None]
+    if not entropies:
+        return []
+    first, last = entropies[0], entropies[-1]
+    if last < ENTROPY_MIN:
+        return [
+            f"entropy is gone ({last:.2g}): samples of a group are alike, nothing can be learned"
+        ]
+    if len(entropies) < 2 or last >= ENTROPY_LEFT_MIN * first:
+        return []
+    return [f"entropy fell to {last / first:.1%} of what it was: samples of a group become alike"]
+
+
+def _hacked(rows: Rows) -> list[str]:
+    """Warn of reward that goes up while evaluation accuracy does not, over the latest rounds."""
+    latest = rows[-2 * ROUNDS_JUDGED :]
+    rewards = [row["reward"] for row in latest if row.get("reward") is not None]
+    held_out = [row["eval/accuracy"] for row in latest if row.get("eval/accuracy") is not None]
+    if len(rewards) < ROUNDS_JUDGED or len(held_out) < 4:
+        return []
+    gain, accuracy_gain = _gain(rewards), _gain(held_out)
+    if gain < GAIN_MIN or accuracy_gain > 0:
+        return []
+    return [
+        f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by "
+        f"{accuracy_gain:+.3f}: is the reward being hacked? See docs/reading-runs.md"
+    ]
+
+
+def _gain(values: Sequence[float]) -> float:
+    half = len(values) // 2
+    return statistics.fmean(values[half:]) - statistics.fmean(values[:half])

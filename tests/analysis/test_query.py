@@ -1,0 +1,74 @@
+"""Rows of `marin-rl sql` are those of a frame, and plain ones take neither Polars nor Arrow."""
+
+import subprocess
+import sys
+
+import duckdb
+import polars as pl
+import pytest
+from support.run_factories import whole_run
+
+from marin_rl.analysis.frames import VIEWS, columns_of
+from marin_rl.analysis.query import ROLLOUTS_VERSIONS, TABLES, TURNS_TYPE, answer_rows, tables
+from marin_rl.analysis.scan import sql
+from marin_rl.storage.runs import Run
+from schemas.migrations import ROLLOUTS
+from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
+
+VALUES = (
+    "1::tinyint", "1::ubigint", "null", "0.1::float", "'nan'::double", "1.50::decimal(9, 2)",
+    "true", "'é'", "'ab'::blob", "'a'::enum('a', 'b')", "[0.1::float]", "[null, 'a']", "{'a': 1}",
+    "[{'a': 1}]", "map {'a': 1}", "date '2024-01-02'", "time '01:02:03'",
+    "timestamp '2024-01-02 03:04:05'", "timestamptz '2024-01-02 03:04:05+00'", "[1, 2]::int[2]",
+    "uuid '11111111-1111-1111-1111-111111111111'", "interval 1 month",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A whole run without a model."""
+    return whole_run(str(tmp_path_factory.mktemp("runs")))
+
+
+def test_values_of_rows_are_those_of_a_frame(run: Run) -> None:
+    for value in VALUES:
+        query = f"select {value} as value, 1 as one"
+        frame = sql(run.config.root, run.run_id, query)
+        answer = answer_rows(run.config.root, run.run_id, query)
+        assert list(answer.columns) == frame.columns
+        assert [repr(row) for row in answer.rows] == [repr(row) for row in frame.rows()], value
+
+
+def test_sums_of_integers_are_integers_and_columns_of_one_name_are_kept_apart(run: Run) -> None:
+    answer = answer_rows(run.config.root, run.run_id, "select sum(2) as a, 1 as a")
+    assert (list(answer.columns), [tuple(row) for row in answer.rows]) == (["a", "a_1"], [(2, 1)])
+    (row,) = answer_rows(run.config.root, run.run_id, "select sum(2) as a").rows
+    assert (row[0], type(row[0])) == (2, int)
+
+
+def test_tables_have_the_names_of_the_frames(run: Run) -> None:
+    assert list(TABLES) == list(VIEWS) == list(tables(run.config.root, run.run_id))
+
+
+def test_rollouts_have_as_many_versions_as_the_reader_expects() -> None:
+    assert ROLLOUTS.newest == ROLLOUTS_VERSIONS, "`query` unites files of several versions by name"
+
+
+def test_turns_have_the_type_of_the_schema() -> None:
+    with duckdb.connect() as connection:
+        connection.register("newest", pl.DataFrame(schema=dict(columns_of(ROLLOUTS_SCHEMA))))
+        (kind,) = connection.sql("select turns from newest").types
+        (ours,) = connection.sql(f"select null::{TURNS_TYPE}").types
+    assert str(kind) == str(ours)
+
+
+def test_a_query_over_local_rollouts_imports_no_table_library(run: Run) -> None:
+    query = "select round, count(*), sum(reward) from rollouts group by round"
+    arguments = ["marin-rl", "sql", run.run_id, query, "--root", run.config.root]
+    program = (
+        f"import sys; from marin_rl.cli import main\nsys.argv = {arguments!r}\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print([n for n in ('polars', 'pyarrow', 'numpy', 'pandas') if n in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1:] == ["[]"], ended.stderr
