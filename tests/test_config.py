@@ -16,12 +16,13 @@ from marin_rl.config import (
     load_config,
     override,
     parse_config,
+    shipped_recipes,
 )
 from marin_rl.errors import ConfigError
 
 SHIPPED = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(SHIPPED.glob("*.yaml"))
-RECIPES = sorted((SHIPPED / "recipes").glob("*.yaml"))
+RECIPES = shipped_recipes()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -34,23 +35,54 @@ def test_the_documented_files_are_shipped():
     assert {"demo", "prod", "debug"} <= {path.stem for path in CONFIGS}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(path):
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(recipe):
     plain = load_config(SHIPPED / "demo.yaml")
-    config = load_config(SHIPPED / "demo.yaml", [f"recipe=recipes/{path.name}"])
+    config = load_config(SHIPPED / "demo.yaml", [f"recipe={recipe.name}"])
     sections = {"objective", "filters"}
-    if path.stem == "ppo":  # a critic is trained, several times over a round, on any group
+    if recipe.name == "ppo":  # a critic is trained, several times over a round, on any group
         sections |= {"training", "rollouts"}
     untouched = {name: getattr(plain, name) for name in sections}
     assert config.model_copy(update=untouched) == plain
-    assert set(yaml.safe_load(path.read_text())) <= sections
+    assert set(recipe.settings) <= sections
+    assert "arXiv:" in recipe.description
 
 
 def test_there_is_a_recipe_for_every_method_of_the_docs():
-    assert {path.stem for path in RECIPES} == {
+    assert {recipe.name for recipe in RECIPES} == {
         "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline",
         "ppo",
     }  # fmt: skip
+
+
+def test_recipes_are_known_by_name_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("run.yaml")
+    file.write_text("recipe: dapo\n")
+    assert load_config(file).objective.clip_high == 0.28
+    file.write_text("seed: 1\n")
+    expected = load_config(file, ["recipe=dapo"])
+    for spelling in ("recipes/dapo.yaml", "dapo.yaml"):
+        assert load_config(file, [f"recipe={spelling}"]) == expected
+    Path("dapo.yaml").write_text("objective: {clip_high: 0.5}\n")  # a file of one's own is meant
+    assert load_config(file, ["recipe=dapo.yaml"]).objective.clip_high == 0.5
+    assert load_config(file, ["recipe=dapo"]) == expected
+
+
+def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 1\n")
+    for wrong in ("dappo", "recipes/dappo.yaml"):
+        with pytest.raises(ConfigError, match="did you mean dapo") as refused:
+            load_config(file, [f"recipe={wrong}"])
+        assert all(recipe.name in str(refused.value) for recipe in RECIPES)
+
+
+def test_a_reward_model_needs_no_room_for_completions():
+    tree = {"policy": {"context_length": 32}, "sampling": {"max_tokens": 32}}
+    with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+        parse_config(tree)
+    parse_config({**tree, "reward_model": {"pairs": "pairs.jsonl"}})
 
 
 def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_path):
@@ -61,10 +93,10 @@ def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_
     assert (objective.clip_low, objective.clip_high) == (0.3, 0.4)
     objective = load_config(file, ["recipe=base.yaml", "objective.clip_high=0.5"]).objective
     assert (objective.clip_low, objective.clip_high) == (0.1, 0.5)
-    with pytest.raises(ConfigError, match=r"no configuration file at .*gone\.yaml"):
+    with pytest.raises(ConfigError, match=r"there is none at .*gone\.yaml"):
         load_config(file, ["recipe=gone.yaml"])
     file.write_text("recipe: 3\n")
-    with pytest.raises(ConfigError, match="recipe is 3; expected the path of a YAML file"):
+    with pytest.raises(ConfigError, match="recipe is 3; expected the name of a recipe"):
         load_config(file)
 
 
@@ -332,6 +364,9 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
+        "environment.turns_max", "environment.tokens_max", "environment.tool_output_",
+        "environment.step_timeout_s", "environment.mixture", "environment.on_broken_prefix",
+        "objective.loss", "inference.engine.prefix_cache",
     )  # fmt: skip
     for key in set(known_keys()) - inside - free:
         assert key in whole_sections or key.startswith(null), key

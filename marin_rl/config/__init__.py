@@ -2,13 +2,23 @@
 
 A section a class, by topic: policy.py, sampling.py, serving.py, batching.py, objective.py,
 training.py, orchestration.py, and run.py over all of them. section.py says what a section is and
-which of its keys are free; keys.py names keys; loading.py reads YAML, and no other file is read.
-Others import from here alone.
+which of its keys are free; keys.py names keys, code.py those that name code; loading.py reads YAML
+and the files of code, and no other file is read. Others import from here alone.
 """
 
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
+from marin_rl.config.code import code_in, pin_code
 from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, without
-from marin_rl.config.loading import RECIPE, load_config, override, parse_config
+from marin_rl.config.loading import (
+    RECIPE,
+    Overrides,
+    Recipe,
+    as_overrides,
+    load_config,
+    override,
+    parse_config,
+    shipped_recipes,
+)
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
@@ -19,15 +29,19 @@ from marin_rl.config.orchestration import (
 from marin_rl.config.policy import MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.run import RUN_ID_PATTERN, Config
 from marin_rl.config.sampling import (
+    EntrySampling,
     EnvironmentConfig,
     LearnedRewardConfig,
+    MixtureEntry,
     RolloutsConfig,
     SamplingConfig,
+    whole_weights,
 )
 from marin_rl.config.section import (
     OMIT_IF_NONE,
     PLAN,
     RUNTIME_ONLY,
+    CodeName,
     Count,
     Seconds,
     Section,
@@ -53,10 +67,12 @@ __all__ = [
     "RUNTIME_ONLY",
     "RUN_ID_PATTERN",
     "BatchingConfig",
+    "CodeName",
     "Config",
     "Count",
     "CriticConfig",
     "EngineConfig",
+    "EntrySampling",
     "EnvironmentConfig",
     "EvaluationConfig",
     "FiltersConfig",
@@ -64,10 +80,13 @@ __all__ = [
     "InferenceConfig",
     "LearnedRewardConfig",
     "MeshConfig",
+    "MixtureEntry",
     "ModelConfig",
     "ModelFamily",
     "ObjectiveConfig",
+    "Overrides",
     "PolicyConfig",
+    "Recipe",
     "RetentionConfig",
     "RewardModelConfig",
     "RolloutsConfig",
@@ -79,6 +98,8 @@ __all__ = [
     "SetName",
     "TrackersConfig",
     "TrainingConfig",
+    "as_overrides",
+    "code_in",
     "differences",
     "fingerprint_fields",
     "free_keys",
@@ -90,6 +111,9 @@ __all__ = [
     "outward_keys",
     "override",
     "parse_config",
+    "pin_code",
     "section_of",
+    "shipped_recipes",
+    "whole_weights",
     "without",
 ]

@@ -35,7 +35,8 @@ class BatchingConfig(Section):
     )
     packing: Literal["none", "sequences", "shared_prompt"] = Field(
         default="none",
-        description="a sequence a row; several; several, with a group's prompt once",
+        description="none: one sequence per row; sequences: several per row; shared_prompt: "
+        "several completions of a group per row, behind one copy of their prompt",
     )
     row_tokens: int | None = Field(
         default=None, ge=2, le=10_000_000, description="length of a packed row; needed by packing"
@@ -44,9 +45,9 @@ class BatchingConfig(Section):
         default=0,
         ge=0,
         le=1000,
-        description="rounds that the oldest policy behind a rollout may lie before the round that "
-        "trains on it; older ones are dropped as stale. A run's own rounds alternate and sample "
-        "with their first checkpoint, so all are 0 rounds old; it bounds what is generated ahead",
+        description="largest age of a rollout: rounds between the policy that sampled it and "
+        "the round that trains on it; older rollouts are dropped as stale. "
+        "Generation and training alternate, so every rollout of a run has age 0",
     )
 
     @model_validator(mode="after")

@@ -1,55 +1,129 @@
 """Loading of configurations from YAML, recipes and `dotted.key=value`, with validation.
 
-The only code that reads files here; what is valid is said by the sections themselves.
+The only code that reads files here, those of the folder recipes/ included; what is valid is said by
+the sections themselves.
 """
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from marin_rl.config.code import pin_code
 from marin_rl.config.keys import known_keys
 from marin_rl.config.run import Config
+from marin_rl.config.sampling import as_mixture
 from marin_rl.errors import ConfigError
 
 RECIPE = "recipe"
+RECIPES = Path(__file__).parent / "recipes"
+
+Overrides = Sequence[str] | Mapping[str, Any]  # `dotted.key=value`, or values by dotted key
+
+
+def as_overrides(overrides: Overrides) -> list[str]:
+    """Overrides as the command line takes them. Raises ConfigError for a value that is no JSON."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are {overrides!r}: expected a list or a mapping")
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    try:
+        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    except TypeError as error:
+        raise ConfigError(
+            f"overrides: {error}; expected numbers, texts, lists or mappings, and code by name "
+            "(`rewards.py:score`)"
+        ) from None
+
+
+def load_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validate a nested mapping as a YAML file would hold it; raises as `load_config` does.
+
+    Files that it names are relative to the current folder.
+    """
+    return _layered(dict(tree), Path("mapping"), overrides)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides, validate.
 
-    A key `recipe` names another YAML file, relative to this one, that lies beneath it: the file's
-    own keys win. A recipe given as an override lies above the file and beneath other overrides.
-    Raises ConfigError naming the file and every wrong key, with the nearest known one.
+    A key `recipe` names a shipped recipe or another YAML file, relative to this one, that lies
+    beneath it: the file's own keys win. A recipe given as an override lies above the file and
+    beneath other overrides. Files of code are sought next to the YAML file, also those that an
+    override names. Raises ConfigError naming the file and every wrong key, with the nearest known
+    one.
     """
     file = Path(path)
-    own = _read_yaml(file)
+    return _layered(_read_yaml(file), file, overrides)
+
+
+def _layered(own: dict[str, Any], file: Path, overrides: Sequence[str]) -> Config:
+    """Validate the keys `own` of `file` with its recipes and overrides."""
     recipes = [item for item in overrides if item.partition("=")[0].strip() == RECIPE]
     others = [item for item in overrides if item not in recipes]
     beneath = own.pop(RECIPE, None)
     above = override({}, recipes).get(RECIPE)
     layers = [_recipe(file, beneath), own, _recipe(file, above)]
-    return parse_config(override(_overlaid(layers), others), source=str(file))
+    tree = pin_code(override(_overlaid(layers), others), file.parent)
+    return parse_config(tree, source=str(file))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A shipped recipe: the settings of a published method, and the line that cites it."""
+
+    name: str
+    description: str
+    settings: Mapping[str, Any]
+
+
+def shipped_recipes() -> list[Recipe]:
+    """Return the recipes that come with this package, by name."""
+    return [
+        Recipe(
+            name=file.stem,
+            description=file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# "),
+            settings=_read_yaml(file),
+        )
+        for file in sorted(RECIPES.glob("*.yaml"))
+    ]
 
 
 def _recipe(file: Path, name: object) -> dict[str, Any]:
     if name is None:
         return {}
     if not isinstance(name, str):
-        raise ConfigError(f"{file}: recipe is {name!r}; expected the path of a YAML file")
-    return _read_yaml(file.parent / name)
+        raise ConfigError(
+            f"{file}: recipe is {name!r}; expected the name of a recipe or the path of a YAML file"
+        )
+    shipped = {recipe.stem: recipe for recipe in sorted(RECIPES.glob("*.yaml"))}
+    if name in shipped:
+        return _read_yaml(shipped[name])
+    if (own := file.parent / name).is_file():
+        return _read_yaml(own)
+    # Recipes used to be a folder of files: recipes/dapo.yaml
+    named = Path(name).stem if Path(name).parent.name in ("", "recipes") else name
+    if named in shipped:
+        return _read_yaml(shipped[named])
+    close = difflib.get_close_matches(named, shipped, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"{file}: recipe is {name!r}; expected one of {', '.join(shipped)} (`marin-rl recipes` "
+        f"shows what they set), or the path of a YAML file, but there is none at {own}{hint}"
+    )
 
 
 def _overlaid(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Nested mappings, later ones over earlier ones."""
     result: dict[str, Any] = {}
     for layer in layers:
-        for key, value in layer.items():
+        for key, own in layer.items():
+            value = as_mixture(own) if key == "environment" else own
             both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
             result[key] = _overlaid([result[key], value]) if both else value
     return result
@@ -57,16 +131,26 @@ def _overlaid(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        tree = _parse_yaml(file.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {file}: expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    except yaml.YAMLError as error:
+    except ValueError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML. Raises ValueError."""
+    import yaml  # here, because commands that read a run parse none
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -86,8 +170,8 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
         if not equals or not key.strip():
             raise ConfigError(f"--set {item!r}: expected dotted.key=value")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = _parse_yaml(text)
+        except ValueError as error:
             raise ConfigError(f"--set {item!r}: the value is not valid YAML") from error
         *parents, leaf = key.strip().split(".")
         node = result
@@ -98,7 +182,7 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
             if not isinstance(child, dict):
                 raise ConfigError(f"--set {item!r}: {name!r} is a value, not a section")
             node = child
-        node[leaf] = value
+        node[leaf] = as_mixture(value) if key.strip() == "environment" else value
     return result
 
 

@@ -16,7 +16,7 @@ from marin_rl.config.estimators import (
     Estimator,
     ScaleName,
 )
-from marin_rl.config.section import OMIT_IF_NONE, Count, Section
+from marin_rl.config.section import CodeName, Count, Section, optional_field
 
 # Surrogates that say what their ratio is taken over.
 RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
@@ -35,7 +35,7 @@ class ObjectiveConfig(Section):
     """The objective: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
     advantage: AdvantageName = Field(
-        default="rloo", description="baseline that a reward is compared with; gae: training.critic"
+        default="rloo", description="advantage estimator; gae needs training.critic"
     )
     advantage_scale: ScaleName = Field(
         default="default",
@@ -45,17 +45,26 @@ class ObjectiveConfig(Section):
     success_threshold: float = Field(
         default=1.0, description="reward from which pass_at_k counts a success"
     )
-    turn_discount: float | None = Field(
-        default=None,
+    turn_discount: float | None = optional_field(
         ge=0,
         le=1,
-        description="discount from turn to turn: each turn's own return is compared with those of "
-        "the group's turns of its place; null: the rollout's reward counts for all of it",
-        json_schema_extra=OMIT_IF_NONE,
+        description="discount between turns: turn k of a rollout has a discounted return of "
+        "its own, which is compared with turn k of the group's other rollouts; "
+        "null: one advantage for the whole rollout",
     )
     surrogate: Literal[
         "reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "dro"
-    ] = Field(default="ppo_clip", description="how the importance ratio enters")
+    ] = Field(
+        default="ppo_clip",
+        description="form of the policy loss: how the importance ratio enters it",
+    )
+    loss: CodeName | None = optional_field(
+        description="FILE.py:function or module:function that takes the place of the surrogate "
+        "(docs/objectives.md); null: surrogate"
+    )
+    loss_options: dict[str, bool | int | float | str] | None = optional_field(
+        description="arguments of that function by name, such as its clip; null: none"
+    )
     ratio_level: Literal["token", "sequence", "sequence_mean"] = Field(
         default="sequence",
         description="ratio of a token, of the completion, or its geometric mean per token",
@@ -73,12 +82,8 @@ class ObjectiveConfig(Section):
     clip_dual: float | None = Field(
         default=None, gt=1, le=1000, description="largest ratio where the advantage is negative"
     )
-    cispo_clip_low: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="cispo: weights are at least 1 - this; null: no bound",
-        json_schema_extra=OMIT_IF_NONE,
+    cispo_clip_low: float | None = optional_field(
+        ge=0, le=1, description="cispo: weights are at least 1 - this; null: no bound"
     )
     sapo_temperature_positive: float = Field(
         default=1.0, gt=0, le=1000, description="sapo's steepness where the advantage is positive"
@@ -86,12 +91,8 @@ class ObjectiveConfig(Section):
     sapo_temperature_negative: float = Field(
         default=1.05, gt=0, le=1000, description="sapo's steepness elsewhere"
     )
-    dro_beta: float | None = Field(
-        default=None,
-        gt=0,
-        le=1000,
-        description="dro: weight of the squared log-ratio",
-        json_schema_extra=OMIT_IF_NONE,
+    dro_beta: float | None = optional_field(
+        gt=0, le=1000, description="dro: weight of the squared log-ratio"
     )
     aggregation: Literal[
         "token_mean",
@@ -107,23 +108,26 @@ class ObjectiveConfig(Section):
         default="k3", description="Schulman's estimators; the last has k3's value, k2's gradient"
     )
     kl_placement: Literal["loss", "reward"] = Field(
-        default="loss", description="a term of the loss, or taken off the reward per completion"
+        default="loss", description="loss: a term of the loss; reward: subtracted from the reward"
     )
     kl_target: float | None = Field(
         default=None,
         gt=0,
         le=1000,
-        description="nats per completion that an adaptive kl_coefficient steers to; null: fixed",
+        description="target of an adaptive kl_coefficient, in nats per completion; null: the "
+        "coefficient is fixed",
     )
     kl_rate: float = Field(
         default=0.1, gt=0, le=1, description="adaptive: proportional gain per round"
     )
     reference: Literal["first", "refreshed", "average"] = Field(
         default="first",
-        description="checkpoint 0, the last of every N rounds, or the policy's average",
+        description="reference policy of the KL: first, checkpoint 0; refreshed, a copy of "
+        "the policy every reference_every_rounds; average, the policy's moving "
+        "average",
     )
     reference_every_rounds: Count = Field(
-        default=10, description="refreshed: rounds that a reference is kept for"
+        default=10, description="refreshed: rounds between two changes of the reference"
     )
     reference_decay: float = Field(
         default=0.99, gt=0, lt=1, description="average: share of the old average in each step"
@@ -133,49 +137,56 @@ class ObjectiveConfig(Section):
     )
     importance_correction: Literal["none", "truncated", "masked", "rejected"] = Field(
         default="none",
-        description="weight of trainer over sampler probability, next to the ratio; rejected: 1, "
-        "for what `rejection` accepts",
+        description="weight of the loss by trainer over sampler probability, in addition to "
+        "the importance ratio; rejected: weight 1, and 0 for what `rejection` "
+        "rejects",
     )
     correction_level: Literal["token", "sequence"] = Field(
-        default="token", description="what that weight is taken over"
+        default="token", description="whether that weight is computed per token or per sequence"
     )
     correction_low: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="smaller weights are raised to it (truncated) or 0 (masked)",
+        description="weights below it are raised to it (truncated) or set to 0 (masked)",
     )
     correction_high: float = Field(
-        default=2.0, ge=1, le=1000, description="larger weights are cut (truncated) or 0 (masked)"
+        default=2.0,
+        ge=1,
+        le=1000,
+        description="weights above it are lowered to it (truncated) or set to 0 (masked)",
     )
-    rejection: Literal["k1", "k2", "k3"] | None = Field(
-        default=None,
+    rejection: Literal["k1", "k2", "k3"] | None = optional_field(
         description="weight 0 where this estimate of the sampler's KL to the trainer is above "
-        "rejection_high; null: nothing is rejected",
-        json_schema_extra=OMIT_IF_NONE,
+        "rejection_high; null: nothing is rejected"
     )
     rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] | None = (
-        Field(
-            default=None,
-            description="rejection: of each token, or of its completion the sum, mean or maximum",
-            json_schema_extra=OMIT_IF_NONE,
+        optional_field(
+            description="rejection: estimate of each token, or its sum, mean or maximum over the "
+            "completion"
         )
     )
-    rejection_high: float | None = Field(
-        default=None,
+    rejection_high: float | None = optional_field(
         gt=0,
         le=1e6,
         description="rejection: largest estimate in nats that is accepted; of k1 both ways",
-        json_schema_extra=OMIT_IF_NONE,
     )
     overlong: Literal["keep", "mask", "soft_penalty"] = Field(
-        default="keep", description="completions that reach, or come near, max_tokens"
+        default="keep",
+        description="completions that reach max_tokens: keep; mask, which leaves them out of "
+        "the loss; soft_penalty, which lowers the reward near the limit",
     )
     overlong_buffer: float = Field(
-        default=0.2, gt=0, le=1, description="soft_penalty: last share of max_tokens it grows over"
+        default=0.2,
+        gt=0,
+        le=1,
+        description="soft_penalty: last share of max_tokens, over which the penalty grows",
     )
     overlong_penalty: float = Field(
-        default=1.0, ge=0, le=1000, description="soft_penalty: taken off the reward at max_tokens"
+        default=1.0,
+        ge=0,
+        le=1000,
+        description="soft_penalty: subtracted from the reward at max_tokens",
     )
 
     @model_validator(mode="after")
@@ -195,6 +206,8 @@ class ObjectiveConfig(Section):
         for name, users in SURROGATE_KEYS.items():
             if getattr(self, name) is not None and self.surrogate not in users:
                 raise ValueError(f"{name} is for {' and '.join(users)}, found {self.surrogate}")
+        if self.loss_options is not None and self.loss is None:
+            raise ValueError("loss_options are arguments of loss: found null there")
         if self.surrogate == "dro" and self.dro_beta is None:
             raise ValueError("surrogate dro needs dro_beta: found null; Tinker's is 0.05")
 
@@ -302,6 +315,10 @@ class ObjectiveConfig(Section):
                 "turn_discount goes with kl_placement loss: found reward, which is a reward of the "
                 "whole completion"
             )
+
+    def __hash__(self) -> int:
+        """Hash the JSON form: options of a loss are a dict, and compiled steps are kept by this."""
+        return hash(self.model_dump_json())
 
     @property
     def estimator(self) -> Estimator:

@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
-    OMIT_IF_NONE,
     PLAN,
-    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
     SetName,
+    optional_field,
+    runtime_field,
 )
 
 
@@ -33,13 +33,13 @@ class EvaluationConfig(Section):
         max_length=16,
         description="pass@k, mean@k and majority@k; at most `samples`",
     )
-    sets: dict[SetName, EnvironmentConfig] | None = Field(
-        default=None,
+    sets: dict[SetName, EnvironmentConfig] | None = optional_field(
         min_length=1,
         description="environments to evaluate on, by a name of yours; null: the run's own",
-        json_schema_extra=OMIT_IF_NONE,
     )
-    temperature: float = Field(default=0.0, ge=0, le=10, description="0 is greedy")
+    temperature: float = Field(
+        default=0.0, ge=0, le=10, description="sampling temperature of evaluations; 0 is greedy"
+    )
     pass_threshold: float = Field(
         default=1.0, description="reward from which an answer counts as right"
     )
@@ -61,46 +61,28 @@ class EvaluationConfig(Section):
 class TrackersConfig(Section):
     """Trackers of metrics; one that fails never stops a run."""
 
-    jsonl: bool = Field(
-        default=True, description="metrics.jsonl in the run", json_schema_extra=RUNTIME_ONLY
+    jsonl: bool = runtime_field(default=True, description="metrics.jsonl in the run")
+    tensorboard: str | None = runtime_field(default=None, description="log folder")
+    wandb_project: str | None = runtime_field(default=None, description="W&B project")
+    wandb_mode: Literal["online", "offline"] = runtime_field(
+        default="offline", description="W&B mode"
     )
-    tensorboard: str | None = Field(
-        default=None, description="log folder", json_schema_extra=RUNTIME_ONLY
-    )
-    wandb_project: str | None = Field(
-        default=None, description="W&B project", json_schema_extra=RUNTIME_ONLY
-    )
-    wandb_mode: Literal["online", "offline"] = Field(
-        default="offline", description="W&B mode", json_schema_extra=RUNTIME_ONLY
-    )
-    trackio_project: str | None = Field(
-        default=None, min_length=1, description="trackio project", json_schema_extra=RUNTIME_ONLY
+    trackio_project: str | None = runtime_field(
+        default=None, min_length=1, description="trackio project"
     )
 
 
 class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
-    shards_in_flight_max: Count = Field(
-        default=4, description="generate tasks at once", json_schema_extra=RUNTIME_ONLY
+    shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
+    retries: int = runtime_field(
+        default=3, ge=0, le=100, description="per task, transient faults only"
     )
-    retries: int = Field(
-        default=3,
-        ge=0,
-        le=100,
-        description="per task, transient faults only",
-        json_schema_extra=RUNTIME_ONLY,
+    retry_delay_s: float = runtime_field(
+        default=5.0, ge=0, le=3600, description="first back-off, doubles"
     )
-    retry_delay_s: float = Field(
-        default=5.0,
-        ge=0,
-        le=3600,
-        description="first back-off, doubles",
-        json_schema_extra=RUNTIME_ONLY,
-    )
-    stage_timeout_s: Seconds = Field(
-        default=6 * 3600.0, description="per stage", json_schema_extra=RUNTIME_ONLY
-    )
+    stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
 
 
 class RetentionConfig(Section):
@@ -113,18 +95,19 @@ class RetentionConfig(Section):
     checkpoints_last: int | None = Field(
         default=None,
         ge=2,
-        description="number of latest checkpoints whose arrays are kept; null keeps all",
+        description="number of latest checkpoints whose arrays are kept; null: all",
         json_schema_extra=PLAN,
     )
     checkpoints_every: int | None = Field(
         default=None,
         ge=1,
-        description="and of the checkpoint of every n-th round",
+        description="in addition, keep the arrays of every n-th round's checkpoint",
         json_schema_extra=PLAN,
     )
     age_s: Seconds = Field(
         default=3600.0,
-        description="`gc` takes files of killed processes that are older, local roots",
+        description="age in seconds from which `gc` deletes files of killed processes (local "
+        "roots)",
         json_schema_extra=PLAN,
     )
 

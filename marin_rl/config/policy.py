@@ -25,7 +25,8 @@ class ModelConfig(Section):
         default=None,
         ge=2,
         le=1024,
-        description="per head, even; null: hidden/heads; only llama and qwen3 can have another",
+        description="dimensions of an attention head, even; null: hidden_size / heads; other "
+        "values with llama and qwen3 only",
     )
     rope_theta: float = Field(default=10_000.0, gt=1, description="base of the rotary embedding")
     norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="epsilon inside RMSNorm")
@@ -71,12 +72,15 @@ class PolicyConfig(Section):
 
     init: Literal["random", "sft", "hf", "checkpoint"] = Field(
         default="random",
-        description="random; sft: warm start by the `sft` section; hf: folder `hf_path`; "
-        "checkpoint: slot `checkpoint` of another run",
+        description="source of the first weights: random, by `seed`; sft, the warm start that "
+        "section `sft` configures; hf, the folder `hf_path`; checkpoint, another "
+        "run's `checkpoint`",
     )
     hf_path: str | None = Field(default=None, description="local Hugging Face model folder")
     checkpoint: str | None = Field(
-        default=None, description="manifest to start from: ROOT/RUN_ID/checkpoints/round-00012"
+        default=None,
+        description="checkpoint to start from, of this or another root: "
+        "ROOT/RUN_ID/checkpoints/round-00012 or ROOT/RUN_ID/sft/step-00500",
     )
     tokenizer: str = Field(
         default="characters", description="'characters' (built in) or a local tokenizer folder"

@@ -3,6 +3,9 @@
 What must fit within a section stands with it.
 """
 
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -18,7 +21,7 @@ from marin_rl.config.orchestration import (
 )
 from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
-from marin_rl.config.section import OMIT_IF_NONE, PLAN, RUNTIME_ONLY, Count, Section
+from marin_rl.config.section import PLAN, Count, Section, optional_field, runtime_field
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
 
@@ -26,24 +29,41 @@ RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
 class Config(Section):
-    """A whole run."""
+    """A whole run: what is trained, on what, how, and for how many rounds."""
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] | Mapping[str, Any] = (),
+    ) -> "Config":
+        """Read a configuration and validate it.
+
+        Args:
+            source: a YAML file, or a nested mapping as a YAML file holds it. Files that a mapping
+                names are relative to the current folder, those of a YAML file to its own.
+            overrides: values by dotted key, `{"training.learning_rate": 1e-4}`, or as the command
+                line takes them, `["training.learning_rate=1e-4"]`.
+
+        Raises:
+            ConfigError: naming every wrong key, with the nearest known one.
+        """
+        # By name, for loading.py is built on this module.
+        loading = import_module("marin_rl.config.loading")
+        changes = loading.as_overrides(overrides)
+        load = loading.load_tree if isinstance(source, Mapping) else loading.load_config
+        return load(source, changes)
 
     run_id: str = Field(default="debug", pattern=RUN_ID_PATTERN, description="name of the run")
-    root: str = Field(
-        default="runs",
-        description="folder or fsspec URL that holds runs",
-        json_schema_extra=RUNTIME_ONLY,
-    )
-    storage_options: dict[str, Any] = Field(
-        default={},
-        description="fsspec options (endpoint, project; never secrets)",
-        json_schema_extra=RUNTIME_ONLY,
+    root: str = runtime_field(default="runs", description="folder or fsspec URL that holds runs")
+    storage_options: dict[str, Any] = runtime_field(
+        default={}, description="fsspec options (endpoint, project; never secrets)"
     )
     seed: int = Field(
         default=0, ge=0, lt=2**31, description="root of every random number of the run"
     )
     rounds: Count = Field(
-        default=10, le=1_000_000, description="rounds to reach", json_schema_extra=PLAN
+        default=10, le=1_000_000, description="number of rounds to train", json_schema_extra=PLAN
     )
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -55,10 +75,8 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     training: TrainingConfig = TrainingConfig()
     sft: SFTConfig = SFTConfig()
-    reward_model: RewardModelConfig | None = Field(
-        default=None,
-        description="what the flow reward-model trains; null: nothing",
-        json_schema_extra=OMIT_IF_NONE,
+    reward_model: RewardModelConfig | None = optional_field(
+        description="settings of `marin-rl reward-model`; null: this run trains no reward model"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = MeshConfig()
@@ -68,7 +86,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":
-        if self.sampling.max_tokens >= self.policy.context_length:
+        sampled = self.reward_model is None  # nothing is sampled to train a reward model
+        if sampled and self.sampling.max_tokens >= self.policy.context_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"policy.context_length ({self.policy.context_length})"
@@ -81,6 +100,7 @@ class Config(Section):
             )
         if self.sft.environment is not None and self.sft.environment.reward_model is not None:
             raise ValueError("sft.environment.reward_model: a warm start scores nothing; remove it")
+        self._lists_fit()
         row = self.batching.row_tokens
         if self.batching.packing != "none" and row is not None and row < self.policy.context_length:
             raise ValueError(
@@ -89,13 +109,28 @@ class Config(Section):
             )
         return self
 
+    def _lists_fit(self) -> None:
+        """Refuse lists of environments where one is expected, and limits above the run's."""
+        others = {"sft.environment": self.sft.environment}
+        others |= {f"evaluation.sets.{n}": e for n, e in (self.evaluation.sets or {}).items()}
+        for key, chosen in others.items():
+            if chosen is not None and chosen.mixture is not None:
+                raise ValueError(f"{key}: expected one environment, found a list")
+        for place, entry in enumerate(self.environment.mixture or ()):
+            own = entry.sampling and entry.sampling.max_tokens
+            if own and own > self.sampling.max_tokens:
+                raise ValueError(
+                    f"environment.{place}.sampling.max_tokens ({own}) is above sampling.max_tokens "
+                    f"({self.sampling.max_tokens}), the limit of the run: raise that"
+                )
+
     @model_validator(mode="after")
     def _critic_and_groups(self) -> "Config":
         estimator, rollouts = self.objective.estimator, self.rollouts
         if estimator.needs_critic and self.training.critic is None:
             raise ValueError(
                 f"objective.advantage {estimator.name} needs a critic: expected training.critic, "
-                "found null (recipes/ppo.yaml sets both)"
+                "found null (the recipe ppo sets both)"
             )
         if self.training.critic is not None and not estimator.needs_critic:
             raise ValueError(

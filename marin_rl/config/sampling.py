@@ -3,11 +3,23 @@
 Leaves out where completions come from (serving.py) and what is evaluated (orchestration.py).
 """
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.config.section import OMIT_IF_NONE, RUNTIME_ONLY, Count, Seconds, Section
+from marin_rl.config.section import (
+    OMIT_IF_NONE,
+    RUNTIME_ONLY,
+    Count,
+    Seconds,
+    Section,
+    SetName,
+    optional_field,
+    runtime_field,
+)
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
@@ -16,7 +28,7 @@ class LearnedRewardConfig(Section):
     """A trained reward model as a component of the reward (docs/reward-models.md)."""
 
     checkpoint: str = Field(
-        description="manifest of the reward model: ROOT/RUN_ID/reward_model/step-00200"
+        description="checkpoint of the reward model: ROOT/RUN_ID/reward_model/step-00200"
     )
     name: str = Field(
         default="reward_model",
@@ -28,44 +40,200 @@ class LearnedRewardConfig(Section):
         default=1.0, description="factor of the environment's own weights; 0: only record them"
     )
     normalise: bool = Field(
-        default=True, description="take off the mean of its pairs' rewards, divide by their std"
+        default=True,
+        description="subtract the mean reward of the answers in its pairs and divide by their "
+        "standard deviation",
     )
-    offset: float = Field(default=0.0, description="added after that")
+    offset: float = Field(default=0.0, description="added to the reward after normalising")
     clip: float | None = Field(
-        default=None, gt=0, le=1e6, description="bound of the value's size at last; null: none"
+        default=None,
+        gt=0,
+        le=1e6,
+        description="bound of the absolute value, applied last; null: no bound",
     )
 
 
 class EnvironmentConfig(Section):
     """An environment by its registered name, with options of its own."""
 
-    name: str = Field(default="echo", description="registered name: reasoning_gym, echo, chat, …")
+    name: str = Field(
+        default="echo",
+        description="chat, code, echo, game, gymnasium, judge, math, python, reasoning_gym, "
+        "repository, textarena, verifiers, FILE.py:Class, or another registered name",
+    )
     options: dict[str, Any] = Field(
-        default={}, description="passed to the environment, checked by it"
+        default={}, description="options of the environment, listed at the end of this page"
     )
     train_seed: int = Field(default=0, ge=0, lt=2**63, description="base seed of training examples")
     eval_seed: int = Field(
         default=1_000_000_000, ge=0, lt=2**63, description="base seed of held-out examples"
     )
     reward_timeout_s: Seconds = Field(default=10.0, description="seconds for scoring one rollout")
-    reward_memory_bytes_max: int = Field(
+    reward_memory_bytes_max: int = runtime_field(
         default=8 * 2**30,
         ge=256 * 2**20,
         le=2**50,
-        description="memory of a process that scores; beyond it a rollout is a fault",
-        json_schema_extra=RUNTIME_ONLY,
+        description="memory limit of a scoring process, in bytes; a rollout that exceeds it fails",
     )
-    pass_environment: tuple[VariableName, ...] = Field(
+    pass_environment: tuple[VariableName, ...] = runtime_field(
         default=(),
         max_length=64,
         description="names of environment variables that scoring may see, such as a judge's key",
-        json_schema_extra=RUNTIME_ONLY,
     )
-    reward_model: LearnedRewardConfig | None = Field(
-        default=None,
-        description="a reward model whose word counts too; null: none",
-        json_schema_extra=OMIT_IF_NONE,
+    turns_max: Count | None = optional_field(
+        le=10_000, description="turns of the model after which an episode is ended; null: 64"
     )
+    tool_output_characters_max: Count | None = optional_field(
+        le=10_000_000,
+        description="characters of a tool's result that the model reads, cut after a whole token; "
+        "null: 16384",
+    )
+    tool_output_tokens_max: Count | None = optional_field(
+        le=10_000_000,
+        description="tokens of a tool's result that the model reads; null: no limit but characters",
+    )
+    tokens_max: Count | None = optional_field(
+        le=100_000_000,
+        description="tokens in all, prompts included, after which an episode is ended; null: no "
+        "limit but policy.context_length, which is that of a segment",
+    )
+    on_broken_prefix: Literal["end", "segments"] | None = optional_field(
+        description="where the chat template writes earlier turns of an episode differently once "
+        "it goes on (without their reasoning, say). end: the episode ends with stop reason "
+        "`bridge`; segments: it goes on in a new segment with a prompt of its own, which is "
+        "trained as a row of its own; null: end",
+    )
+    step_timeout_s: Seconds | None = optional_field(
+        description="seconds for each start, step and close of an episode; null: reward_timeout_s"
+    )
+    reward_model: LearnedRewardConfig | None = optional_field(
+        description="a trained reward model whose score is added to the reward; null: none"
+    )
+    mixture: "tuple[MixtureEntry, ...] | None" = optional_field(
+        max_length=64,
+        description="several environments in one run; `environment` may also be this list itself "
+        "(docs/your-environment.md)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_a_mixture(cls, value: Any) -> Any:
+        return as_mixture(value)
+
+    @model_validator(mode="after")
+    def _mixture_alone(self) -> "EnvironmentConfig":
+        if (self.name == MIXTURE) != (self.mixture is not None):
+            raise ValueError(f"expected a list of environments with the name {MIXTURE} only")
+        if self.mixture is None:
+            return self
+        if wrong := sorted(_changed(self) - _OF_MIXTURES):
+            raise ValueError(
+                f"{', '.join(wrong)}: every environment of a list has its own; set it there"
+            )
+        _check_entries(self.mixture)
+        return self
+
+
+class EntrySampling(Section):
+    """Limits of sampling of one environment of several; null: those of `sampling`."""
+
+    max_tokens: Count | None = optional_field(
+        description="new tokens per completion, at most sampling.max_tokens"
+    )
+    stop: tuple[str, ...] | None = optional_field(
+        max_length=16, description="strings that end a completion"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_distribution(cls, value: Any) -> Any:
+        found = [name for name in ("temperature", "top_p", "top_k") if name in value]
+        if found:
+            raise ValueError(
+                f"{', '.join(found)}: the trainer's log-probabilities are at one temperature, so "
+                "all environments of a run share it; set sampling."
+                f"{found[0]}. An environment of a list may set max_tokens and stop"
+            )
+        return value
+
+
+class MixtureEntry(EnvironmentConfig):
+    """One of several environments of a run: its share of the groups, and its own limits."""
+
+    weight: float = Field(default=1.0, gt=0, le=10_000, description="share of the groups")
+    label: SetName | None = optional_field(
+        description="name in rollouts and metrics; null: the environment's own"
+    )
+    sampling: EntrySampling | None = optional_field(description="limits of its own")
+
+    @property
+    def shown_label(self) -> str:
+        """The name of its rollouts and metrics: the label, else that of the environment."""
+        return self.label or self.name.partition("#")[0].rpartition(":")[2]
+
+
+MIXTURE = "mixture"
+CYCLE_MAX = 10_000  # groups after which the order of the environments repeats
+# What holds for all environments of a list together.
+_OF_MIXTURES = frozenset(
+    ("name", "mixture", "reward_model", "pass_environment", "reward_memory_bytes_max")
+)
+
+
+def as_mixture(value: Any) -> Any:
+    """Return a list of environments as the section that holds it; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return {"name": MIXTURE, "mixture": list(value)}
+    if isinstance(value, dict) and value.get("mixture") is not None:
+        return {"name": MIXTURE, **value}
+    return value
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights as the smallest whole numbers of the same ratio.
+
+    Raises ValueError where these add up to more than CYCLE_MAX.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    counts = [int(weight * scale) for weight in exact]
+    common = math.gcd(*counts)
+    counts = [count // common for count in counts]
+    if sum(counts) > CYCLE_MAX:
+        raise ValueError(
+            f"weights {', '.join(f'{weight:g}' for weight in weights)}: expected a ratio of whole "
+            f"numbers that add up to {CYCLE_MAX} at most, found {sum(counts)}; write 1 and 2 in "
+            "place of 0.333 and 0.667"
+        )
+    return tuple(counts)
+
+
+def _changed(config: EnvironmentConfig) -> set[str]:
+    """Names of the keys that are not at their default."""
+    fields = EnvironmentConfig.model_fields.items()
+    return {name for name, info in fields if getattr(config, name) != info.default}
+
+
+def _check_entries(entries: "Sequence[MixtureEntry]") -> None:
+    """Raise ValueError for entries that no run can have together."""
+    if len(entries) < 2:
+        raise ValueError(f"a list of environments has at least two, found {len(entries)}")
+    for place, entry in enumerate(entries):
+        if entry.mixture is not None:
+            raise ValueError(f"{place}: an environment of a list cannot be a list itself")
+        if wrong := sorted(_changed(entry) & _OF_MIXTURES - {"name"}):
+            raise ValueError(
+                f"{place}.{wrong[0]}: it holds for all environments together; set "
+                f"environment.{wrong[0]} next to environment.mixture (--set does)"
+            )
+    labels = [entry.shown_label for entry in entries]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        first, second, *_ = (n for n, label in enumerate(labels) if label == twice[0])
+        raise ValueError(
+            f"environments {first} and {second} are both called {twice[0]!r}: give each a `label` "
+            "of its own, which names their rollouts and metrics"
+        )
+    whole_weights([entry.weight for entry in entries])
 
 
 class SamplingConfig(Section):
@@ -102,13 +270,13 @@ class RolloutsConfig(Section):
     group_size_min: Count = Field(
         default=2,
         le=4096,
-        description="valid completions below which a group is marked short; 1 as group_size",
+        description="smallest number of valid completions with which a group is trained on; 1 "
+        "under the same conditions as group_size 1",
     )
-    greedy_baseline: Literal[True] | None = Field(
-        default=None,
-        description="true: the last completion of each group is sampled at temperature 0, as the "
-        "baseline of objective.advantage remax, and not trained on; null: none is",
-        json_schema_extra=OMIT_IF_NONE,
+    greedy_baseline: Literal[True] | None = optional_field(
+        description="true: the last completion of each group is sampled at temperature 0, as "
+        "the baseline of objective.advantage remax, and is not trained on; null: "
+        "off"
     )
     shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(
@@ -116,6 +284,13 @@ class RolloutsConfig(Section):
         ge=0,
         le=1,
         description="share of failed rollouts above which a shard is not committed",
+    )
+
+    commit_groups: Literal[True] | None = Field(
+        default=None,
+        description="true: each group is committed as soon as it is finished, so that a killed "
+        "process costs the groups in flight only, and a retry asks for what is missing; null: off",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
 
     @model_validator(mode="after")
@@ -131,3 +306,6 @@ class RolloutsConfig(Section):
                 f"rollouts.group_size ({self.group_size})"
             )
         return self
+
+
+EnvironmentConfig.model_rebuild()

@@ -15,11 +15,14 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from pydantic.fields import FieldInfo
 
+from marin_rl.user_code import SPEC_PATTERN
+
 RUNTIME_ONLY: dict[str, Any] = {"free": True}
 PLAN: dict[str, Any] = {**RUNTIME_ONLY, "plan": True}
 OMIT_IF_NONE: dict[str, Any] = {"absent": True}
 
 Count = Annotated[int, Field(ge=1)]
+CodeName = Annotated[str, Field(pattern=SPEC_PATTERN)]  # FILE.py:name or module:name
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
@@ -54,15 +57,13 @@ def fingerprint_fields(node: Section) -> dict[str, Any]:
             inner = fingerprint_fields(value)
             if inner:
                 result[name] = inner
-        elif isinstance(value, dict) and _holds_sections(value):
+        elif isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
             result[name] = {key: fingerprint_fields(each) for key, each in value.items()}
+        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+            result[name] = [fingerprint_fields(each) for each in value]
         else:
             result[name] = json.loads(json.dumps(value))
     return result
-
-
-def _holds_sections(value: dict[str, Any]) -> bool:
-    return any(isinstance(each, Section) for each in value.values())
 
 
 def is_runtime_only(info: FieldInfo) -> bool:
@@ -81,6 +82,16 @@ def omitted_if_none(info: FieldInfo) -> bool:
     """True if a key is left out of everything that is written while it is null."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("absent"))
+
+
+def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
+    """A field that changes no result, so that a run's fingerprint leaves it out."""
+    return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
+
+
+def optional_field(*, description: str, **limits: Any) -> Any:
+    """A field that is null by default, and then left out of all that is written."""
+    return Field(default=None, description=description, json_schema_extra=OMIT_IF_NONE, **limits)
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -4,11 +4,11 @@ With the limits that a server sets for its callers. Leaves out what is sampled (
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from marin_rl.config.section import RUNTIME_ONLY, Count, Seconds, Section
+from marin_rl.config.section import Count, Seconds, Section, optional_field, runtime_field
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
 KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
@@ -28,25 +28,27 @@ def _key_variable(name: str) -> str:
 KeyVariable = Annotated[str, AfterValidator(_key_variable)]
 
 
-def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
-    """A field that changes no result, so that a run's fingerprint leaves it out."""
-    return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
-
-
 class EngineConfig(Section):
     """The embedded engine: fixed slots, decoded in chunks."""
 
-    slots: Count = Field(default=128, le=65536, description="sequences decoded side by side")
+    slots: Count = Field(default=128, le=65536, description="sequences decoded in parallel")
     chunk_steps: Count = Field(
-        default=16, le=4096, description="decode steps on the device between two looks at the queue"
+        default=16,
+        le=4096,
+        description="decode steps per device call; waiting requests are scheduled between calls",
     )
     prefill_rows: Count = Field(default=16, le=65536, description="prompts prefilled in one call")
     lanes: int = runtime_field(
         default=0,
         ge=0,
         le=1024,
-        description="parts of the slots that are computed side by side; "
-        "0: one per thread of XLA's pool on a CPU, for small models; else one",
+        description="parts into which the slots are divided and decoded in parallel; 0: with "
+        "a small model on a CPU one per thread of XLA's pool, else one",
+    )
+    prefix_cache: bool | None = optional_field(
+        description="keep the KV cache of finished sequences until their slots are needed, and "
+        "continue dialogues from it; prompts are then computed as if decoded, with other last bits "
+        "than without; worth its while for dialogues of hundreds of tokens; null: false"
     )
 
 
@@ -90,13 +92,19 @@ class ServerConfig(Section):
         description="bytes of a request's line and headers; beyond: 431",
     )
     prompt_tokens_max: int | None = runtime_field(
-        default=None, ge=1, description="tokens of a prompt; null: what the context holds"
+        default=None,
+        ge=1,
+        description="largest number of tokens of a prompt; null: the context length",
     )
     new_tokens_max: int | None = runtime_field(
-        default=None, ge=1, description="new tokens per completion; null: what the context leaves"
+        default=None,
+        ge=1,
+        description="largest number of new tokens per completion; null: the rest of the context",
     )
-    samples_max: Count = runtime_field(default=4096, le=2**20, description="n of a request")
-    prompts_max: Count = runtime_field(default=1024, le=2**20, description="prompts of a request")
+    samples_max: Count = runtime_field(default=4096, le=2**20, description="largest n of a request")
+    prompts_max: Count = runtime_field(
+        default=1024, le=2**20, description="largest number of prompts of a request"
+    )
     samples_queued_max: Count = runtime_field(
         default=65536, le=2**24, description="samples that wait for a slot; beyond: 503"
     )
@@ -109,13 +117,15 @@ class ServerConfig(Section):
         default=None,
         gt=0,
         le=1e6,
-        description="requests a bearer token may make in the long run; beyond: 429; null: any",
+        description="sustained requests per second of one bearer token; beyond: 429; null: no "
+        "limit",
     )
     requests_burst: int | None = runtime_field(
         default=None,
         ge=1,
         le=1_000_000,
-        description="requests at once after a pause; null: those of one second, at least 1",
+        description="requests that one bearer token may send at once after a pause; null: "
+        "those of one second, at least 1",
     )
     header_timeout_s: Seconds = runtime_field(
         default=10.0,
@@ -131,7 +141,7 @@ class ServerConfig(Section):
         default=3600.0, description="seconds for a whole answer; beyond: 504"
     )
     drain_timeout_s: Seconds = runtime_field(
-        default=30.0, description="seconds that running requests get to end after SIGTERM"
+        default=30.0, description="seconds for running requests to finish after SIGTERM"
     )
     access_log: bool = runtime_field(
         default=True, description="one JSON line a request on stderr, if `marin-rl serve` runs it"
@@ -172,7 +182,7 @@ class InferenceConfig(Section):
     )
     publish: Literal["none", "update_weights_from_disk"] = runtime_field(
         default="none",
-        description="how remote endpoints take new weights: by SGLang's route, or not at all",
+        description="how remote endpoints receive new weights: by SGLang's route, or not at all",
     )
     publish_root: str | None = runtime_field(
         default=None,
@@ -180,6 +190,13 @@ class InferenceConfig(Section):
     )
     requests_in_flight_max: Count = runtime_field(
         default=64, le=65536, description="concurrent requests of one shard"
+    )
+    turns_per_request: Count | None = runtime_field(
+        default=None,
+        le=65536,
+        description="further turns of different episodes that one request asks for, at most, each "
+        "with its own seed; the answer comes when the longest is done, so it is for short turns; "
+        "with marin-rl's own server; null: 1",
     )
     request_timeout_s: Seconds = runtime_field(
         default=600.0, description="seconds for one completion request"
@@ -191,8 +208,9 @@ class InferenceConfig(Section):
         default=None,
         gt=0,
         le=10,
-        description="largest |engine - trainer| of a canary logprob, in nats; null: 0.001 where "
-        "policy.compute_dtype is float32, 0.25 where it is bfloat16",
+        description="largest accepted |engine - trainer| of a canary's log-probability, in "
+        "nats; null: 0.001 if policy.compute_dtype is float32, 0.25 if it is "
+        "bfloat16",
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import OMIT_IF_NONE, PLAN, Count, Section
+from marin_rl.config.section import PLAN, Count, Section, optional_field
 
 
 class CriticConfig(Section):
@@ -16,7 +16,8 @@ class CriticConfig(Section):
 
     trunk: Literal["own", "shared"] = Field(
         default="own",
-        description="a model of its own that begins as the policy, or a head on the policy's",
+        description="own: a second model that begins as a copy of the policy; shared: a head "
+        "on the policy's model",
     )
     learning_rate: float = Field(
         default=3e-4, gt=0, le=1, description="peak AdamW step size of its own parameters"
@@ -28,14 +29,17 @@ class CriticConfig(Section):
         default=0.2,
         gt=0,
         le=1e6,
-        description="how far a value may go from that before the round; null: anywhere",
+        description="largest change of a value from the one before the round; null: not clipped",
     )
     warmup_rounds: int = Field(
-        default=0, ge=0, description="first rounds that train the critic and leave the policy alone"
+        default=0, ge=0, description="number of first rounds that train the critic only"
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="discount from token to token")
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="1: returns less values; 0: one step ahead"
+        default=0.95,
+        ge=0,
+        le=1,
+        description="lambda of GAE: 1, returns minus values; 0, one-step temporal differences",
     )
 
 
@@ -65,11 +69,11 @@ class TrainingConfig(Section):
         default=False, description="recompute activations, save memory"
     )
     nonfinite_updates_max: Count = Field(
-        default=3, description="refused updates in a row that end the run", json_schema_extra=PLAN
+        default=3,
+        description="consecutive updates that were not finite, after which the run ends",
+        json_schema_extra=PLAN,
     )
-    critic: CriticConfig | None = Field(
-        default=None, description="a value function; null: none", json_schema_extra=OMIT_IF_NONE
-    )
+    critic: CriticConfig | None = optional_field(description="a value function; null: none")
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> "TrainingConfig":
@@ -92,7 +96,7 @@ class SFTConfig(Section):
     learning_rate: float = Field(default=1e-3, gt=0, le=1, description="peak AdamW step size")
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="linear", description="decay over `steps`"
+        default="linear", description="decay of the learning rate over `steps`"
     )
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="decoupled; matrices only")
     gradient_clip_norm: float = Field(default=1.0, gt=0, description="global norm of the gradient")
@@ -109,7 +113,11 @@ class RewardModelConfig(Section):
         default=0.1, ge=0, lt=1, description="share of prompts whose pairs are held out"
     )
     margin: float = Field(
-        default=0.0, ge=0, le=1000, description="asked between the rewards; a pair's own wins"
+        default=0.0,
+        ge=0,
+        le=1000,
+        description="smallest difference between the rewards of chosen and rejected; a pair's "
+        "own margin takes precedence",
     )
     steps: Count = Field(default=200, description="optimizer steps")
     pairs_per_step: Count = Field(default=32, description="pairs per step")
@@ -117,7 +125,7 @@ class RewardModelConfig(Section):
     learning_rate: float = Field(default=1e-4, gt=0, le=1, description="peak AdamW step size")
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="linear", description="decay over `steps`"
+        default="linear", description="decay of the learning rate over `steps`"
     )
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="decoupled; matrices only")
     gradient_clip_norm: float = Field(default=1.0, gt=0, description="global norm of the gradient")
