@@ -1,97 +1,200 @@
-"""`marin-rl …`: the names of all commands; what they do is in `marin_rl.commands`.
+"""`marin-rl …`: the names of all commands, by group; what they do is in `marin_rl.commands`.
 
-Errors of our tree, and of the file system, end a command with one clear message; exit code 2 for
-configuration and usage, else 1.
+A command's module is imported when that command is asked for, and none for `--help`. Errors of our
+tree, and of the file system, end a command with one clear message; exit code 2 for configuration
+and usage, else 1.
 """
 
+import gc
+import importlib
+import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.commands import (
-    check,
-    config,
-    evaluate,
-    export,
-    inspect,
-    provenance,
-    recompute,
-    run,
-    serve,
-    storage,
-)
-from marin_rl.commands.options import complain, err
+from marin_rl.deferred import import_postponing, postpone
 from marin_rl.errors import ConfigError, MarinRLError
 
-# Commands of earlier versions, and what does the same now.
-RENAMED = {"watch": "status --watch", "plot": "report RUN --curve FILE.png", "eval": "evaluate"}
+# Module and function in `marin_rl.commands`, and the first line of the function's docstring.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Train": {
+        "init": ("init:init", "Write a configuration, prompts and a reward to start from."),
+        "run": ("run:run", "Start a run, or continue it where it stopped."),
+        "sft": ("run:sft", "Run only the supervised warm start of a run."),
+        "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
+        "recipes": ("config:recipes", "List the shipped recipes and what they set."),
+    },
+    "Look": {
+        "status": ("inspect:status", "Show rounds and latest metrics of one run or of all."),
+        "rollouts": ("inspect:rollouts", "Show rollouts of a round: prompt, completion, reward."),
+        "sql": ("inspect:sql", "Query the tables of a run with DuckDB."),
+        "report": ("inspect:report", "Write a run as one HTML page."),
+        "view": ("inspect:view", "Serve the page of a run on this machine, following it."),
+        "evaluate": ("evaluate:evaluate", "Evaluate a run, a model folder or an endpoint."),
+        "diff": ("provenance:diff", "Compare the settings and curves of two runs."),
+        "lineage": ("provenance:lineage", "Trace an update back to text and code, or forward."),
+        "rescore": ("recompute:rescore", "Score a round with another reward function."),
+        "reprocess": ("recompute:reprocess", "Process a round with other settings, and compare."),
+    },
+    "Check": {
+        "doctor": ("check:doctor", "Check storage, model, devices and endpoints."),
+        "config": ("config:app", "Show, validate and document configurations."),
+        "audit": ("check:audit", "Check that every rollout is accounted for."),
+        "fsck": ("check:fsck", "Check every object of a run: present, unchanged, linked."),
+        "metrics": ("check:metrics", "Recompute the metrics of a run, and compare."),
+        "replay-step": ("recompute:replay_step", "Train a round again, and compare every bit."),
+        "replay-episode": (
+            "recompute:replay_episode",
+            "Step an environment again, and compare each answer.",
+        ),
+        "verify": ("check:verify", "Check an exported run offline."),
+    },
+    "Move": {
+        "fork": ("storage:fork", "Make a run that shares its first rounds with another."),
+        "export": ("export:export", "Write a run as one file, or a checkpoint for others."),
+        "pairs": ("export:pairs", "Write preference pairs from the groups of a run."),
+        "gc": ("storage:gc", "Delete unreferenced files and old checkpoints."),
+    },
+    "Serve": {
+        "serve": ("serve:serve", "Serve a run or a model folder as an OpenAI server."),
+    },
+}
+COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}
+
+# Typer's help imports both, and draws with neither: half of what `--help` would import.
+UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
+
+# Commands that read a run and run no code of a user: they spare what libraries would load as well.
+READERS = frozenset(
+    {"audit", "diff", "fsck", "lineage", "report", "rollouts", "sql", "status", "verify", "view"}
+)
+
+IMPORTED_OBJECTS = 100_000  # new objects before the collector looks at them
+
+# Spellings of earlier versions, and what does the same now.
+WITHDRAWN_COMMANDS = {
+    "watch": "status --watch",
+    "plot": "report RUN --curve FILE.png",
+    "eval": "evaluate",
+}
+WITHDRAWN_OPTIONS = {
+    ("fork", "--from-round"): "--round",
+    ("pairs", "--out"): "--output",
+    ("serve", "--run"): "serve RUN",
+    ("evaluate", "--option"): "--set environment.options.KEY=VALUE",
+    ("replay-step", "N"): "--round N",  # a number by itself
+}
 
 
 class Commands(TyperGroup):
-    """The commands; a name of an earlier version is answered with the present one."""
+    """The commands by group; the module of one is imported when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings["commands"] = {
+            name: TyperCommand(name, help=line, rich_help_panel=group)
+            for group, commands in GROUPS.items()
+            for name, (_, line) in commands.items()
+        }
+        super().__init__(**settings)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # Typer's own copy of click's
-        """Look a command up. Raises a usage error (exit code 2) for an unknown one."""
-        if args[0] in RENAMED:
-            ctx.fail(f"No such command '{args[0]}': it is `marin-rl {RENAMED[args[0]]}` now.")
-        return super().resolve_command(ctx, args)
+        """Import a command. Raises a usage error (exit code 2) for an unknown or withdrawn one."""
+        if args[0] in WITHDRAWN_COMMANDS:
+            present = WITHDRAWN_COMMANDS[args[0]]
+            ctx.fail(f"No such command '{args[0]}': it is `marin-rl {present}` now.")
+        name, _, others = super().resolve_command(ctx, args)
+        return name, command_named(args[0]), others
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help as Typer does."""
+        import_postponing("typer.rich_utils", UNUSED_BY_HELP)
+        super().format_help(ctx, formatter)
+
+
+class Command(TyperCommand):
+    """A command; an option of an earlier version is answered with the present one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as Typer does. Raises a usage error (exit code 2) for a withdrawn option."""
+        for item, before in zip(args, ["", *args], strict=False):
+            alone = item.isdigit() and not before.startswith("--")
+            option = "N" if alone else item.partition("=")[0]
+            if present := WITHDRAWN_OPTIONS.get((self.name or "", option)):
+                ctx.fail(f"{item} is no longer understood: it is `{present}` now.")
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help as Typer does."""
+        import_postponing("typer.rich_utils", UNUSED_BY_HELP)
+        super().format_help(ctx, formatter)
+
+
+def command_named(name: str) -> Any:
+    """Import one of COMMANDS. Raises KeyError for another name."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    found = getattr(importlib.import_module(f"marin_rl.commands.{module}"), attribute)
+    if isinstance(found, typer.Typer):  # a group of commands
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name, cls=Command)(found)
+    return typer.main.get_command(alone)
+
+
+def _print_version(asked: bool) -> bool:  # noqa: FBT001 - as Typer calls it
+    if not asked:
+        return asked
+    from importlib.metadata import version
+
+    python = sys.version.partition(" ")[0]
+    typer.echo(f"marin-rl {version('marin-rl')}, Python {python}, JAX {version('jax')}")
+    raise typer.Exit
 
 
 app = typer.Typer(
     name="marin-rl",
     cls=Commands,
     help="Reinforcement learning for language models as durable, file-based stages.",
+    epilog="marin-rl COMMAND --help shows the options of a command.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)
-metrics_app = typer.Typer(help="Check the metrics of a run.", no_args_is_help=True)
 
-app.command()(run.run)
-app.command()(run.sft)
-app.command()(run.reward_model)
-app.command()(evaluate.evaluate)
-app.command()(serve.serve)
 
-app.command()(inspect.status)
-app.command()(inspect.rollouts)
-app.command()(inspect.sql)
-app.command()(inspect.report)
-app.command()(inspect.view)
+@app.callback()
+def marin_rl(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
 
-app.command()(provenance.lineage)
-app.command()(provenance.diff)
-app.command()(recompute.replay_step)
-app.command()(recompute.rescore)
-app.command()(recompute.reprocess)
 
-app.command()(check.doctor)
-app.command()(check.audit)
-app.command()(check.fsck)
-app.command()(check.verify)
-app.add_typer(metrics_app, name="metrics")
-metrics_app.command("verify")(check.verify_metrics)
-
-app.command()(export.export)
-app.command()(export.pairs)
-app.command()(storage.fork)
-app.command()(storage.gc)
-
-app.add_typer(config_app, name="config")
-config_app.command("show")(config.config_show)
-config_app.command("validate")(config.config_validate)
-config_app.command("reference")(config.config_reference)
-config_app.command("metrics")(config.config_metrics)
+def _spare_imports() -> None:
+    """Leave out what a reader does not use: a tenth of the CPU time that its answer takes."""
+    postpone("unittest.mock", "patch")  # of jaxtyping's hook for tests; it imports asyncio
+    # Pydantic looks for plugins of its models in the metadata of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def main() -> None:
     """Run a command. Our errors become one message and an exit code."""
+    # An eighth of a short command's time is Python's collector, called 150 times while modules are
+    # imported. Runs and servers choose their own number once they work.
+    gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])
+    if READERS.intersection(sys.argv[1:2]):
+        _spare_imports()
     try:
         app()
     except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
+        from marin_rl.commands.options import complain, err
+
         err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
         complain([str(error)], style="")
         sys.exit(2 if isinstance(error, ConfigError) else 1)

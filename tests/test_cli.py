@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import prefect.main  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
@@ -10,7 +11,8 @@ import pytest
 from support.run_factories import commit_round, configuration, group, group_of, rollout, whole_run
 from typer.testing import CliRunner, Result
 
-from marin_rl.cli import app
+import marin_rl.commands.options  # noqa: F401 - consoles made while COLUMNS is set keep that width
+from marin_rl.cli import COMMANDS, GROUPS, app, command_named
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rounds import close_round
 from marin_rl.storage.runs import Run
@@ -83,7 +85,7 @@ def test_a_folder_that_can_be_no_run_is_refused(root: str, command: str, wrong: 
 @pytest.mark.parametrize(
     "command",
     ["rollouts run", "lineage run", "metrics verify run", "export run --hf hf", "evaluate run",
-     "evaluate run --k 1", "serve --run run"],
+     "evaluate run --k 1", "serve run"],
 )  # fmt: skip
 def test_a_round_below_zero_is_refused(command: str) -> None:
     refused = invoke(*command.split(), "--round", "-1")
@@ -211,12 +213,136 @@ def test_a_command_of_an_earlier_version_is_answered_with_the_present_one(
 
 
 @pytest.mark.parametrize(
+    ("command", "present"),
+    [
+        ("fork run --from-round 3 --run-id new", "--from-round is no longer understood"),
+        ("fork run --from-round 3 --run-id new", "it is `--round` now"),
+        ("pairs run --out=pairs.jsonl", "it is `--output` now"),
+        ("serve --run run", "it is `serve RUN` now"),
+        ("evaluate run --option min=3", "it is `--set environment.options.KEY=VALUE` now"),
+        ("replay-step run 3", "3 is no longer understood: it is `--round N` now"),
+    ],
+)  # fmt: skip
+def test_an_option_of_an_earlier_version_is_answered_with_the_present_one(
+    command: str, present: str
+) -> None:
+    refused = invoke(*command.split())
+    assert refused.exit_code == 2, refused.exception
+    assert present in " ".join(refused.output.split())
+
+
+def test_help_names_every_command_once_in_its_group_with_one_line() -> None:
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    lines = [line.strip("│ ") for line in shown.output.splitlines()]
+    width = max(len(name) for commands in GROUPS.values() for name in commands)
+    for title, commands in GROUPS.items():
+        assert any(line.startswith(f"╭─ {title} ─") for line in shown.output.splitlines())
+        for name, (_, line) in commands.items():
+            assert [item for item in lines if item.split()[:1] == [name]] == [
+                f"{name:<{width}}  {line}"
+            ], "one line of 80 columns"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_is_the_first_of_its_own_help(name: str) -> None:
+    lines = {name: line for group in GROUPS.values() for name, (_, line) in group.items()}
+    command = command_named(name)
+    assert command.name == name or name in ("config", "metrics")
+    assert str(command.help).splitlines()[0] == lines[name]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status {name}",
+        "status",
+        "status --watch --once",
+        "rollouts {name}",
+        "audit {name}",
+        "metrics verify {name}",
+        "gc {name} --dry-run",
+        "run {name} --dry-run",
+        "diff {name} {name}",
+        "sql {name} select:*:from:rollouts",
+        "sql {name} select:*:from:metrics",
+    ],
+)
+def test_tables_fit_80_columns_and_cut_no_heading(root: str, name: str, command: str) -> None:
+    arguments = [part.replace(":", " ") for part in command.format(name=name).split()]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*arguments, "--root", root])
+    assert shown.exit_code in (0, 1), shown.exception
+    tables = [line for line in shown.stdout.splitlines() if not line.startswith(("!", "http"))]
+    assert "…" not in "".join(tables)
+    drawn = [line for line in tables if set(line) & set("─━│┃")]
+    assert max((len(line) for line in drawn), default=0) <= 80
+
+
+def test_headings_of_the_tables_of_rounds_and_of_the_audit_are_whole_words(
+    root: str, name: str
+) -> None:
+    narrow = CliRunner(env={"COLUMNS": "80"})
+    for command, words in (
+        ("status", "round reward held-out accuracy tokens entropy mismatch tokens/s seconds"),
+        ("audit", "round policy generated consumed filtered stale failed length bias whole"),
+    ):
+        shown = narrow.invoke(app, [command, name, "--root", root]).output.split()
+        assert set(words.split()) <= set(shown)
+
+
+def test_version_names_what_bits_depend_on() -> None:
+    shown = invoke("--version")
+    assert shown.exit_code == 0
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    expected = f"marin-rl {version('marin-rl')}, Python {python}, JAX {version('jax')}\n"
+    assert shown.output == expected
+
+
+def test_the_root_of_a_new_run_is_that_of_the_command_line_the_environment_or_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("run_id: mine\nroot: of-the-file\n", encoding="utf-8")
+
+    def root_of(command: str, *arguments: str) -> str:
+        (line,) = invoke(*command.split(), str(file), *arguments, "--json").output.splitlines()
+        return json.loads(line)["root"]
+
+    for command in ("config show", "config validate"):
+        assert root_of(command) == "of-the-file"
+        monkeypatch.setenv("MARIN_RL_ROOT", "of-the-environment")
+        assert root_of(command) == "of-the-environment"
+        assert root_of(command, "--set", "root=set") == "set"
+        assert root_of(command, "--root", "flag", "--set", "root=set") == "flag"
+        monkeypatch.delenv("MARIN_RL_ROOT")
+    monkeypatch.setenv("MARIN_RL_ROOT", "of-the-environment")
+    plan = invoke("run", str(file), "--dry-run").output
+    assert "of-the-environment" in plan
+
+
+def test_a_run_is_named_by_its_id_too(
+    root: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert f"Plan of {name}" in invoke("run", name, "--root", root, "--dry-run").output
+    monkeypatch.setenv("MARIN_RL_ROOT", root)
+    assert f"Plan of {name}" in invoke("run", name, "--dry-run").output
+    shown = json.loads(invoke("config", "show", name, "--json").output)
+    assert (shown["run_id"], shown["root"]) == (name, root)
+    absent = invoke("run", "absent", "--dry-run").exception
+    assert isinstance(absent, ConfigError)
+    assert "expected a YAML file, or the id or folder of a run" in str(absent)
+    assert name in str(absent)
+    monkeypatch.setenv("MARIN_RL_ROOT", str(tmp_path / "elsewhere"))  # a folder says where it is
+    assert f"Plan of {name}" in invoke("run", f"{root}/{name}", "--dry-run").output
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
         ("status run --once", "--once needs --watch"),
         ("status run --every 1", "--every needs --watch"),
         ("report {name} --curve a.png -o b.html", "leave out --output"),
-        ("evaluate {name} --k 1 --set inference.model=x", "--set goes with the evaluation"),
+        ("evaluate {name} --k 1 --set inference.model=x", "goes with the evaluation that a run"),
         ("evaluate", "evaluate needs a run id, a model folder, or --endpoint URL --model NAME"),
         ("evaluate http://127.0.0.1:9/v1", "--endpoint URL --model NAME"),
     ],
@@ -283,16 +409,19 @@ def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Pa
     members = [rollout(f"g/{i}", index=i, reward=float(i), completion=[20 + i]) for i in range(3)]
     commit_round(run, 0, [[group_of("g", members)]])
     file = tmp_path / "pairs.jsonl"
-    shown = invoke("pairs", "run", "--out", str(file), "--root", str(tmp_path))
+    shown = invoke("pairs", "run", "--output", str(file), "--root", str(tmp_path))
     assert "wrote 1 pairs to" in shown.output
+    other = str(tmp_path / "other.jsonl")
+    shown = invoke("pairs", "run", "-o", other, "--json", "--root", str(tmp_path))
+    assert json.loads(shown.output) == {"path": other, "pairs": 1}
     (pair,) = read_pairs(file).pairs
     assert (pair.chosen_id, pair.rejected_id, pair.chosen_reward) == ("g/2", "g/0", 2.0)
     for given, told in (
-        (("--out", str(file), "--margin", "2.5"), "differ by the reward, and by at least 2.5"),
-        (("--out", "pairs.csv"), r"expected a name ending in .jsonl or .parquet"),
-        (("--out", str(file), "--rounds", "3-1"), "--rounds: expected a round or a span"),
+        (("--output", str(file), "--margin", "2.5"), "differ by the reward, and by at least 2.5"),
+        (("--output", "pairs.csv"), r"expected a name ending in .jsonl or .parquet"),
+        (("--output", str(file), "--rounds", "3-1"), "--rounds: expected a round or a span"),
     ):
         refused = invoke("pairs", "run", *given, "--root", str(tmp_path))
         assert told in str(refused.exception)
-    same = invoke("pairs", name, "--out", str(file), "--root", root)
+    same = invoke("pairs", name, "--output", str(file), "--root", root)
     assert "in no group of 2 sealed rounds" in str(same.exception)

@@ -6,7 +6,7 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor import ALL, BEFORE_A_REWARD_MODEL, examine, preflight
+from marin_rl.doctor import ALL, BEFORE_A_REWARD_MODEL, TRIALS, examine, preflight, reward
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
@@ -21,6 +21,12 @@ def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -
     findings = list(examine(debug(tmp_path)))
     assert [finding.name for finding in findings] == [name for name, _ in ALL]
     assert all(finding.passed for finding in findings), findings
+
+
+def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:
+    verdict, *prompts = reward(load_config(DEBUG.with_name("game.yaml"))).splitlines()
+    assert verdict.startswith("episodes of several turns")
+    assert prompts == ["  '<|user|>1-8<|assistant|>'"] * TRIALS
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from marin_rl.cli import app
 from marin_rl.storage.runs import ROUNDS_PLANNED, Run
 
 RUN = "shown"
-AUDIT_KEYS = [  # as docs/tools.md names them
+AUDIT_KEYS = [  # as docs/command-line.md names them
     "balanced", "balances", "consumed", "failed", "filtered", "generated", "offences", "round",
     "stale",
 ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_damage_and_differing_runs_end_with_exit_code_1(whole: Run, tmp_path: Pa
     assert told("fsck", whole.run_id, *place)[0]["whole"]
     missing = told("metrics verify", whole.run_id, *place, code=1)  # no trainer made this run
     assert {item["problem"] for item in missing} >= {"", "is missing from the row"}
-    (forked,) = told("fork", whole.run_id, "--from-round", "1", "--run-id", "other", *place)
+    (forked,) = told("fork", whole.run_id, "--round", "1", "--run-id", "other", *place)
     assert forked["run_id"] == "other"
     (same,) = told("diff", whole.run_id, "other", *place)
     assert same["parts_at"] is None
@@ -107,6 +107,21 @@ def test_damage_and_differing_runs_end_with_exit_code_1(whole: Run, tmp_path: Pa
     (found,) = told("fsck", whole.run_id, *place, code=1)
     (fault,) = found["faults"]
     assert (fault["kind"], fault["place"]) == ("truncated", str(file))
+
+
+def test_configurations_and_plans(whole: Run) -> None:
+    place = ("--root", whole.config.root)
+    (shown,) = told("config show", whole.run_id, *place)
+    assert (shown["run_id"], shown["rounds"]) == (whole.run_id, whole.config.rounds)
+    assert told("config validate", whole.run_id, *place) == [
+        {"run_id": whole.run_id, "root": whole.config.root, "rounds": whole.config.rounds}
+    ]
+    (plan,) = told("run", whole.run_id, "--dry-run", *place)
+    assert (plan["run_id"], plan["trained"]) == (whole.run_id, 2)
+    keys = {item["key"]: item for item in told("config reference")}
+    assert (keys["training.beta1"]["type"], keys["rounds"]["free"]) == ("float", True)
+    assert {item["name"] for item in told("config metrics")} > {"reward", "entropy"}
+    assert "grpo" in [item["name"] for item in told("recipes")]
 
 
 def test_other_rewards_and_other_settings(whole: Run, tmp_path: Path) -> None:

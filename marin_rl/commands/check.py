@@ -14,8 +14,11 @@ from marin_rl.commands.options import (
     ApiKeyVariable,
     AsJson,
     AsJsonLines,
+    ConfigFile,
+    ConfigRoot,
     Overrides,
     Root,
+    RunId,
     RunName,
     Trust,
     complain,
@@ -28,31 +31,40 @@ from marin_rl.commands.options import (
 
 
 def doctor(
-    config_file: Annotated[Path, typer.Argument(help="YAML file")] = Path("configs/demo.yaml"),
+    config_file: ConfigFile = Path("configs/demo.yaml"),
     *,
+    run_id: RunId = None,
+    root: ConfigRoot = None,
     overrides: Overrides = None,
     api_key_variable: ApiKeyVariable = None,
     trust: Trust = False,
+    as_json: AsJsonLines = False,
 ) -> None:
-    """Check storage, model, tokenizer, devices, endpoints and Prefect; say what to fix."""
+    """Check storage, model, devices and endpoints.
+
+    Also the tokenizer, the environment and Prefect; a line says what to fix.
+    """
     from marin_rl.doctor import examine
 
     failed = False
     changes = [*(overrides or ()), *key_named(api_key_variable)]
-    for finding in examine(load(config_file, changes, trust=trust)):
+    for finding in examine(load(config_file, changes, trust=trust, run_id=run_id, root=root)):
+        failed = failed or not finding.passed
+        if as_json:
+            tell_json(asdict(finding))
+            continue
         mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
         out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
         tell(finding.detail)
-        failed = failed or not finding.passed
     if failed:
         raise typer.Exit(1)
 
 
 def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs") -> None:
-    """Check from the files alone that every rollout is accounted for. Exit code 1 if not.
+    """Check that every rollout is accounted for.
 
-    Cells are rollouts / tokens. Length bias is how many tokens longer what was dropped is, on
-    average, than what was trained on.
+    Exit code 1 if not. Reads the files alone. Cells are rollouts / tokens. Length bias is the mean
+    length of what was dropped less that of what was trained on, in tokens.
     """
     from marin_rl.display import audit_table, dropped_table
     from marin_rl.storage.runs import Run
@@ -80,7 +92,10 @@ def fsck(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Check every object of a run: there, unchanged, readable, linked. Exit code 1 if not."""
+    """Check every object of a run: present, unchanged, linked.
+
+    Exit code 1 if one is not.
+    """
     from marin_rl.display import size
     from marin_rl.storage.upkeep.fsck import check_run
 
@@ -109,7 +124,10 @@ def verify_metrics(
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Recompute metrics from the other files. Exit code 1 if one differs."""
+    """Recompute metrics from the other files.
+
+    Exit code 1 if one differs.
+    """
     from marin_rl.analysis.verify import not_checked, verify_run
     from marin_rl.display import findings_table
     from marin_rl.storage.runs import Run
@@ -134,7 +152,10 @@ def verify(
     root_hash: Annotated[str | None, typer.Option("--root-hash", help="expected root hash")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check an exported run offline: every digest, part and parent. Exit code 1 if one is wrong."""
+    """Check an exported run offline.
+
+    Every digest, part and parent; exit code 1 if one is wrong.
+    """
     from marin_rl.display import size
     from marin_rl.storage.upkeep.archive import verify_archive
 
@@ -151,3 +172,8 @@ def verify(
         tell(f"root hash {archived.root_hash}")
     if archived.faults:
         raise typer.Exit(1)
+
+
+metrics = typer.Typer(help="Recompute the metrics of a run, and compare.", no_args_is_help=True)
+metrics.callback()(lambda: None)  # so that `verify` has a name of its own
+metrics.command("verify")(verify_metrics)

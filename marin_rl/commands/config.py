@@ -1,33 +1,101 @@
-"""The commands `config …`: show, validate and document configurations."""
+"""The commands `recipes` and `config …`: show, validate and document configurations."""
 
+from dataclasses import asdict
+
+import typer
 import yaml
 
-from marin_rl.commands.options import ConfigFile, Overrides, load, out, tell
+from marin_rl.commands.options import (
+    AsJson,
+    AsJsonLines,
+    ConfigFile,
+    ConfigRoot,
+    Overrides,
+    RunId,
+    load,
+    out,
+    tell,
+    tell_json,
+)
 
 
-def config_show(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
+def config_show(
+    config_file: ConfigFile,
+    *,
+    run_id: RunId = None,
+    root: ConfigRoot = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     """Print the resolved configuration, defaults included."""
-    tree = load(config_file, overrides, only_shown=True).model_dump(mode="json")
+    config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
+    tree = config.model_dump(mode="json")
+    if as_json:
+        tell_json(tree)
+        return
     out.print(
         yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="", soft_wrap=True
     )
 
 
-def config_validate(config_file: ConfigFile, *, overrides: Overrides = None) -> None:
+def config_validate(
+    config_file: ConfigFile,
+    *,
+    run_id: RunId = None,
+    root: ConfigRoot = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
-    config = load(config_file, overrides, only_shown=True)
+    config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
+    if as_json:
+        tell_json({"run_id": config.run_id, "root": config.root, "rounds": config.rounds})
+        return
     tell(f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds")
 
 
-def config_reference() -> None:
-    """Print every key as Markdown: docs/configuration.md."""
-    from marin_rl.analysis.reference import configuration_markdown
+def recipes(*, as_json: AsJsonLines = False) -> None:
+    """List the shipped recipes and what they set.
 
+    One is used by `recipe: NAME` in a file, or by `--set recipe=NAME`.
+    """
+    from marin_rl.config import shipped_recipes
+
+    for recipe in shipped_recipes():
+        if as_json:
+            tell_json(asdict(recipe))
+            continue
+        out.print(f"[bold]{recipe.name}[/bold]: ", end="")
+        tell(recipe.description)
+        for line in yaml.safe_dump(dict(recipe.settings), sort_keys=False).splitlines():
+            tell(f"    {line}")
+
+
+def config_reference(*, as_json: AsJsonLines = False) -> None:
+    """Print every key as Markdown: docs/configuration.md."""
+    from marin_rl.analysis.reference import configuration_keys, configuration_markdown
+
+    if as_json:
+        for key in configuration_keys():
+            tell_json(key)
+        return
     out.print(configuration_markdown(), markup=False, highlight=False, end="", soft_wrap=True)
 
 
-def config_metrics() -> None:
+def config_metrics(*, as_json: AsJsonLines = False) -> None:
     """Print every metric with its formula as Markdown: docs/metrics.md."""
     from marin_rl.analysis.reference import metrics_markdown
+    from marin_rl.metrics import DEFINITIONS
 
+    if as_json:
+        for definition in DEFINITIONS:
+            tell_json(asdict(definition))
+        return
     out.print(metrics_markdown(), markup=False, highlight=False, end="", soft_wrap=True)
+
+
+app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)
+app.command("show")(config_show)
+app.command("validate")(config_validate)
+app.command("reference")(config_reference)
+app.command("metrics")(config_metrics)

@@ -20,7 +20,6 @@ from marin_rl.commands.options import (
     tell,
     tell_json,
 )
-from marin_rl.commands.run import flow_named
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,16 +36,14 @@ TargetName = Annotated[
 Environment = Annotated[
     str | None, typer.Option("--env", help="name, YAML configuration, or JSONL of prompts")
 ]
-EnvironmentOptions = Annotated[
-    list[str] | None, typer.Option("--option", help="KEY=VALUE of the environment; repeatable")
-]
+
+OPTIONS = "environment.options."  # keys of --set that make the evaluation another than the run's
 
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
     target: TargetName = "",
     *,
     env: Environment = None,
-    options: EnvironmentOptions = None,
     k: Annotated[str | None, typer.Option("--k", help="like 1,8: pass@k and so on")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="held-out examples")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
@@ -67,11 +64,12 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Evaluate a run, a Hugging Face folder or an OpenAI endpoint: pass@k, mean@k, majority@k.
+    """Evaluate a run, a model folder or an endpoint.
 
-    A run without further options is evaluated as it is configured, and the rows are committed with
-    its checkpoint. With --env, --option, --k, --examples, --samples, --temperature, --max-tokens or
-    --output nothing is written into the run: rows go to a Parquet file, as for other targets.
+    Prints pass@k, mean@k and majority@k. A run without further options is evaluated as it is
+    configured, and the rows are committed with its checkpoint. With --env, --k, --examples,
+    --samples, --temperature, --max-tokens, --output or --set environment.options.KEY=VALUE nothing
+    is written into the run: rows go to a Parquet file, as for other targets.
     """
     from marin_rl.evaluation import EvaluationRequest, Target
 
@@ -89,9 +87,11 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         api_key_variable=api_key_variable,
         trust=trust,
     )
+    others = [item for item in overrides or () if not item.strip().startswith(OPTIONS)]
+    options = [item.strip() for item in overrides or () if item not in others]
     request = EvaluationRequest(
         environment=env,
-        options=options or (),
+        options=tuple(item.removeprefix(OPTIONS) for item in options),
         k=_numbers(k),
         examples=examples,
         samples=samples,
@@ -99,11 +99,12 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         max_tokens=max_tokens,
     )
     if request == EvaluationRequest() and output is None and where.is_run:
-        _commit(where, overrides, as_json=as_json)
-    elif overrides:
+        _commit(where, others, as_json=as_json)
+    elif others:
         raise ConfigError(
-            "--set goes with the evaluation that a run commits: use --config, or leave out --env, "
-            "--option, --k, --examples, --samples, --temperature, --max-tokens and --output"
+            f"--set {others[0]} goes with the evaluation that a run commits: use --config, or "
+            "leave out --env, --k, --examples, --samples, --temperature, --max-tokens, --output "
+            f"and --set {OPTIONS}…"
         )
     else:
         _write_rows(where, request, output, as_json=as_json)
@@ -121,15 +122,18 @@ def _write_rows(
     _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
 
 
-def _commit(target: "Target", overrides: list[str] | None, *, as_json: bool) -> None:
+def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     """Run the flow "evaluate", which commits the rows of a run's checkpoint next to it."""
+    from marin_rl.api.training import flow_named
+    from marin_rl.preflight import before_evaluation
     from marin_rl.trust import Consent, check_named, settings_of
 
     run = target.open_run()
-    changes = (*(overrides or ()), *key_named(target.api_key_variable))
+    changes = (*overrides, *key_named(target.api_key_variable))
     consent = Consent(file=target.config, overrides=changes, trust=target.trust)
     config = settings_of(run, consent, ("inference", "trackers", "flow"))
     check_named(run, config, consent, ("environment", "evaluation", "policy"))
+    before_evaluation(config)
     slot = flow_named("evaluate")(config, target.round)
     _print_metrics(run.run_id, {"slot": slot.slot}, slot.summary, as_json=as_json)
 

@@ -26,7 +26,11 @@ def export(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Write a run into one file whose root hash `verify` checks, or a checkpoint for others."""
+    """Write a run as one file, or a checkpoint for others.
+
+    `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
+    a Hugging Face folder instead.
+    """
     from marin_rl.display import size
     from marin_rl.storage.runs import Run
 
@@ -56,7 +60,7 @@ def export(
 def pairs(
     run_name: RunName,
     *,
-    output: Annotated[Path, typer.Option("--out", "-o", help="JSONL or Parquet file")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL or Parquet file")],
     component: Annotated[
         str | None, typer.Option(help="reward component to rank by; default: the reward")
     ] = None,
@@ -64,12 +68,16 @@ def pairs(
         float, typer.Option(min=0, help="least difference of best and worst in a group")
     ] = 0.0,
     rounds: Annotated[str | None, typer.Option(help="like 3 or 0-9; default: all")] = None,
+    as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Pair the best with the worst answer of each group of a run, for `marin-rl reward-model`."""
+    """Write preference pairs from the groups of a run.
+
+    A pair is the best and the worst answer of a group; `marin-rl reward-model` trains on them.
+    """
     if output.suffix not in PAIRS_SUFFIXES:
         raise ConfigError(
-            f"--out {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
+            f"--output {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
         )
     from marin_rl.rollouts.pairs import pairs_of_run
     from marin_rl.storage.runs import Run
@@ -79,6 +87,9 @@ def pairs(
         Run.open(root, run_name), component=component, margin_min=margin, rounds=_numbers(rounds)
     )
     write_pairs(output, ranked)
+    if as_json:
+        tell_json({"path": str(output), "pairs": len(ranked)})
+        return
     tell(f"wrote {len(ranked)} pairs to {output}")
 
 

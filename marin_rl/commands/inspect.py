@@ -1,11 +1,11 @@
 """Commands that show a run: `status`, `rollouts`, `sql`, `report`, `view`. None changes one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from marin_rl.commands.options import (
     out,
     tell,
     tell_json,
+    tell_learned,
 )
 from marin_rl.errors import ConfigError, MarinRLError
 
@@ -49,7 +50,7 @@ def status(
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Show what is committed, and the latest numbers, of one run or of all.
+    """Show rounds and latest metrics of one run or of all.
 
     With several runs, exit code 1 if one cannot be read; the others are shown all the same.
     --watch follows them in the terminal, without Prefect; with --json a line per run and look.
@@ -72,6 +73,7 @@ def status(
     out.print(key_values(f"Run {run_name}", current.facts))
     if current.rounds:
         out.print(rounds_table(current.rounds, "Rounds"))
+    tell_learned(current)
 
 
 def _status_of_all(root: str, *, as_json: bool) -> None:
@@ -149,31 +151,71 @@ def _next_look(look: Callable[[], "Looks"], every_s: float) -> "Looks":
             complain([f"not updated: {error}"])
 
 
-def rollouts(
+def rollouts(  # noqa: PLR0913 - each is an option of the command
     run_name: RunName,
     *,
     round_number: LatestRound = None,
-    limit: Annotated[int, typer.Option(min=1, help="number of rollouts")] = 8,
+    rollout: Annotated[
+        str | None,
+        typer.Option("--id", help="one rollout with all its turns: its id, or the end of it"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="number of rollouts; default: 8")] = None,
     worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
+    tool: Annotated[
+        str | None, typer.Option("--tool", metavar="NAME", help="only those that used this tool")
+    ] = None,
+    finish_reason: Annotated[
+        str | None,
+        typer.Option("--finish-reason", metavar="REASON", help="only those that ended like this"),
+    ] = None,
+    min_turns: Annotated[
+        int, typer.Option("--min-turns", min=0, help="only those with as many turns of the model")
+    ] = 0,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Show rollouts of a round: prompt, completion, reward."""
-    from marin_rl.analysis.status import sample_rollouts
-    from marin_rl.display import rollouts_table
+    """Show rollouts of a round: prompt, completion, reward.
+
+    --id shows one of them as a dialogue: every turn in order, with its reward.
+    """
+    from marin_rl.analysis.dialogues import RolloutFilter, rollout_named, sample_rollouts
     from marin_rl.storage.runs import Run
 
-    rows = sample_rollouts(Run.open(root, run_name), round_number, limit, worst_first=worst)
+    where = RolloutFilter(tool=tool, finish_reason=finish_reason, min_turns=min_turns)
+    run = Run.open(root, run_name)
+    if rollout is not None:
+        if where.asks or worst or limit is not None:
+            raise ConfigError("--id shows one rollout: leave out what chooses among several")
+        rows = [rollout_named(run, rollout, round_number)]
+    else:
+        rows = sample_rollouts(run, round_number, limit or 8, worst_first=worst, where=where)
     if as_json:
         for row in rows:
             tell_json(row)
         return
+    _print_rollouts(run_name, rows, as_dialogue=rollout is not None)
+
+
+def _print_rollouts(run_name: str, rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
+    from marin_rl.commands.dialogue import dialogue
+    from marin_rl.display import rollouts_table
+
+    if as_dialogue:
+        out.print(dialogue(rows[0]))
+        return
     out.print(rollouts_table(rows))
+    if any(row["n_turns"] > 1 for row in rows):
+        longest = max(rows, key=lambda row: row["n_turns"])
+        tell(f"all turns of one: marin-rl rollouts {run_name} --id {longest['rollout_id']}")
+    elif not rows:
+        tell("no rollout of this round fulfils these conditions")
 
 
 def sql(
     run_name: RunName,
-    query: Annotated[str, typer.Argument(help="DuckDB's SQL over the tables below")],
+    query: Annotated[
+        str | None, typer.Argument(help="DuckDB's SQL; none: the tables and their columns")
+    ] = None,
     *,
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="let the query reach other files, and write")
@@ -181,25 +223,44 @@ def sql(
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
-    """Query a run with DuckDB: rollouts, batches, dispositions, metrics, evals, scores.
+    """Query the tables of a run with DuckDB.
 
-    A query reads the run's own files and writes none, unless --unsafe is given.
+    They are rollouts, batches, dispositions, scores, metrics, evals and rewards (of `rescore`). A
+    query reads the run's own files and writes none, unless --unsafe is given.
     """
-    from marin_rl.analysis.scan import sql as run_sql
+    from marin_rl.analysis.query import answer_rows
     from marin_rl.display import frame_table
 
-    frame = run_sql(root, run_name, query, unsafe=unsafe)
-    if as_json:
-        for row in frame.iter_rows(named=True):
-            tell_json(row)
+    if query is None:
+        _print_tables(root, run_name, as_json=as_json)
         return
-    out.print(frame_table(frame.columns, frame.rows()))
+    answer = answer_rows(root, run_name, query, unsafe=unsafe)
+    if as_json:
+        for row in answer.rows:
+            tell_json(dict(zip(answer.columns, row, strict=True)))
+        return
+    out.print(frame_table(answer.columns, answer.rows))
+
+
+def _print_tables(root: str, run_name: str, *, as_json: bool) -> None:
+    from marin_rl.analysis.query import tables
+
+    for table, columns in tables(root, run_name).items():
+        if as_json:
+            tell_json({"table": table, "columns": columns})
+            continue
+        tell(table)
+        for column, kind in columns.items():
+            tell(f"    {column}  {kind}")
 
 
 def report(
     run_name: RunName,
     *,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="HTML file")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="HTML file; default: report.html in the run's folder"),
+    ] = None,
     curve: Annotated[
         Path | None, typer.Option("--curve", help="instead: the learning curve as a PNG file")
     ] = None,
@@ -209,8 +270,14 @@ def report(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Write a run as one HTML page that needs no network: curves, rollouts, lineage."""
+    """Write a run as one HTML page.
+
+    It has curves, rollouts and lineage, and needs no network. Of a run on a bucket it is RUN.html
+    in the current folder.
+    """
+    from marin_rl.storage.layout import REPORT
     from marin_rl.storage.runs import Run
+    from marin_rl.storage.stores.local import replace_file
 
     run = Run.open(root, run_name)
     if curve is not None:
@@ -224,9 +291,13 @@ def report(
 
     choice = Choice(groups_per_round=groups, members_per_group=members, rollouts_max=rollouts_max)
     page = RunPage(run, choice).page()
-    target = output or Path(f"{run_name}.html")
     data = report_html(page).encode()
-    target.write_bytes(data)
+    if output is not None:
+        target = output
+        target.write_bytes(data)
+    else:
+        target = run.store.local_path(REPORT) or Path(f"{run.run_id}.html")
+        replace_file(target, data)
     if as_json:
         tell_json({"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended})
         return
@@ -255,7 +326,10 @@ def view(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Serve the page of a run on this machine; it follows the run until you press Ctrl-C."""
+    """Serve the page of a run on this machine, following it.
+
+    Ctrl-C ends it.
+    """
     from marin_rl.pages.document import Choice, RunPage
     from marin_rl.pages.live import serve_view
     from marin_rl.storage.runs import Run

@@ -1,25 +1,39 @@
-"""Shared parts of commands: options that mean the same everywhere, and the two consoles."""
+"""Shared parts of commands: options that mean the same everywhere, and the two consoles.
+
+Also `load`, by which every command that takes CONFIG|RUN reads its configuration.
+"""
 
 import json
 import math
 import os
+import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from marin_rl.config import Config, load_config
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, ObjectMissing
+
+if TYPE_CHECKING:
+    from marin_rl.analysis.status import RunStatus
+    from marin_rl.config import Config
+    from marin_rl.storage.runs import Run
+
+ROOT_VARIABLE = "MARIN_RL_ROOT"
 
 out = Console(emoji=False)  # `:x:` in a text of a run is no emoji
 err = Console(stderr=True, emoji=False)
 
 ConfigFile = Annotated[
-    Path, typer.Argument(help="YAML file such as configs/demo.yaml, or a run's folder")
+    Path,
+    typer.Argument(
+        metavar="CONFIG|RUN", help="YAML file such as configs/demo.yaml; a run's id or folder"
+    ),
 ]
 
 
@@ -28,13 +42,22 @@ def _folder_name(text: str | None) -> str | None:
     return text and text.rstrip("/")
 
 
-RunName = Annotated[str, typer.Argument(help="run id", callback=_folder_name)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="run id", callback=_folder_name)]
 AnyRunName = Annotated[
-    str | None, typer.Argument(help="run id; none: all runs", callback=_folder_name)
+    str | None,
+    typer.Argument(metavar="RUN", help="run id; none: all runs", callback=_folder_name),
 ]
 Root = Annotated[
-    str, typer.Option("--root", envvar="MARIN_RL_ROOT", help="folder or URL that holds runs")
+    str, typer.Option("--root", envvar=ROOT_VARIABLE, help="folder or URL that holds runs")
 ]
+ConfigRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--root", help=f"folder or URL for runs; default: {ROOT_VARIABLE}, else that of the file"
+    ),
+]
+RunId = Annotated[str | None, typer.Option("--run-id", help="name of the run")]
+Round = Annotated[int, typer.Option("--round", min=0, help="number of the round")]
 LatestRound = Annotated[int | None, typer.Option("--round", min=0, help="default: the latest")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="dotted override; repeatable")
@@ -102,29 +125,73 @@ def complain(lines: Iterable[str], style: str = "red") -> None:
         err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def tell_learned(status: "RunStatus") -> None:
+    """Print what a run learned, in a sentence, and its warnings, a line each."""
+    if status.headline:
+        out.print(status.headline, style="bold", markup=False, highlight=False, soft_wrap=True)
+    for line in status.warnings:
+        out.print(f"! {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def try_next(*commands: str) -> None:
+    """Print command lines, without the program's name, as lines that can be pasted."""
+    program = "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"
+    out.print("\n[bold]Try next[/bold]")
+    for command in commands:
+        tell(f"  {program} {command}")
+
+
 def load(
     file: Path,
     overrides: list[str] | None,
     *,
+    root: str | None = None,
     trust: bool = False,
     only_shown: bool = False,
     **options: Any,
-) -> Config:
-    """Load the configuration in `file`, with overrides and values of `options` of their own.
+) -> "Config":
+    """Load the configuration that CONFIG|RUN names, with overrides and values of `options`.
 
-    `file` may be the folder of a run, also `.`: then it is the configuration in its run.json.
-    Raises ConfigError where that run is another user's and names code, places or settings that are
-    the user's to choose, unless `trust` or `only_shown`.
+    `file` is a YAML file, the folder of a run (also `.`), or the id of a run under the root; of a
+    run it is the configuration in its run.json. The root of a new run is `root`, else a `root=` of
+    the overrides, else that of the environment, else that of the file.
+    Raises ConfigError where a run is another user's and names code, places or settings that are
+    the user's to choose, unless `trust` or `only_shown`, and where nothing has this name.
     """
+    from marin_rl.config import load_config
+
     items = [f"{key}={value}" for key, value in options.items() if value is not None]
     changes = [*(overrides or ()), *items]
-    if not (file / "run.json").is_file():
-        return load_config(file, changes)
+    usual = os.environ.get(ROOT_VARIABLE) or None
+    own = {"trust": trust, "only_shown": only_shown}
+    if (file / "run.json").is_file():
+        from marin_rl.storage.runs import Run
+
+        folder = file.resolve() if file.name in ("", "..") else file
+        changes += [] if root is None else [f"root={root}"]
+        return _of_run(Run.open(str(folder.parent), folder.name), changes, **own)
+    if not file.exists() and len(file.parts) == 1 and file.suffix not in (".yaml", ".yml"):
+        return _of_run(_run_named(str(file), root or usual or "runs"), changes, **own)
+    before = [] if usual is None else [f"root={json.dumps(usual)}"]
+    after = [] if root is None else [f"root={json.dumps(root)}"]
+    return load_config(file, [*before, *changes, *after])
+
+
+def _run_named(name: str, root: str) -> "Run":
     from marin_rl.storage.runs import Run
+
+    try:
+        return Run.open(root, name)
+    except ObjectMissing as error:
+        raise ConfigError(
+            f"no configuration file at {name}: expected a YAML file, or the id or folder of a "
+            f"run ({error})"
+        ) from None
+
+
+def _of_run(run: "Run", changes: list[str], *, trust: bool, only_shown: bool) -> "Config":
     from marin_rl.trust import Consent, check_named, settings_of
 
-    folder = file.resolve() if file.name in ("", "..") else file
-    run = Run.open(str(folder.parent), folder.name)
     consent = Consent(overrides=tuple(changes), trust=trust)
     if only_shown:
         return settings_of(run, consent, ())

@@ -29,7 +29,11 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Trace an update back to rollouts, shards, checkpoint and code; or a rollout forward."""
+    """Trace an update back to text and code, or forward.
+
+    Back: to rollouts, shards, checkpoint and code. Forward, with --reverse: what a rollout
+    influenced.
+    """
     from marin_rl.analysis.lineage import as_text, as_tree, trace, trace_forward, write_graph
     from marin_rl.display import shortened
     from marin_rl.storage.runs import Run
@@ -45,8 +49,7 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     if as_json:
         tell_json(as_tree(lineage))
         return
-    for line in as_text(lineage):
-        tell(shortened(line))
+    tell("\n".join(shortened(line) for line in as_text(lineage)))
     if graph is not None:
         tell(f"wrote {graph}")
 
@@ -87,9 +90,9 @@ def diff(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Compare two runs: configuration, curves, and the first round that differs.
+    """Compare the settings and curves of two runs.
 
-    Exit code 1 where they differ.
+    Also names the first round that differs. Exit code 1 where they differ.
     """
     from marin_rl.analysis.diff import compare_runs
     from marin_rl.display import frame_table

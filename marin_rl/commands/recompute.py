@@ -1,4 +1,6 @@
-"""Commands that compute a recorded round again: `replay-step`, `rescore`, `reprocess`.
+"""Commands that compute a recorded round again.
+
+`replay-step`, `replay-episode`, `rescore`, `reprocess`.
 
 None of them changes the round; `rescore` adds a table of rewards next to it.
 """
@@ -8,24 +10,36 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Overrides, Root, RunName, out, tell, tell_json
-
-Round = Annotated[int, typer.Option("--round", min=0)]
+from marin_rl.commands.options import (
+    AsJson,
+    Overrides,
+    Root,
+    Round,
+    RunName,
+    Trust,
+    out,
+    tell,
+    tell_json,
+)
 
 
 def replay_step(
     run_name: RunName,
-    round_number: Annotated[int, typer.Argument(min=0, help="round to train again")],
     *,
+    round_number: Round,
+    trust: Trust = False,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Train a round again and compare with its checkpoint. Exit code 1 if they differ."""
+    """Train a round again, and compare every bit.
+
+    Exit code 1 where its checkpoint is another.
+    """
     from marin_rl.display import frame_table
     from marin_rl.storage.runs import Run
     from marin_rl.training.replay import replay_round
 
-    replay = replay_round(Run.open(root, run_name), round_number)
+    replay = replay_round(Run.open(root, run_name), round_number, trust=trust)
     if as_json:
         tell_json({"equal": replay.equal, **asdict(replay)})
     else:
@@ -43,20 +57,80 @@ def replay_step(
         raise typer.Exit(1)
 
 
+def replay_episode(
+    run_name: RunName,
+    rollout_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="such as round-00003/group-00002/001")
+    ] = None,
+    *,
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=0, help="all rollouts of this round")
+    ] = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Step an environment again, and compare each answer.
+
+    Every message, reward and end is compared. Exit code 1 where something differs.
+    """
+    from marin_rl.display import frame_table
+    from marin_rl.errors import ConfigError
+    from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
+    from marin_rl.storage.runs import Run
+    from marin_rl.trust import Consent, check_named
+
+    if (rollout_id is None) == (round_number is None):
+        raise ConfigError("expected the id of a rollout, or --round N for all of a round")
+    run = Run.open(root, run_name)
+    number = round_number if rollout_id is None else round_of_rollout(rollout_id)
+    assert number is not None, "one of the two was given"
+    player = run.at_round(number)
+    check_named(player, player.config, Consent(trust=trust), ("environment",))
+    replays = replay_rollouts(run, number, rollout_id)
+    if as_json:
+        episodes = [{"equal": e.equal, **asdict(e)} for e in replays.episodes]
+        tell_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
+    else:
+        shown = [e for e in replays.episodes if rollout_id is not None or not e.equal]
+        rows = [
+            (e.rollout_id, turn.turn, "differs" if turn.difference else "equal", turn.difference)
+            for e in shown
+            for turn in e.turns
+        ]
+        if rows:
+            columns = ("rollout", "turn", "replayed", "first difference")
+            out.print(frame_table(columns, [(*row[:3], row[3] or "") for row in rows]))
+        for name, (then, now) in replays.changed.items():
+            tell(f"{name}: {then} then, {now} now")
+        equal = sum(episode.equal for episode in replays.episodes)
+        tell(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
+    if not replays.equal:
+        raise typer.Exit(1)
+
+
 def rescore(
     run_name: RunName,
     *,
     round_number: Round,
-    reward: Annotated[str, typer.Option("--reward", help="module:function(example, completion)")],
+    reward: Annotated[str, typer.Option("--reward", help="FILE.py:function or module:function")],
     name: Annotated[str, typer.Option("--name", help="of the table; versions count up under it")],
+    trust: Trust = False,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Score a round by another reward function, into a table next to its unchanged shards."""
+    """Score a round with another reward function.
+
+    The rewards are a table next to the unchanged shards: `rewards` of `marin-rl sql`. A file that
+    is not in the current folder is taken from the copy next to the run.
+    """
     from marin_rl.rollouts.rescore import rescore_round
     from marin_rl.storage.runs import Run
+    from marin_rl.trust import pin_function
 
-    scored = rescore_round(Run.open(root, run_name), round_number, reward, name)
+    run = Run.open(root, run_name)
+    function = pin_function(run, reward, "--reward", trust=trust)
+    scored = rescore_round(run, round_number, function, name)
     if as_json:
         tell_json(asdict(scored))
         return
@@ -75,16 +149,22 @@ def reprocess(
     overrides: Overrides = None,
     rewards: Annotated[str | None, typer.Option("--rewards", help="a table of `rescore`")] = None,
     gradient: Annotated[bool, typer.Option(help="compare gradients too, which takes JAX")] = True,
+    trust: Trust = False,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Process a round under other objectives, filters or rewards, and compare. Changes nothing."""
+    """Process a round with other settings, and compare.
+
+    Such as another objective, filters or rewards. Changes nothing.
+    """
     from marin_rl.display import key_values
     from marin_rl.storage.runs import Run
     from marin_rl.training.reprocess import reprocess_round
 
     run = Run.open(root, run_name)
-    outcome = reprocess_round(run, round_number, overrides or (), rewards, gradient=gradient)
+    outcome = reprocess_round(
+        run, round_number, overrides or (), rewards, gradient=gradient, trust=trust
+    )
     if as_json:
         tell_json(asdict(outcome))
         return

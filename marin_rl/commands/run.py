@@ -3,100 +3,166 @@
 Flows are loaded through the entry-point group `marin_rl.flows`: the library knows no orchestrator.
 """
 
-import shutil
-import sys
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from marin_rl.commands.options import (
+    ROOT_VARIABLE,
     ApiKeyVariable,
+    AsJson,
     ConfigFile,
+    ConfigRoot,
     Overrides,
+    RunId,
     Trust,
     err,
     key_named,
     load,
     out,
     tell,
+    tell_json,
+    tell_learned,
+    try_next,
 )
 from marin_rl.config import Config
-from marin_rl.errors import ConfigError
-from marin_rl.machine import share_one_heap
+from marin_rl.errors import InputError, StorageError
 
+if TYPE_CHECKING:
+    from marin_rl.types import SlotRef
+
+MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
 
-RunId = Annotated[str | None, typer.Option("--run-id", help="name of the run")]
-RootOf = Annotated[str | None, typer.Option("--root", help="folder or URL for runs")]
 
-
-def run(
+def run(  # noqa: PLR0913 - each is an option of the command
     config_file: ConfigFile,
     *,
     run_id: RunId = None,
-    root: RootOf = None,
+    root: ConfigRoot = None,
     rounds: Annotated[int | None, typer.Option("--rounds", help="rounds to reach")] = None,
     overrides: Overrides = None,
     api_key_variable: ApiKeyVariable = None,
     trust: Trust = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Start a run, or continue it where it stopped; the same command does both."""
+    """Start a run, or continue it where it stopped.
+
+    The same command does both. With --json, progress and warnings go to standard error.
+    """
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root, rounds=rounds)
     if dry_run:
-        _print_plan(config)
+        _print_plan(config, as_json=as_json)
         return
-    play("rl-loop", config)
-    _print_result(config, config_file)
+    again = run_again(config, config_file, changes)
+    checkpoint = already_done("rl-loop", config)
+    if checkpoint is None:
+        play("rl-loop", config, as_json=as_json)
+    if checkpoint is None or as_json:
+        _print_result(config, again, as_json=as_json)
+        return
+    trained = int(checkpoint.slot.rpartition("-")[2])
+    tell(f"complete: {trained} rounds")
+    try_next(
+        f"status {config.run_id}{root_option(config)}", f"{again} --rounds {trained + MORE_ROUNDS}"
+    )
 
 
 def sft(
     config_file: ConfigFile,
     *,
     run_id: RunId = None,
-    root: RootOf = None,
+    root: ConfigRoot = None,
     overrides: Overrides = None,
     trust: Trust = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run only the supervised warm start of a run."""
-    play("sft", load(config_file, overrides, trust=trust, run_id=run_id, root=root))
+    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    checkpoint = already_done("sft", config) or play("sft", config, as_json=as_json)
+    place = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
+    if as_json:
+        tell_json({"checkpoint": place, **checkpoint.summary})
+        return
+    tell(f"warm start: {place}")
+    if config.policy.init == "sft":
+        try_next(run_again(config, config_file, overrides or ()))
+        return
+    # Another start is another content, so it is another run.
+    start = ("policy.init=checkpoint", f"policy.checkpoint={place}")
+    options = _options(config, f"{config.run_id}-rl", [*(overrides or ()), *start])
+    try_next(f"run {shlex.quote(str(config_file))}{options}")
 
 
 def reward_model(
     config_file: ConfigFile,
     *,
     run_id: RunId = None,
-    root: RootOf = None,
+    root: ConfigRoot = None,
     overrides: Overrides = None,
     trust: Trust = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a reward model from preference pairs, or continue where it stopped."""
+    """Train a reward model from preference pairs.
+
+    Or continue where it stopped.
+    """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.display import key_values
 
-    checkpoint = play("reward-model", config)
-    metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
+    checkpoint = already_done("reward-model", config) or play(
+        "reward-model", config, as_json=as_json
+    )
     slot = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
+    if as_json:
+        tell_json({"checkpoint": slot, **checkpoint.summary})
+        return
+    metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
     out.print(key_values(f"Reward model {config.run_id}", metrics))
-    tell(f"use it: --set environment.reward_model.checkpoint={slot}")
+    tell(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
+    try_next(f"status {config.run_id}{root_option(config)}")
 
 
-def play(flow: str, config: Config) -> Any:
-    """Run a flow on a configuration with live progress, and return its result.
+def already_done(flow: str, config: Config) -> "SlotRef | None":
+    """Check what needs no engine; return the last checkpoint of a flow that is finished.
 
-    Raises ConfigError where a run of this name exists with another content.
+    Raises what `before_engines` raises, before anything slow is imported.
     """
-    from marin_rl.display import RunDisplay, showing
-    from marin_rl.storage.runs import refuse_other_content
+    from marin_rl.preflight import before_engines
 
-    refuse_other_content(config)
+    return before_engines(config, flow)
+
+
+def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
+    """Run a flow on a configuration with live progress and warnings; return its last checkpoint.
+
+    With `as_json` progress and warnings are on standard error. `already_done` comes before it.
+    Raises what the flow raises.
+    """
+    from marin_rl.analysis.warnings import NewWarnings
+    from marin_rl.api.training import flow_named
+    from marin_rl.display import RunDisplay, plain, showing
+    from marin_rl.progress import listening
+    from marin_rl.rollouts.data_warnings import data_warnings
+
     start = flow_named(flow)
-    with showing(RunDisplay(config.run_id, config.rounds), out), _interruptible():
+    console = err if as_json else out
+    warn = NewWarnings(
+        config.run_id, lambda text: console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
+    )
+    if flow != "reward-model":
+        for text in data_warnings(config):
+            console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
+    display = RunDisplay(config.run_id, config.rounds)
+    with showing(display, console), listening(warn.listen), _interruptible():
         return start(config)
 
 
@@ -110,44 +176,86 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def flow_named(name: str) -> Any:
-    """Return the function that runs an installed flow. Raises ConfigError for another name."""
-    share_one_heap()  # before what a flow imports starts its threads
-    for point in entry_points(group="marin_rl.flows", name=name):
-        return point.load()
-    raise ConfigError(f"the flow {name!r} is not installed: reinstall marin-rl (`make install`)")
-
-
-def _print_plan(config: Config) -> None:
+def _print_plan(config: Config, *, as_json: bool) -> None:
+    """Print the plan, and whether the run exists. Raises ConfigError if it has another content."""
     from marin_rl.display import key_values, plan_rows
     from marin_rl.planning import plan
+    from marin_rl.preflight import rounds_trained
+    from marin_rl.storage.runs import refuse_other_content
 
+    if as_json:
+        refuse_other_content(config)
+        known = {"run_id": config.run_id, "root": config.root, "trained": rounds_trained(config)}
+        tell_json(known | asdict(plan(config)))
+        return
     out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, plan(config))))
+    _print_data_warnings(config)
+    try:
+        refuse_other_content(config)
+        trained = rounds_trained(config)
+    except StorageError as error:
+        tell(f"whether run {config.run_id} exists is not known: {error}")
+        return
+    if trained is None:
+        tell(f"run {config.run_id} is new under {config.root}")
+    else:
+        tell(f"run {config.run_id} exists with the same content: {trained} rounds are trained")
 
 
-def _print_result(config: Config, file: Path) -> None:
+def _print_data_warnings(config: Config) -> None:
+    """Print what is unexpected in the prompts, where they can be read, and in their reward."""
+    from marin_rl.preflight import own_reward
+    from marin_rl.rollouts.data_warnings import data_warnings
+
+    try:
+        for text in data_warnings(config):
+            tell(f"! {text}")
+        own_reward(config)
+    except InputError as error:
+        tell(f"! {error}")
+
+
+def _print_result(config: Config, again: str, *, as_json: bool) -> None:
+    from marin_rl.analysis.before_after import before_and_after
     from marin_rl.analysis.learning_curve import write_learning_curve
     from marin_rl.analysis.status import run_status
-    from marin_rl.display import rounds_table
+    from marin_rl.display import episodes_table, rounds_table
     from marin_rl.storage.runs import Run
 
     opened = Run.open(config.root, config.run_id, config.storage_options)
     status = run_status(config.root, config.run_id, config.storage_options)
+    curve = write_learning_curve(opened, status.rounds)
+    if as_json:
+        tell_json({**asdict(status), "learning_curve": curve})
+        return
     out.print(rounds_table(status.rounds, f"Run {config.run_id}"))
-    if status.headline:
-        out.print(f"[bold]{status.headline}[/bold]")
-    tell(f"learning curve: {write_learning_curve(opened, status.rounds)}")
-    root = "" if config.root == "runs" else f" --root {config.root}"
+    if (compared := before_and_after(opened)) is not None:
+        out.print(episodes_table(compared))
+    tell_learned(status)
+    tell(f"learning curve: {curve}")
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
-    out.print("\n[bold]Try next[/bold]")
-    for command in (
-        f'sql {config.run_id} "{average}"{root}',
-        f"rollouts {config.run_id} --round {min(3, config.rounds - 1)}{root}",
-        f"run {file} --run-id {config.run_id} --rounds {config.rounds + 20}{root}",
-    ):
-        tell(f"  {_program()} {command}")
+    try_next(
+        f'sql {config.run_id} "{average}"{root_option(config)}',
+        f"rollouts {config.run_id} --round {min(3, config.rounds - 1)}{root_option(config)}",
+        f"{again} --rounds {config.rounds + MORE_ROUNDS}",
+    )
 
 
-def _program() -> str:
-    """Return the program's name in the user's shell, so that printed commands can be pasted."""
-    return "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"
+def run_again(config: Config, file: Path, overrides: Sequence[str] = ()) -> str:
+    """Return the command that goes on with the run of `config`, whatever its options were."""
+    if "://" not in config.root:
+        return f"run {shlex.quote(f'{config.root}/{config.run_id}')}"
+    # Only a local folder can stand in place of a file, so the command is given again.
+    return f"run {shlex.quote(str(file))}{_options(config, config.run_id, overrides)}"
+
+
+def _options(config: Config, run_id: str, overrides: Sequence[str]) -> str:
+    """Return the options that name a run and set its keys."""
+    changes = "".join(f" --set {shlex.quote(item)}" for item in overrides)
+    return f" --run-id {run_id}{root_option(config)}{changes}"
+
+
+def root_option(config: Config) -> str:
+    """Return the option that names the root of runs; empty for the one that commands take."""
+    usual = os.environ.get(ROOT_VARIABLE) or "runs"
+    return "" if config.root == usual else f" --root {shlex.quote(config.root)}"

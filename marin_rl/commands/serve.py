@@ -5,15 +5,26 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import LatestRound, Overrides, Root, Trust, key_named
+from marin_rl.commands.options import (
+    AsJsonLines,
+    LatestRound,
+    Overrides,
+    Root,
+    Trust,
+    complain,
+    key_named,
+    tell_json,
+)
 from marin_rl.config import Config, load_config, override, parse_config
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, InputError
 from marin_rl.machine import share_one_heap
 
 
 def serve(  # noqa: PLR0913 - each is an option that people type
+    run_name: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="run id; a checkpoint of it is served")
+    ] = None,
     *,
-    run_name: Annotated[str | None, typer.Option("--run", help="serve a run's checkpoint")] = None,
     round_number: LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
     config_file: Annotated[
@@ -39,28 +50,57 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     poll_s: Annotated[
         float, typer.Option("--poll-s", min=0.1, help="seconds between checks for one")
     ] = 2.0,
+    as_json: AsJsonLines = False,
 ) -> None:
-    """Serve a model through the OpenAI protocol until interrupted."""
+    """Serve a run or a model folder as an OpenAI server.
+
+    Ctrl-C ends it. With --json, a line of standard output for each state: compiling, ready (with
+    url and model), draining, ended.
+    """
     share_one_heap()
     if (run_name is None) == (model is None):
-        raise ConfigError("serve needs exactly one of --run RUN_ID and --model FOLDER")
+        raise ConfigError("serve needs a RUN or --model FOLDER, and not both")
     for flag, chosen in (("--follow", follow), ("--round", round_number is not None)):
         if chosen and run_name is None:
-            raise ConfigError(f"{flag} needs a run: --run RUN_ID")
+            raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
+    if model is not None:
+        check_folder(model)
+    complain([f"starting the server of {run_name or model}"], style="")
     from marin_rl.serving.launch import serve_checkpoint, serve_folder
 
+    report = tell_json if as_json else None
     if run_name is not None:
         code = serve_checkpoint(
-            root, run_name, round_number, host, port, config=config, follow=follow, poll_s=poll_s
+            root,
+            run_name,
+            round_number,
+            host,
+            port,
+            config=config,
+            follow=follow,
+            poll_s=poll_s,
+            report=report,
         )
         raise typer.Exit(code)
     if model is not None:
-        raise typer.Exit(serve_folder(model, config, host, port))
+        raise typer.Exit(serve_folder(model, config, host, port, report=report))
+
+
+def check_folder(model: Path) -> None:
+    """Raise InputError unless a folder has the files of a model, before JAX is imported."""
+    from marin_rl.tokenizer_files import check_tokenizer_folder
+
+    if not (model / "config.json").is_file():
+        raise InputError(
+            f"no model at {model}: expected a local Hugging Face folder with config.json, "
+            "tokenizer.json and safetensors; download it first"
+        )
+    check_tokenizer_folder(model)
 
 
 def serving_config(

@@ -1,5 +1,6 @@
 """Commands that change what is stored, without computing: `fork`, `gc`."""
 
+import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +15,8 @@ from marin_rl.commands.options import (
     out,
     tell,
     tell_json,
+    try_next,
 )
-from marin_rl.config import override, parse_config
 
 if TYPE_CHECKING:
     from marin_rl.storage.upkeep.gc import Collection
@@ -25,14 +26,18 @@ def fork(
     run_name: RunName,
     *,
     from_round: Annotated[
-        int, typer.Option("--from-round", min=0, help="first round of the fork's own")
+        int, typer.Option("--round", min=0, help="first round of the fork's own")
     ],
     run_id: Annotated[str, typer.Option("--run-id", help="name of the fork")],
     overrides: Overrides = None,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Make a run that shares the rounds before --from-round with another, without a copy."""
+    """Make a run that shares its first rounds with another.
+
+    They are the rounds before --round, and are read where they are, without a copy.
+    """
+    from marin_rl.config import override, parse_config
     from marin_rl.storage.own_runs import remembered, try_to_remember
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.forks import fork_run
@@ -50,7 +55,7 @@ def fork(
         return
     tell(f"{forked.folder.url} begins at round {from_round} of {run_name}")
     if forked.folder.local_path("run.json") is not None:
-        tell(f"continue with: marin-rl run {forked.folder.url}")
+        try_next(f"run {shlex.quote(forked.folder.url)}")
 
 
 def gc(
@@ -68,11 +73,11 @@ def gc(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Delete what nothing can reach, and arrays of checkpoints that retention prunes.
+    """Delete unreferenced files and old checkpoints.
 
-    Retention is the run's own, as its latest checkpoint recorded it (`retention.*`); --keep-last
-    and --keep-every override it. Exit code 1 where another run under the root cannot be read: it
-    may be a fork, so no checkpoint is pruned.
+    Of old checkpoints the arrays are deleted. Retention is the run's own, as its latest checkpoint
+    recorded it (`retention.*`); --keep-last and --keep-every override it. Exit code 1 where another
+    run under the root cannot be read: it may be a fork, so no checkpoint is pruned.
     """
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.gc import collect, rule_of

@@ -1,0 +1,216 @@
+"""Errors in files, and locked or finished runs, are raised before an engine is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.run_factories import evaluate, whole_run
+from support.scripted_policies import write_tokenizer
+from support.templates import QWEN
+
+from marin_rl import doctor
+from marin_rl.commands.serve import check_folder
+from marin_rl.config import Config, load_config
+from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
+from marin_rl.preflight import before_engines, before_evaluation, finished
+from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
+from marin_rl.tokenizer_files import read_tokenizer
+from marin_rl.tokenizers import character_tokenizer
+
+DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
+
+# Imports of seconds, of which an error needs none.
+ENGINES = ("jax", "prefect", "transformers", "levanter", "polars", "duckdb", "openai", "orbax")
+LOADED = """
+import sys
+from pathlib import Path
+from marin_rl.config import load_config
+from marin_rl.preflight import before_engines
+from marin_rl.errors import MarinRLError
+overrides = sys.argv[2:]
+try:
+    print(before_engines(load_config(sys.argv[1], overrides), "rl-loop"))
+except MarinRLError as error:
+    print(type(error).__name__)
+print(*sorted(name for name in sys.modules if "." not in name))
+"""
+
+
+def debug(root: Path, *overrides: str) -> Config:
+    return load_config(DEBUG, [f"root={json.dumps(str(root))}", *overrides])
+
+
+def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOADED, str(DEBUG), f"root={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    outcome, modules = done.stdout.splitlines()
+    assert outcome == "None"
+    assert not set(ENGINES) & set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "words"),
+    [
+        ("policy.tokenizer=/nowhere", InputError, "no tokenizer folder at /nowhere"),
+        ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
+        ("environment.options={letters_min: 90, letters_max: 95}", InputError, "leaves 56"),
+        ("environment.name=ecko", ConfigError, "did you mean echo"),
+        (
+            "policy={context_length: 64, init: checkpoint, "
+            "checkpoint: /nowhere/x/checkpoints/round-00003}",
+            ObjectMissing,
+            "no run 'x' under /nowhere",
+        ),
+        (
+            "environment.reward_model={checkpoint: /nowhere/x/reward_model/step-00200}",
+            ObjectMissing,
+            "no run 'x' under /nowhere",
+        ),
+        (
+            "policy={context_length: 64, init: hf, hf_path: /nowhere}",
+            InputError,
+            "no model at /nowhere",
+        ),
+    ],
+)
+def test_missing_files_are_named(tmp_path, override, error, words) -> None:
+    with pytest.raises(error, match=words):
+        before_engines(debug(tmp_path, override), "rl-loop")
+    assert not (tmp_path / "debug").exists()
+
+
+def test_a_context_too_short_for_the_canary_is_refused_before_the_warm_start(tmp_path) -> None:
+    small = ("environment.options={letters_min: 2, letters_max: 3}", "sampling.max_tokens=4")
+    with pytest.raises(InputError, match=r"no room for the canary.*expected at least 27"):
+        before_engines(debug(tmp_path, *small, "policy.context_length=26"), "rl-loop")
+    assert before_engines(debug(tmp_path, *small, "policy.context_length=27"), "rl-loop") is None
+
+
+def test_another_content_is_refused_first(tmp_path: Path) -> None:
+    Run.create_or_open(debug(tmp_path))
+    with pytest.raises(ConfigError, match="seed: 0 -> 4"):
+        before_engines(debug(tmp_path, "seed=4", "policy.tokenizer=/nowhere"), "rl-loop")
+
+
+def test_a_locked_run_is_refused_with_the_line_that_follows_it(tmp_path: Path) -> None:
+    run = Run.create_or_open(debug(tmp_path))
+    with run.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()}") as refused:
+        before_engines(debug(tmp_path), "rl-loop")
+    assert f"marin-rl status debug --watch --root {tmp_path}" in str(refused.value)
+    assert before_engines(debug(tmp_path), "rl-loop") is None
+
+
+def test_an_evaluation_whose_prompts_are_gone_is_refused(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    environment = {"name": "chat", "options": {"path": str(prompts)}}
+    config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
+    before_evaluation(config)
+    prompts.unlink()
+    again = debug(tmp_path / "others", f"environment={json.dumps(environment | {'train_seed': 1})}")
+    with pytest.raises(InputError, match=str(prompts)):
+        before_evaluation(again)
+
+
+def test_a_folder_without_a_model_is_not_served(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a local Hugging Face folder"):
+        check_folder(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot read a tokenizer"):
+        check_folder(tmp_path)
+
+
+REWARDS = {
+    "length": ("return [1.0, 2.0]", "expected a number"),
+    "text": ("return 'good'", "expected a number, found 'good'"),
+    "nan": ("return float('nan')", "expected finite numbers"),
+    "raises": ("return example['answer']", "TypeError"),
+    "hangs": ("while True: pass", "took longer than 1 s"),
+    "exits": ("import os; os._exit(3)", "ended its process"),
+}
+
+
+@pytest.mark.parametrize("fault", REWARDS)
+def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) -> None:
+    body, words = REWARDS[fault]
+    name = f"preflight_{fault}"
+    (tmp_path / f"{name}.py").write_text(f"def score(example, completion):\n    {body}\n")
+    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environment = {
+        "name": "chat",
+        "reward_timeout_s": 1,
+        "options": {"path": str(tmp_path / "prompts.jsonl"), "reward": f"{name}:score"},
+        "pass_environment": ["PYTHONPATH"],
+    }
+    config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
+    with pytest.raises(MarinRLError, match=words):
+        before_engines(config, "rl-loop")
+
+
+def test_a_run_is_finished_once_its_last_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    run = whole_run(str(tmp_path), rounds=2)
+    config = run.config.model_copy(update={"rounds": 2})
+    assert finished(config, "rl-loop") is None
+    last = committed_checkpoint(run, 2)
+    assert last is not None
+    evaluate(run, 2, last)
+    assert finished(config, "rl-loop") == last
+    assert finished(run.config.model_copy(update={"rounds": 3}), "rl-loop") is None
+    Path(tmp_path, run.run_id, metrics_key(1)).unlink()  # that round is closed again
+    assert finished(config, "rl-loop") is None
+
+
+def test_the_characters_are_those_that_a_run_uses(tmp_path: Path) -> None:
+    read, used = read_tokenizer(debug(tmp_path).policy), character_tokenizer()
+    assert read is not None
+    text = "<|user|>reverse word\n<|assistant|>"
+    assert read(text)["input_ids"] == used(text, add_special_tokens=False)["input_ids"]
+    assert read.get_vocab() == used.get_vocab()
+    assert len(read) == len(used)
+
+
+SHOP = '''
+class Shop:
+    """Offers one tool."""
+
+    def reset(self, **row: object) -> None:
+        return None
+
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: its name
+        """
+        return "found " + item
+
+    def get_reward(self) -> float:
+        return 1.0
+'''
+
+
+def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "buy {n}"}}\n' for n in range(40)))
+    (tmp_path / "run.yaml").write_text(DEBUG.read_text())
+    rows = json.dumps(f"{tmp_path}/rows.jsonl")
+    shop = f"environment={{name: shop.py:Shop, turns_max: 2, options: {{path: {rows}}}}}"
+    overrides = [f"root={tmp_path}/runs", shop]
+    overrides += ["policy.context_length=512", "batching.length_buckets=[512]"]
+    config = load_config(tmp_path / "run.yaml", overrides)
+    with pytest.raises(InputError, match="offers the tools look, but the policy's chat template"):
+        before_engines(config, "rl-loop")
+    (finding,) = doctor.examine(config, [("tools", doctor.tools)])
+    assert not finding.passed
+    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
+    overrides.append(f"policy.tokenizer={tmp_path}/tokenizer")
+    carried = load_config(tmp_path / "run.yaml", overrides)
+    assert doctor.tools(carried) == "the chat template carries look"
+    assert doctor.tools(debug(tmp_path)) == "none that are known before an episode starts"
