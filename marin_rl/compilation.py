@@ -34,6 +34,7 @@ CACHE_VARIABLE = "MARIN_RL_COMPILATION_CACHE"
 # The largest threshold that mallopt(3) accepts.
 _NEVER = 2**31 - 1
 
+_MIN_COMPILE_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # JAX's own
 # New objects before the collector looks at them; Python's own number is 700.
 _YOUNG_OBJECTS = 10_000
 
@@ -63,7 +64,8 @@ def enable_compilation_cache() -> Path | None:
     """Keep compiled programs on disk; returns the folder, or None without a cache.
 
     A program that is read from there is the one that was compiled, so it computes the same bits. A
-    folder that cannot be written is a warning: programs are then compiled in every process.
+    folder that cannot be written is a warning: programs are then compiled in every process. What
+    compiles in less than 0.2 s is not kept; JAX's own variable sets another limit.
     """
     folder = programs_folder()
     if folder is None:
@@ -76,7 +78,8 @@ def enable_compilation_cache() -> Path | None:
         _warn_of_no_cache(error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if _MIN_COMPILE_VARIABLE not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return folder
 

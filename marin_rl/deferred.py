@@ -8,12 +8,13 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 
 class Deferred(ModuleType):
-    """Placeholder of a package, which imports the package at its first use."""
+    """Proxy of a package, which imports the package at its first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in _ASKED_OF_PACKAGES:  # by who looks at every module
@@ -39,6 +40,51 @@ def defer(*packages: str) -> None:
     for package in packages:
         spec = None if package in sys.modules else importlib.util.find_spec(package)
         if spec is not None:
-            stand_in = Deferred(package)
-            stand_in.__spec__, stand_in.__file__ = spec, spec.origin
-            sys.modules[package] = stand_in
+            proxy = Deferred(package)
+            proxy.__spec__, proxy.__file__ = spec, spec.origin
+            sys.modules[package] = proxy
+
+
+class _Postponed(type):
+    """Type of the proxies of classes; calls and attributes go to the class itself."""
+
+    _proxy: ModuleType  # module that holds the proxy
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        return cls._imported()(*args, **settings)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls._imported(), name)
+
+    def _imported(cls) -> Any:
+        if sys.modules.get(cls.__module__) is cls._proxy:
+            del sys.modules[cls.__module__]
+        return getattr(importlib.import_module(cls.__module__), cls.__name__)
+
+
+def import_postponing(module: str, classes: Mapping[str, str]) -> None:
+    """Import `module`, but not yet the modules in `classes`, from each of which it takes one class.
+
+    It gets proxies, which import the class at its first use; others that import these modules
+    get them as ever. Nothing happens where `module` is loaded already.
+    """
+    if module in sys.modules:
+        return
+    absent = {name: item for name, item in classes.items() if name not in sys.modules}
+    for name, item in absent.items():
+        postpone(name, item)
+    try:
+        importlib.import_module(module)
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+def postpone(module: str, item: str) -> None:
+    """Let imports of one class or function of a module be postponed to the first use of it.
+
+    Until then the module has nothing else. Nothing happens where it is loaded already.
+    """
+    if module not in sys.modules:
+        sys.modules[module] = proxy = ModuleType(module)
+        vars(proxy)[item] = _Postponed(item, (), {"__module__": module, "_proxy": proxy})

@@ -7,10 +7,14 @@ a terminal, one plain line is printed per round.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -37,6 +41,7 @@ METRICS = {  # title and format of the metrics that terminals and reports show
     "mismatch_kl": ("mismatch KL", "{:.1e}"),
     "completions/mean_length": ("tokens each", "{:.1f}"),
     "staleness/mean": ("staleness", "{:.2f}"),
+    "eval/mean_turns": ("held-out turns", "{:.2f}"),
     "loss": ("loss", "{:.3g}"),
     "grad_norm": ("gradient norm", "{:.3g}"),
     "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
@@ -53,6 +58,11 @@ COLUMNS = (
     "reward", "eval/accuracy", "completions/mean_length", "entropy", "mismatch_kl",
     "perf/tokens_per_second", "timing_s/round",
 )  # fmt: skip
+_HEADINGS = {  # of the table of rounds, which fits 80 columns
+    "eval/accuracy": "held-out accuracy (95 %)",
+    "completions/mean_length": "tokens each",
+}
+_TURNS_FOR = {"completions/mean_length": "eval/mean_turns"}  # in runs of several turns
 STAGES = {
     "start": "starting",
     "sft": "warm start",
@@ -236,22 +246,77 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 
 def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
     """Rounds with their main metrics; of many rounds, an even selection with the last one."""
-    table = _table(title, ("round", *(METRICS[name][0] for name in COLUMNS)))
-    for column in table.columns[1:]:
-        column.overflow = "fold"  # a number that is cut is wrong
+    several = any(row.get("eval/mean_turns") is not None for row in rows)
+    columns = [_TURNS_FOR.get(name, name) if several else name for name in COLUMNS]
+    headings = (_HEADINGS.get(name, METRICS[name][0]) for name in columns)
+    table = _table(title, ("round", *headings))
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     for row in evenly(evaluated if len(evaluated) >= 2 else rows, limit):
-        table.add_row(str(row["round"]), *(formatted(name, row) for name in COLUMNS))
+        table.add_row(str(row["round"]), *(_round_cell(name, row) for name in columns))
     return table
 
 
+def _round_cell(name: str, row: Mapping[str, Any]) -> str:
+    """A metric of a round; the held-out accuracy with its 95 % interval, where the row has it."""
+    low, high = (row.get(f"{name}/{side}") for side in ("low", "high"))
+    interval = "" if low is None or high is None else f" {100 * low:.0f}-{100 * high:.0f}"
+    return formatted(name, row) + interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEpisode:
+    """A held-out episode: its turns as (sampled by the model, text), and its reward."""
+
+    turns: tuple[tuple[bool, str], ...]
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodePair:
+    """The same example, played by the first and by the last evaluated checkpoint."""
+
+    example_id: str
+    answer: str
+    before: PlayedEpisode
+    after: PlayedEpisode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """Episodes of two rounds."""
+
+    rounds: tuple[int, int]
+    pairs: Sequence[EpisodePair]
+
+
+def episodes_table(compared: BeforeAfter) -> Table:
+    """Held-out episodes of two rounds side by side: the model's turns in bold, and the reward."""
+    first, last = compared.rounds
+    names = ("answer", f"round {first}", f"round {last}")
+    table = _table("The same held-out episodes before and after", names, left=names)
+    for pair in compared.pairs:
+        table.add_row(plain(pair.answer), _episode_cell(pair.before), _episode_cell(pair.after))
+    return table
+
+
+def _episode_cell(episode: PlayedEpisode) -> Text:
+    cell = Text()
+    for sampled, text in episode.turns:
+        cell.append(shortened(text), "bold" if sampled else "dim").append(" ")
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:.2f}"
+    return cell.append(f" {reward}")
+
+
 def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rollouts: prompt, completion, reference answer, reward, status."""
-    texts = ("prompt", "completion", "answer", "status")
-    table = _table("Rollouts", (*texts[:3], "reward", "status"), left=texts, show_lines=True)
+    """Rollouts: prompt, last completion, answer, reward, turns, status and stop reason."""
+    texts = ("prompt", "completion", "answer", "status", "stop")
+    table = _table(
+        "Rollouts", (*texts[:3], "reward", "turns", "status", "stop"), left=texts, show_lines=True
+    )
     for row in rows:
         reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
-        cells = (row["prompt"], row["completion"], row["answer"], reward, row["status"])
+        ends = (row["status"], row["finish_reason"])
+        cells = (row["prompt"], row["completion"], row["answer"], reward, row["n_turns"], *ends)
         table.add_row(*(Text(shortened(str(cell))) for cell in cells))
     return table
 
@@ -260,8 +325,9 @@ def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Any rectangular result, columns of numbers aligned right."""
     table = Table()
     for index, name in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float) for row in rows)
-        table.add_column(Text(shortened(str(name))), justify="right" if numeric else "left")
+        numeric = all(isinstance(row[index], int | float | Decimal) for row in rows)
+        justify = "right" if numeric else "left"
+        table.add_column(Text(shortened(str(name))), justify=justify, overflow="fold")
     for row in rows:
         cells = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
         table.add_row(*(Text(cell) for cell in cells))
@@ -270,31 +336,36 @@ def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 def audit_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per round, environment and policy version; cells are rollouts / tokens."""
-    headings = ("round", "environment", "policy", *COUNTED, "length bias", "balanced")
-    table = _table("Rollouts / tokens", headings, left=("environment", "balanced"))
+    names = _environments(reports)
+    left = ("env", "whole")
+    headings = ("round", *_env(names), "policy", *COUNTED, "length bias", "whole")
+    table = _table(f"Rollouts / tokens{_of_only(names)}", headings, left=left)
     for report in reports:
         verdict = "yes" if report.balanced else "NO"
         if not report.balances:
-            table.add_row(str(report.round), *[""] * (len(COUNTED) + 3), verdict)
+            table.add_row(str(report.round), *[""] * (len(headings) - 2), verdict)
         for item in report.balances:
             cells = [f"{item.rollouts[kind]} / {item.tokens[kind]}" for kind in COUNTED]
             bias = "" if item.length_bias is None else f"{item.length_bias:+.1f}"
-            name = plain(item.environment)
-            table.add_row(str(report.round), name, str(item.policy_version), *cells, bias, verdict)
+            name = _env(names, item.environment)
+            table.add_row(str(report.round), *name, str(item.policy_version), *cells, bias, verdict)
     return table
 
 
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per reason to drop rollouts, with their mean length and that of consumed ones."""
-    headings = ("environment", "policy", "why", "rollouts", "tokens", "mean length", "kept")
-    table = _table("Dropped", ("round", *headings), left=("environment", "why"))
+    names = _environments(reports)
+    headings = ("policy", "why", "rollouts", "tokens", "mean length", "kept")
+    table = _table(
+        f"Dropped{_of_only(names)}", ("round", *_env(names), *headings), left=("env", "why")
+    )
     for report in reports:
         for item in report.balances:
             kept = "" if item.mean_length is None else f"{item.mean_length:.1f}"
             for dropped in item.dropped:
                 table.add_row(
                     str(report.round),
-                    plain(item.environment),
+                    *_env(names, item.environment),
                     str(item.policy_version),
                     plain(f"{dropped.disposition}: {dropped.reason}"),
                     str(dropped.rollouts),
@@ -303,6 +374,19 @@ def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
                     kept,
                 )
     return table
+
+
+def _environments(reports: "Sequence[RoundAudit]") -> list[str]:
+    return sorted({item.environment for report in reports for item in report.balances})
+
+
+def _of_only(names: Sequence[str]) -> str:
+    return f" of {names[0]}" if len(names) == 1 else ""
+
+
+def _env(names: Sequence[str], cell: str = "env") -> list[str]:
+    """The cell, or by default the heading, of the environment's column where there are several."""
+    return [escape(printable(cell))] if len(names) > 1 else []
 
 
 def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
@@ -338,10 +422,25 @@ def findings_table(findings: Sequence[Any]) -> Table:
 def _table(
     title: str, headings: Sequence[str], left: Sequence[str] = (), *, show_lines: bool = False
 ) -> Table:
-    """An empty table; columns that are not in `left` are aligned right, as numbers are."""
-    table = Table(title=plain(title, TITLE), title_justify="left", show_lines=show_lines)
+    """An empty table; columns that are not in `left` are aligned right, as numbers are.
+
+    It has no vertical lines, so that more columns fit, and cuts no cell: it goes on in a new line.
+    """
+    table = Table(
+        title=plain(title, TITLE),
+        title_justify="left",
+        show_lines=show_lines,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        table.add_column(
+            heading,
+            justify="left" if heading in left else "right",
+            overflow="fold",
+            min_width=max(map(len, heading.split())),
+        )
     return table
 
 
@@ -361,6 +460,7 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         "tokens trained on": f"at most {plan.tokens_trained_max:,}",
         "parameters": parameters,
         "training memory": f"{or_unknown(plan.training_bytes)} (weights, gradients, Adam)",
+        "activations": f"about {or_unknown(plan.activation_bytes)} a microbatch",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
         "disk, batches": f"at most {size(plan.batch_disk_bytes)}",

@@ -4,7 +4,8 @@
     ├── ConfigError            the configuration is wrong, or would change an existing run
     ├── InputError             a model folder, tokenizer, prompt file or reward function is unfit
     │   ├── TemplateRefusal    a chat template refuses the messages
-    │   └── TemplateFault      a chat template exceeds a limit, or does what it must not
+    │   ├── TemplateFault      a chat template exceeds a limit, or does what it must not
+    │   └── BridgeFault        a chat template cannot continue a dialogue from exact ids
     ├── StorageError
     │   ├── ObjectMissing      a key that was expected is not there
     │   ├── RootUnfit          the root does not honour create-if-absent, or cannot be written
@@ -16,6 +17,8 @@
     │   ├── NewerSchema        written by a newer version of this software
     │   └── RunLocked          another process on this machine works on the run
     ├── RewardFault            a reward function raised, hung, died, or gave no number
+    │   ├── EnvironmentTimeout   a call of an episode took longer than it may
+    │   └── ToolFault            a tool of an episode failed for good
     ├── InferenceError
     │   ├── EndpointUnavailable  refused, timed out, 429, 5xx                         (passes)
     │   ├── RequestRejected      the endpoint refuses what was asked
@@ -49,6 +52,10 @@ class TemplateRefusal(InputError):
 
 class TemplateFault(InputError):
     """A chat template is at fault: it exceeds a limit, or does what the sandbox refuses."""
+
+
+class BridgeFault(InputError):
+    """A chat template cannot continue a dialogue from the exact ids of its turns."""
 
 
 class StorageError(MarinRLError):
@@ -99,6 +106,14 @@ class RunLocked(StorageError):
 
 class RewardFault(MarinRLError):
     """A reward function raised, ran out of time, died, or gave something that is no number."""
+
+
+class EnvironmentTimeout(RewardFault):
+    """A start or step of an episode took longer than `environment.step_timeout_s`."""
+
+
+class ToolFault(RewardFault):
+    """A tool of an episode failed for good: raised by environments, it ends the episode."""
 
 
 class InferenceError(MarinRLError):

@@ -18,15 +18,17 @@ from marin_rl.config import (
     load_config,
     override,
     parse_config,
+    pin_code,
 )
-from marin_rl.environments.base import Environment, FixedSet, construct
+from marin_rl.environments.base import Environment, FixedSet
+from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, requests_of
+from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, judges_of, requests_of
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.run_records import RUN_KEY, seed_from
@@ -173,7 +175,8 @@ def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
         else:
             same = request.environment == config.environment.name
             tree |= {"name": request.environment, "options": tree["options"] if same else {}}
-    return override(tree, [f"options.{item}" for item in request.options])
+    changed = override(tree, [f"options.{item}" for item in request.options])
+    return pin_code({"environment": changed}, Path())["environment"]
 
 
 def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
@@ -187,11 +190,11 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
 
         with serving(weights_of_slot(opened, checkpoint), settings) as policy:
             return _evaluate((policy, PolicyClient), settings, environment)
-    runtime_for = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
+    runtime = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
-        return _evaluate((runtime_for.serve(checkpoint), PolicyClient), settings, environment)
+        return _evaluate((runtime.serve(checkpoint), PolicyClient), settings, environment)
     finally:
-        runtime_for.close()
+        runtime.close()
 
 
 def _run_config(opened: Run, target: Target, request: EvaluationRequest) -> Config:
@@ -302,7 +305,11 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
         model=name,
         config=config,
         metrics=evaluation_metrics(
-            groups, config.evaluation, Judge(environment, config.environment)
+            groups,
+            config.evaluation,
+            judges_of(config)
+            if config.environment.mixture
+            else Judge(environment, config.environment),
         ),
         groups=groups,
         rows=rows,

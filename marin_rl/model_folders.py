@@ -1,13 +1,16 @@
-"""Model folders: only regular files of a bounded size are read.
+"""Model folders: their settings and which files are read, all regular and of a bounded size.
 
 A folder may come from anywhere, and the libraries that read it open whatever has the right name. A
 FIFO called `config.json` would block them for good, a device would never end, and a sparse file of
 a terabyte would fill the memory. So every file is looked at before any is opened.
 """
 
+import json
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from marin_rl.errors import InputError
 
@@ -24,6 +27,7 @@ _SETTINGS = (
     "chat_template.json",
     "chat_template.jinja",
 )
+WEIGHTS_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # The folder of named templates, the only one below a model folder that transformers looks into.
 _TEMPLATES = "additional_chat_templates"
 # Their sizes are compared with the configuration before their data are read.
@@ -78,3 +82,63 @@ def _kind(mode: int) -> str:
         stat.S_IFBLK: "a device",
     }
     return kinds.get(stat.S_IFMT(mode), "something else")
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder that has safetensors. Raises InputError."""
+    if not folder.is_dir():
+        raise InputError(
+            f"no model folder at {folder}: expected a local Hugging Face folder with config.json "
+            "and safetensors; download it first"
+        )
+    check_model_folder(folder)
+    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX)):
+        raise InputError(
+            f"{folder} holds no safetensors: expected {WEIGHTS_FILE} or {WEIGHTS_INDEX}; convert "
+            "other formats with transformers' save_pretrained(safe_serialization=True)"
+        )
+    return read_object(folder / "config.json")
+
+
+def check_family(tree: dict[str, Any], families: Collection[str], folder: Path) -> str:
+    """Return the `model_type` of a config.json. Raises InputError unless it is in `families`."""
+    family = tree.get("model_type")
+    if not isinstance(family, str) or family not in families:
+        raise InputError(
+            f"{folder}: model_type {family!r} is not supported; expected one of "
+            f"{', '.join(sorted(families))}: choose a model of one of these families"
+        )
+    return family
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those of its index, else the single file.
+
+    Others are not read: folders of Mistral also hold the weights in another layout. Raises
+    InputError for an index that is no index, names a file elsewhere, or one that is missing.
+    """
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return [folder / WEIGHTS_FILE]
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(f"{index}: expected `weight_map`, an object of tensors and their files")
+    names = sorted(set(places.values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(
+                f"{index} names {name}, which is not in {folder}: expected each of the "
+                f"{len(names)} files that it names; download the missing ones"
+            )
+    return [folder / name for name in names]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises InputError."""
+    try:
+        tree = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {file}: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{file}: expected an object, found {tree!r:.80}")
+    return tree

@@ -6,12 +6,13 @@ measured on committed shards and batches (docs/on-disk-format.md).
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from marin_rl.config import Config, ModelConfig
+from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
+from marin_rl.model_folders import check_family, read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
 BATCH_BYTES_PER_TOKEN = 3.0
@@ -51,6 +52,19 @@ class Architecture:
         """Bytes of keys and values for `tokens` positions."""
         return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
 
+    def activation_bytes(self, tokens: int, bytes_per_value: int, *, recomputed: bool) -> int:
+        """Bytes that the backward pass of `tokens` positions keeps, an estimate.
+
+        Of each layer its input and what its matrices read and wrote; with gradient checkpointing
+        (`recomputed`) the inputs of all layers, and the rest of one. Attention is counted without
+        its table of scores, which only the plain attention of a CPU holds.
+        """
+        heads = 2 * (self.heads + self.kv_heads) * self.head_size  # queries, keys, values, output
+        inside = 5 * self.hidden_size + heads + 3 * self.intermediate_size
+        layers_kept = 1 if recomputed else self.layers
+        values = self.layers * self.hidden_size + layers_kept * inside
+        return values * tokens * bytes_per_value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -63,6 +77,7 @@ class Plan:
     tokens_trained_max: int
     parameters: int | None
     training_bytes: int | None
+    activation_bytes: int | None
     engine_cache_bytes: int | None
     rollout_disk_bytes: int
     batch_disk_bytes: int
@@ -79,7 +94,8 @@ class Plan:
 def architecture_of(config: Config) -> Architecture | None:
     """Sizes from the configuration, or from the model folder; None when that is not here.
 
-    Raises InputError when the folder is here but its config.json cannot be read.
+    Raises InputError when the folder is here but its config.json cannot be read, or describes a
+    family that is not supported.
     """
     if config.policy.hf_path is None:
         return _built(config.policy.model)
@@ -87,7 +103,8 @@ def architecture_of(config: Config) -> Architecture | None:
     if not file.exists():
         return None
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = read_object(file)
+        check_family(tree, get_args(ModelFamily), Path(config.policy.hf_path))
         return Architecture(
             vocab_size=tree["vocab_size"],
             hidden_size=tree["hidden_size"],
@@ -98,7 +115,7 @@ def architecture_of(config: Config) -> Architecture | None:
             intermediate_size=tree["intermediate_size"],
             tie_embeddings=bool(tree.get("tie_word_embeddings", False)),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise InputError(f"{file}: expected a decoder's config.json, found {error!r}") from error
 
 
@@ -139,6 +156,15 @@ def plan(config: Config) -> Plan:
             None
             if parameters is None
             else learners * parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)  # gradient, Adam
+        ),
+        activation_bytes=(
+            architecture.activation_bytes(
+                config.training.microbatch_sequences * config.policy.context_length,
+                value_bytes,
+                recomputed=config.training.gradient_checkpointing,
+            )
+            if architecture
+            else None
         ),
         engine_cache_bytes=(
             architecture.cache_bytes(slots * config.policy.context_length, value_bytes)

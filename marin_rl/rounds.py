@@ -51,7 +51,8 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     """
     manifests = _manifests(run, round)
     metrics = {**_gathered(run, round, manifests), **measured}
-    metrics |= rates(metrics, _totals(manifests))
+    totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
+    metrics |= rates(metrics, totals)
     metrics["replay/occupancy"] = float(_waiting(run, round))
     ref = write_round_metrics(run, round, metrics)
     publish(
@@ -162,10 +163,6 @@ def storage_metrics(manifests: Sequence[Manifest]) -> dict[str, float]:
         "storage/bytes": float(sum(part.bytes for part in parts)),
         "storage/objects": float(len(parts) + len(manifests)),
     }
-
-
-def _totals(manifests: Sequence[Manifest]) -> dict[str, float]:
-    return {name: float(value) for m in manifests for name, value in m.totals.items()}
 
 
 def _waiting(run: Run, round: int) -> int:

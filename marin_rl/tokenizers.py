@@ -6,25 +6,41 @@ outside the policy's vocabulary. Everything else takes the tokenizer as an objec
 
 import hashlib
 import json
+import logging
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AddedToken,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from marin_rl.chat_templates import CHAT_TEMPLATE, start_worker
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.model_folders import check_model_folder
+from marin_rl.tokenizer_files import (
+    EOS,
+    PAD,
+    SPECIAL,
+    UNKNOWN,
+    characters_backend,
+    check_tokenizer_folder,
+    no_chat_template,
+    tokenizer_folder,
+)
 
-CHARACTERS = "characters"
-PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
-ROLES = ("system", "user", "assistant", "tool")
-PRINTABLE = "\n" + "".join(chr(code) for code in range(32, 127))
+# The class of transformers 5 that is defined by tokenizer.json alone.
+TOKENIZERS_BACKEND = "TokenizersBackend"
+# transformers 4 warns that the folder names another class, on which nothing depends.
+logging.getLogger("transformers.tokenization_utils_base").addFilter(
+    lambda record: TOKENIZERS_BACKEND not in record.getMessage()
+)
 
 
 def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
@@ -33,11 +49,8 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     A policy that starts from a Hugging Face folder and names no tokenizer takes the folder's own.
     Raises InputError when a folder is missing or its tokenizer cannot be used for chat.
     """
-    if policy.tokenizer != CHARACTERS:
-        return load_tokenizer(policy.tokenizer)
-    if policy.init == "hf" and policy.hf_path is not None:
-        return load_tokenizer(policy.hf_path)
-    return character_tokenizer()
+    folder = tokenizer_folder(policy)
+    return character_tokenizer() if folder is None else load_tokenizer(folder)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -45,17 +58,12 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
     103 ids, the special ones first; any other character becomes `<|unknown|>`.
     """
-    special = [PAD, EOS, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
-    vocabulary = {token: index for index, token in enumerate([*special, *PRINTABLE])}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=characters_backend(),
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,
-        additional_special_tokens=special[3:],
+        additional_special_tokens=list(SPECIAL[3:]),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
@@ -66,36 +74,56 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer from a local folder, and check that it can be used for chat.
 
-    Raises InputError when the folder or its files are missing or no ordinary files, or when it has
-    no chat template or no end token.
+    Folders of transformers 4 and of transformers 5 are read alike. Raises InputError when the
+    folder or its files are missing or no ordinary files, or when it has no chat template or no end
+    token.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise InputError(
-            f"no tokenizer folder at {path}: expected a local folder with tokenizer.json and "
-            f"tokenizer_config.json, or the word '{CHARACTERS}'"
-        )
-    check_model_folder(path)
+    check_tokenizer_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = _from_folder(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"cannot read a tokenizer from {path}: {error}; expected tokenizer.json and "
-            "tokenizer_config.json as transformers 4 writes them"
+            "tokenizer_config.json as transformers 4 or 5 writes them"
         ) from error
     check_tokenizer(tokenizer, str(path))
     start_worker()  # its template will be rendered soon
     return tokenizer
 
 
+def _from_folder(path: Path) -> PreTrainedTokenizerBase:
+    """Read a folder of transformers 4 or 5 with transformers 4; raises what that raises.
+
+    transformers 5 names its class of plain tokenizer.json files TokenizersBackend, which is
+    PreTrainedTokenizerFast in transformers 4, and lists under `extra_special_tokens` what is called
+    `additional_special_tokens` in transformers 4, where that key is a mapping of named tokens.
+    """
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_bytes()) if file.is_file() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file.name}: expected a JSON object, found {settings!r:.80}")
+    backend = settings.get("tokenizer_class") == TOKENIZERS_BACKEND
+    renamed: dict[str, Any] = {}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, list):
+        own = settings.get("additional_special_tokens") or ()
+        tokens = [AddedToken(**_plain(t)) if isinstance(t, dict) else t for t in (*own, *extra)]
+        named = settings.get("model_specific_special_tokens") or {}
+        renamed = {"extra_special_tokens": named, "additional_special_tokens": tokens}
+    reader = PreTrainedTokenizerFast if backend else AutoTokenizer
+    return reader.from_pretrained(str(path), local_files_only=True, **renamed)
+
+
+def _plain(token: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an added token, without the name of the class that wrote them."""
+    return {name: value for name, value in token.items() if name != "__type"}
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Raise InputError unless the tokenizer has a chat template and an end token."""
     if not tokenizer.chat_template:
-        raise InputError(
-            f"the tokenizer of {source} has no chat template: expected `chat_template` in "
-            "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
-            "trained with"
-        )
+        raise no_chat_template(source)
     if tokenizer.eos_token_id is None:
         raise InputError(
             f"the tokenizer of {source} has no end token: set `eos_token` in tokenizer_config.json"
@@ -127,19 +155,6 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys([end, *ids]))
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise InputError if the tokenizer can give an id that the model has no row for."""
-    vocabulary = tokenizer.get_vocab()
-    token, largest = max(vocabulary.items(), key=lambda item: item[1])
-    if largest >= vocab_size:
-        raise InputError(
-            f"the tokenizer gives ids up to {largest} ({token!r}), but the model's vocabulary has "
-            f"{vocab_size} rows: expected ids below {vocab_size}; use the tokenizer the model was "
-            "trained with, or set policy.model.vocab_size to at least "
-            f"{largest + 1} for a model built here"
-        )
-
-
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list[int]]:
     """Return `encode(text, special) -> ids`, equal to the tokenizer's own encoding.
 
@@ -148,7 +163,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list
     once, so that several threads may encode.
     """
     if not is_direct(tokenizer):
-        lock = _lock_of(tokenizer)
+        lock = _locks.setdefault(tokenizer, threading.Lock())  # shared by all its encoders
 
         def encode(text: str, special: bool) -> list[int]:  # noqa: FBT001
             with lock:  # not every tokenizer may be used by two threads at a time
@@ -161,11 +176,6 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list
     backend.no_truncation()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return lambda text, special: backend.encode(text, add_special_tokens=special).ids
-
-
-def _lock_of(tokenizer: PreTrainedTokenizerBase) -> threading.Lock:
-    """The lock that all encoders of a tokenizer share."""
-    return _locks.setdefault(tokenizer, threading.Lock())
 
 
 _locks: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, threading.Lock]" = (

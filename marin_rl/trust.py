@@ -9,25 +9,31 @@ import importlib.util
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from marin_rl.config import (
     Config,
     EnvironmentConfig,
+    code_in,
     fingerprint_fields,
     load_config,
     outward_keys,
     override,
     parse_config,
+    pin_code,
 )
-from marin_rl.environments.base import code_of
+from marin_rl.environments.registry import code_of
 from marin_rl.errors import ConfigError
 from marin_rl.storage.own_runs import remembered
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizers import CHARACTERS
+from marin_rl.tokenizer_files import CHARACTERS
+from marin_rl.user_code import allow, parse_spec, pin
+
+_READING = ("chat", "code", "judge", "math")  # environments with options that name places
+_PROGRAMS = ("code",)  # environments that run what a model writes
 
 EVERYTHING = ""  # the beginning of all keys
 LINE_MAX = 300  # characters of a line of an error
@@ -74,7 +80,8 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
     elif own is None and not consent.trust:
         _refuse_left_out(run, _left_out(run, uses), consent)
     tree |= {"root": run.config.root, "storage_options": dict(run.config.storage_options)}
-    return parse_config(override(tree, consent.overrides), f"run {run.run_id!r}")
+    changed = pin_code(override(tree, consent.overrides), Path())
+    return parse_config(changed, f"run {run.run_id!r}")
 
 
 def check_named(
@@ -83,17 +90,24 @@ def check_named(
     """Refuse what the run of somebody else names outside of its folder, unless the user did too.
 
     `config` is what the command goes by, and `sections` the beginnings of the keys it looks at.
+    Copies of code in them may be run from then on.
     Raises ConfigError that lists modules to import and places to read.
     """
-    if consent.trust or remembered(run) is not None:
-        return
-    own = {(item.key, item.value) for item in _of_file(consent)}
+    named = [item for item in named_in(config) if item.key.startswith(tuple(sections))]
+    if not consent.trust and remembered(run) is None:
+        _refuse_foreign(run, named, consent)
+    for item in named:
+        allow(item.value)
+
+
+def _refuse_foreign(run: Run, named: Sequence[Named], consent: Consent) -> None:
+    in_file = [] if consent.file is None else named_in(load_config(consent.file))
+    own = {(item.key, item.value) for item in in_file}
     foreign = [
         item
-        for item in named_in(config)
-        if item.key.startswith(tuple(sections))
-        and (item.key, item.value) not in own
-        and item.key not in consent.keys
+        for item in named
+        if (item.key, item.value) not in own
+        and not any(f"{item.key}.".startswith(f"{key}.") for key in consent.keys)
     ]
     if foreign:
         raise ConfigError(
@@ -104,11 +118,39 @@ def check_named(
         )
 
 
+def pin_function(run: Run, typed: str, option: str, *, trust: bool) -> str:
+    """Pin code that the user typed: to its file in the current folder, else to the run's copy.
+
+    Raises ConfigError with `option` where there is neither, and for a copy in the run of somebody
+    else without `trust`.
+    """
+    spec = parse_spec(typed)
+    if spec is None or not spec.is_file or Path(spec.module).is_file():
+        return pin(typed, Path(), option)
+    named = code_in(run.config.model_dump(mode="json"))
+    copy = next((own for _, own in named if own.sha256 and own.module == spec.module), None)
+    if copy is None:
+        return pin(typed, Path(), option)
+    pinned = str(replace(spec, sha256=copy.sha256))
+    if not trust and remembered(run) is None:
+        raise ConfigError(
+            f"{option}: there is no file {spec.module} here, and the copy of it belongs to run "
+            f"{run.run_id!r}, which was not started by you on this machine ({run.folder.url}); add "
+            "--trust to run that copy"
+        )
+    allow(pinned)
+    return pinned
+
+
 def named_in(config: Config) -> list[Named]:
     """The code that a configuration's environments import, and the places that it reads."""
     environments: dict[str, EnvironmentConfig | None] = {
         "environment": config.environment,
         "sft.environment": config.sft.environment,
+        **{
+            f"environment.mixture.{place}": entry
+            for place, entry in enumerate(config.environment.mixture or ())
+        },
         **{f"evaluation.sets.{name}": e for name, e in (config.evaluation.sets or {}).items()},
     }
     named = [
@@ -117,6 +159,8 @@ def named_in(config: Config) -> list[Named]:
         if environment is not None
         for item in _of_environment(prefix, environment)
     ]
+    if config.objective.loss is not None:
+        named.append(_code("objective.loss", config.objective.loss))
     policy = config.policy
     places = {
         "policy.hf_path": policy.hf_path,
@@ -128,15 +172,30 @@ def named_in(config: Config) -> list[Named]:
 
 
 def _of_environment(prefix: str, config: EnvironmentConfig) -> list[Named]:
-    named = [
-        Named(key=f"{prefix}.{key}", value=value, shown=f"imports {value}, {origin_of(value)}")
-        for key, value in code_of(config).items()
-    ]
-    if config.name == "chat" and "path" in config.options:
-        named.append(_place(f"{prefix}.options.path", str(config.options["path"])))
+    # the environments of a list are named one by one
+    code = {} if config.mixture is not None else code_of(config)
+    named = [_code(f"{prefix}.{key}", value) for key, value in code.items()]
+    if config.name in _READING:
+        places = [key for key in ("path", "interpreter") if config.options.get(key) is not None]
+        named += [_place(f"{prefix}.options.{key}", str(config.options[key])) for key in places]
+    if config.name == "judge" and "base_url" in config.options:
+        url = str(config.options["base_url"])
+        named.append(Named(key=f"{prefix}.options.base_url", value=url, shown=f"sends to {url}"))
+    if config.name in _PROGRAMS and config.options.get("sandbox") == "rlimits_only":
+        named.append(
+            Named(
+                key=f"{prefix}.options.sandbox",
+                value="rlimits_only",
+                shown="runs programs that a model writes without a sandbox",
+            )
+        )
     if config.reward_model is not None:
         named.append(_place(f"{prefix}.reward_model.checkpoint", config.reward_model.checkpoint))
     return named
+
+
+def _code(key: str, value: str) -> Named:
+    return Named(key=key, value=value, shown=f"imports {value}, {origin_of(value)}")
 
 
 def _place(key: str, value: str) -> Named:
@@ -144,29 +203,28 @@ def _place(key: str, value: str) -> Named:
 
 
 def origin_of(function: str) -> str:
-    """Origin of `module:name`, as a phrase. Imports nothing."""
+    """Origin of FILE.py:name or `module:name`, as a phrase. Imports nothing."""
+    spec = parse_spec(function)
+    if spec is not None and spec.is_file:
+        return "a copy in the run's folder"
     top = function.partition(":")[0].partition(".")[0]
     try:
-        spec = importlib.util.find_spec(top)
+        installed = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        spec = None
-    if spec is None:
+        installed = None
+    if installed is None:
         return "which is not on the Python path"
-    return f"from {spec.origin or ', '.join(spec.submodule_search_locations or ())}"
-
-
-def _of_file(consent: Consent) -> list[Named]:
-    return [] if consent.file is None else named_in(load_config(consent.file))
+    return f"from {installed.origin or ', '.join(installed.submodule_search_locations or ())}"
 
 
 def _left_out(run: Run, uses: Sequence[str]) -> list[str]:
     """Free keys as run.json has them, `dotted.key=JSON`, that `Run.open` left at their default."""
-    stored, default = (read_record(run.folder) or {}).get("config"), _defaults()
+    stored, opened = (read_record(run.folder) or {}).get("config"), _opened(run)
     values = {key: _at(stored, key) for key in _outward() if key.startswith(tuple(uses))}
     return [
         f"{key}={json.dumps(value)}"
         for key, value in values.items()
-        if value is not _ABSENT and value != _at(default, key)
+        if value is not _ABSENT and value != _at(opened, key)
     ]
 
 
@@ -187,7 +245,7 @@ def _refuse_left_out(run: Run, items: Sequence[str], consent: Consent) -> None:
     if not left:
         return
     key = left[0].partition("=")[0]
-    example = f"{key}={json.dumps(_at(_defaults(), key))}"
+    example = f"{key}={json.dumps(_at(_opened(run), key))}"
     raise ConfigError(
         f"run {run.run_id!r} was not started by you on this machine, and these settings of "
         f"{run.folder.url_of(RUN_KEY)} are not taken from there:\n  "
@@ -197,8 +255,12 @@ def _refuse_left_out(run: Run, items: Sequence[str], consent: Consent) -> None:
     )
 
 
-def _defaults() -> dict[str, Any]:
-    return Config().model_dump(mode="json")
+def _opened(run: Run) -> dict[str, Any]:
+    """Configuration of a run as `Run.open` has it, with those keys at their defaults.
+
+    Sections that are null by default, such as sft.environment, are in it where the run has them.
+    """
+    return run.config.model_dump(mode="json")
 
 
 _ABSENT = object()

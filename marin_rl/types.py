@@ -1,4 +1,4 @@
-"""The nouns: everything that is handed from one room to another.
+"""Records that parts of marin-rl pass to one another: messages, examples, rollouts, batches.
 
 Legend of axes in names and shapes: B sequences, T positions, G members of a group, P prompts,
 V vocabulary. All records are frozen; arrays inside them are never written to.
@@ -12,17 +12,43 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
+from marin_rl.slot_ref import SlotRef as SlotRef  # without arrays
+
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["complete", "truncated", "aborted", "error"]
 Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """Tool call of a model; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Chat message as it is sent to a model."""
+    """Chat message as it is sent to a model.
+
+    A model's message has the `tool_calls` that are no part of its content; the result of a tool has
+    the role "tool", the id of its call and the tool's `name`. `cut` says that a result was longer.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    cut: bool = False
+
+
+def message_of(values: Mapping[str, Any]) -> Message:
+    """Return the message of its fields as JSON has them: what `orjson.dumps(message)` wrote."""
+    fields = dict(values)
+    fields["tool_calls"] = tuple(ToolCall(**call) for call in values.get("tool_calls", ()))
+    return Message(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +67,24 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
-    """Named part of a reward; the reward is the sum of `weight * value`."""
+    """Named part of a reward; the reward is the sum of `weight * value`.
+
+    `detail` is a text behind the value, such as a judge's reply; it is stored with the metadata of
+    the rollout.
+    """
 
     name: str
     value: float
     weight: float = 1.0
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReward:
+    """Named part of a step's reward; the reward is the sum of the values."""
+
+    name: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +111,29 @@ class InferenceMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTiming:
+    """Seconds of a sampled turn by phase; None where they are not known.
+
+    `queue_s`, `prefill_s` and `decode_s` are those of the engine's request, which the first turns
+    of a group share. `environment_s` is the environment's time for its answer to the turn.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    environment_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """Message of a rollout; `start` and `end` delimit its tokens in the rollout's token_ids.
 
     Both are None where the server renders the turn into a prompt and does not say which tokens are
     whose. `logprobs` (nats, float32, one per token) is filled for sampled turns when the server
-    gives it.
+    gives it. `tool_calls` are those of a sampled turn, which are no part of its content;
+    `malformed` is the part of the content that was meant as a call and could not be read as one.
+    `rewards` are the parts of `reward` by name, where its step named them. `tool_name`,
+    `tool_call_id` and `cut` are of the result of a tool.
     """
 
     role: Role
@@ -85,21 +141,31 @@ class Turn:
     start: int | None = None
     end: int | None = None
     reward: float | None = None
+    rewards: tuple[NamedReward, ...] = ()
     tool_name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: str | None = None
+    cut: bool = False
     logprobs: Float32[np.ndarray, " n"] | None = None
     inference_metadata: InferenceMetadata | None = None
+    timing: TurnTiming = field(default_factory=TurnTiming)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When and where a rollout was made; durations in seconds."""
+    """When and where a rollout was made; durations in seconds.
+
+    Those of queue, prefill and decode are sums over the turns, and None where the server did not
+    report them for all of them. `start_s` is the environment's time to start the episode.
+    """
 
     started_at: datetime
     finished_at: datetime
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    start_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
     worker: str = ""
 
 
@@ -109,8 +175,9 @@ class Rollout:
 
     `token_ids` is prompt and completion in the order the model saw them; `loss_mask` is 1 on tokens
     that the policy sampled; `logprobs` is the log-probability (nats) of each sampled token under
-    the sampling distribution and 0 elsewhere. A rollout with status "error" has empty arrays,
-    reward None, and says why in `error`.
+    the sampling distribution and 0 elsewhere. `segment_lengths` cuts these arrays into segments,
+    each with a prompt of its own, where the dialogue was rendered again; None where it is one. A
+    rollout with status "error" has empty arrays, reward None, and says why in `error`.
     """
 
     rollout_id: str
@@ -124,6 +191,7 @@ class Rollout:
     loss_mask: Int32[np.ndarray, " T"]
     logprobs: Float32[np.ndarray, " T"]
     policy_versions: Int32[np.ndarray, " T"] | None = None
+    segment_lengths: tuple[int, ...] | None = None
     policy_version_min: int
     policy_version_max: int
     n_prompt_tokens: int
@@ -131,6 +199,12 @@ class Rollout:
     sampling: Sampling
     turns: tuple[Turn, ...] = ()
     timing: Timing
+
+    @property
+    def last_segment(self) -> Int32[np.ndarray, " t"]:
+        """Token ids of the last segment: the whole dialogue as the last turn read it, and that."""
+        lengths = self.segment_lengths
+        return self.token_ids[-lengths[-1] :] if lengths else self.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,20 +282,6 @@ def segment_starts(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:
     np.minimum.at(first, place_BT.ravel(), batch.positions.ravel().astype(np.int64))
     first_BS = first.reshape(-1, width)[:, 1:]
     return first_BS[first_BS < unseen]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRef:
-    """A committed slot: its key in the run, and the SHA-256 of its commit object.
-
-    This is all that travels between tasks. `reused` is True when the slot was there already;
-    `summary` holds a few numbers for people (rows, tokens, mean reward), never data.
-    """
-
-    slot: str
-    sha256: str
-    reused: bool = field(default=False, compare=False)
-    summary: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""Tokenizers as far as checks before a run need them: read from their files, without transformers.
+
+Importing transformers takes more time than all other checks together. What a run trains and serves
+with is built by `tokenizers`; this module owns the built-in vocabulary of characters and the
+reading of tokenizer.json, of the special tokens and of the chat template.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from marin_rl.chat_templates import CHAT_TEMPLATE
+from marin_rl.config import PolicyConfig
+from marin_rl.errors import InputError
+from marin_rl.model_folders import check_model_folder
+
+CHARACTERS = "characters"
+PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL = (PAD, EOS, UNKNOWN, *(f"<|{role}|>" for role in ROLES))
+PRINTABLE = "\n" + "".join(chr(code) for code in range(32, 127))
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A tokenizer, as far as its vocabulary is compared with a model's."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return ids by token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTokenizer:
+    """A tokenizer with what prompts need: encoding, special tokens and chat template."""
+
+    backend: Tokenizer
+    special_tokens_map: Mapping[str, Any]
+    chat_template: str | Mapping[str, str]
+
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
+        """Return the template for conversations with or without tools."""
+        del chat_template  # as transformers names it; templates of others are not rendered here
+        if isinstance(self.chat_template, str):
+            return self.chat_template
+        several = self.chat_template
+        return several["tool_use" if tools and "tool_use" in several else "default"]
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """Tokenize a rendered conversation, without special tokens of its own."""
+        return {"input_ids": self.backend.encode(text, add_special_tokens=False).ids}
+
+    def __len__(self) -> int:
+        """Return the number of token ids."""
+        return self.backend.get_vocab_size()
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return ids by token."""
+        return self.backend.get_vocab()
+
+
+def characters_backend() -> Tokenizer:
+    """Return the built-in vocabulary: a token per printable ASCII character, newline and role."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *PRINTABLE])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
+def tokenizer_folder(policy: PolicyConfig) -> str | None:
+    """Return the folder of a policy's tokenizer; None for the built-in one."""
+    if policy.tokenizer != CHARACTERS:
+        return policy.tokenizer
+    return policy.hf_path if policy.init == "hf" else None
+
+
+def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
+    """Read the tokenizer of a policy; None where only transformers knows how it is built.
+
+    Raises InputError where the folder or its chat template is missing, or a file cannot be read.
+    """
+    folder = tokenizer_folder(policy)
+    if folder is None:
+        backend = characters_backend()
+        backend.add_special_tokens(list(SPECIAL))
+        tokens = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
+        return FileTokenizer(
+            backend=backend, special_tokens_map=tokens, chat_template=CHAT_TEMPLATE
+        )
+    path = Path(folder)
+    check_tokenizer_folder(path)
+    settings = _object_in(path / "tokenizer_config.json")
+    listed = _object_in(path / "special_tokens_map.json")
+    # Classes that are code of transformers may have tokens that no file names.
+    if not (path / "tokenizer.json").is_file() or "eos_token" not in (settings | listed):
+        return None
+    template = _template_of(path, settings)
+    if not template:
+        raise no_chat_template(folder)
+    return FileTokenizer(
+        backend=_backend_of(path / "tokenizer.json"),
+        special_tokens_map=_special_tokens(listed) | _special_tokens(settings),
+        chat_template=template,
+    )
+
+
+def check_tokenizer_folder(path: Path) -> None:
+    """Raise InputError unless there is a folder with regular files."""
+    if not path.is_dir():
+        raise InputError(
+            f"no tokenizer folder at {path}: expected a local folder with tokenizer.json and "
+            f"tokenizer_config.json, or the word '{CHARACTERS}'"
+        )
+    check_model_folder(path)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise InputError(
+            f"cannot read a tokenizer from {path}: expected tokenizer.json and "
+            "tokenizer_config.json, found neither; copy both from the model's folder"
+        )
+
+
+def check_vocabulary(tokenizer: HasVocabulary, vocab_size: int) -> None:
+    """Raise InputError if the tokenizer can give an id that the model has no row for."""
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer gives ids up to {largest} ({token!r}), but the model's vocabulary has "
+            f"{vocab_size} rows: expected ids below {vocab_size}; use the tokenizer the model was "
+            "trained with, or set policy.model.vocab_size to at least "
+            f"{largest + 1} for a model built here"
+        )
+
+
+def no_chat_template(source: str) -> InputError:
+    """Return the error for a tokenizer without a chat template."""
+    return InputError(
+        f"the tokenizer of {source} has no chat template: expected `chat_template` in "
+        "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
+        "trained with"
+    )
+
+
+def _backend_of(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(
+            f"cannot read a tokenizer from {file.parent}: {error}; expected tokenizer.json as "
+            "transformers writes it"
+        ) from error
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """Read a JSON object; empty where there is no such file. Raises InputError."""
+    if not file.is_file():
+        return {}
+    try:
+        tree = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read a tokenizer from {file.parent}: {file}: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{file}: expected an object, found {tree!r:.80}")
+    return tree
+
+
+def _special_tokens(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens, which files write as text or as an object."""
+    named = {key: value for key, value in tree.items() if key.endswith("_token")}
+    texts = {key: v["content"] if isinstance(v, dict) else v for key, v in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _template_of(path: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template, or several by name, where transformers looks for them."""
+    file = path / "chat_template.jinja"
+    template = (
+        file.read_text(encoding="utf-8")
+        if file.is_file()
+        else settings.get("chat_template")
+        or _object_in(path / "chat_template.json").get("chat_template")
+    )
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}
+    return template
