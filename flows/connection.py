@@ -11,7 +11,8 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from prefect._internal.concurrency.services import _active_services, _QueueServi
 from prefect.context import AsyncClientContext
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import PrefectHTTPStatusError, TerminationSignal
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
@@ -208,10 +209,66 @@ class _Outcome:
     error: BaseException | None = None
 
 
-def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
+class _HeldBack(logging.Filter):
+    """Holds back what Prefect logs as an error of every task and flow that is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("Crash detected! Execution was "):
+            return True
+        self.records.append(record)
+        return False
+
+
+@contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    """Log no crashes where Ctrl-C or SIGTERM ends the block: that is no fault, and a line says so.
+
+    Where something else cancelled tasks, they are logged at the end of the block.
+    """
+    held = _HeldBack()
+    loggers = [logging.getLogger(name) for name in RUNS]
+    for logger in loggers:
+        logger.addFilter(held)
+    try:
+        yield
+    except (KeyboardInterrupt, TerminationSignal):
+        held.records.clear()
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(held)
+        for record in held.records:
+            logging.getLogger(record.name).handle(record)
+
+
+_called: ContextVar[bool] = ContextVar("marin-rl-called", default=False)
+
+
+@contextmanager
+def _raised_to_a_caller() -> Iterator[None]:
+    token = _called.set(True)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def has_caller() -> bool:
+    """Return True inside of a flow that `play_flow` plays, whose error its caller reports."""
+    return _called.get()
+
+
+def play_flow(
+    flow: Flow[Any, Any], *arguments: Any, stop: Future[None] | None = None, **named: Any
+) -> Any:
     """Run an asynchronous flow in this process, to its end even where its API is lost.
 
-    Returns what the flow returns; raises what it raises.
+    Returns what the flow returns; raises what it raises, and KeyboardInterrupt once `stop` has a
+    result: any thread may set it, where Ctrl-C is a signal of the main thread alone.
     """
     connection = _current.get()
     assert connection is not None, "flows are played inside of prefect_api()"
@@ -233,7 +290,8 @@ def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
     reported = flow.with_options()
     reported.fn = recorded
     try:
-        return asyncio.run(_play(reported, connection, arguments, named))
+        with _quiet_interrupt(), _raised_to_a_caller():
+            return _run(_play(reported, connection, arguments, named), stop)
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
         if error is outcome.error:
             raise
@@ -246,7 +304,31 @@ def play_flow(flow: Flow[Any, Any], *arguments: Any, **named: Any) -> Any:
         raise outcome.error from None
     assert not outcome.started, "a flow that was begun has returned or raised"
     with temporary_settings({"logging.to_api.when_missing_flow": "ignore"}):
-        return asyncio.run(_play(flow.fn, None, arguments, named))
+        return _run(_play(flow.fn, None, arguments, named), stop)
+
+
+def _run(work: Coroutine[Any, Any, Any], stop: Future[None] | None) -> Any:
+    """Run `work` on an event loop of its own; raises KeyboardInterrupt where `stop` ended it."""
+    try:
+        return asyncio.run(_until(stop, work))
+    except asyncio.CancelledError:
+        if stop is None or not stop.done():
+            raise
+        raise KeyboardInterrupt from None
+
+
+async def _until(stop: Future[None] | None, work: Coroutine[Any, Any, Any]) -> Any:
+    """Await `work`, which is cancelled when `stop` is set."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def cancel(_: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the flow has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+
+    if stop is not None:
+        stop.add_done_callback(cancel)
+    return await work
 
 
 async def _play(

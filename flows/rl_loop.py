@@ -9,6 +9,8 @@ more whenever SQLite is busy. Tasks report in the background: 0.03 to 0.06 s a r
 server never delays training.
 """
 
+from concurrent.futures import Future
+
 from prefect import flow, task
 
 from flows.connection import play_flow
@@ -90,7 +92,10 @@ async def learn(
     return trained
 
 
-def start(config: Config) -> SlotRef:
-    """Run the flow in this process; `flows.server` says with which Prefect API."""
+def start(config: Config, stop: Future[None] | None = None) -> SlotRef:
+    """Run the flow in this process; `flows.server` says with which Prefect API.
+
+    Setting a result of `stop` ends it as Ctrl-C does, with KeyboardInterrupt.
+    """
     with prefect_api(warm=HEAVY):
-        return play_flow(rl_loop, config.model_dump(mode="json"))
+        return play_flow(rl_loop, config.model_dump(mode="json"), stop=stop)

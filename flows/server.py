@@ -34,6 +34,7 @@ from flows.connection import (
     ApiConnection,
     RemoteConnection,
     discard,
+    has_caller,
     healthy,
     services,
     using,
@@ -48,6 +49,7 @@ GRACE_S = 3
 POLL_S = 0.1
 LOG = "server.log"
 LOG_SHOWN = 2000  # characters
+ERROR_SHOWN = 72  # characters of an error in a task's last line
 BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
 
 _log = get_logger("marin_rl")
@@ -107,13 +109,28 @@ def quieten() -> None:
 
 
 class _Terse(logging.Filter):
-    """Drops the final state of tasks and flows, and the traces of our own errors."""
+    """Drops the final state of tasks and flows, and the traces of errors that a caller reports.
+
+    An error is reported in full once: by the caller of `play_flow`, else by the flow. A task, which
+    may fail where its flow goes on, says how it begins.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, MarinRLError):
-            message = str(error).partition("\n")[0]
-            record.msg, record.args = "%s: %s", (type(error).__name__, message)
+        called = has_caller()
+        if isinstance(error, MarinRLError) or (called and isinstance(error, Exception)):
+            text = str(error)
+            if record.name == "prefect.task_runs":
+                first = text.partition("\n")[0]
+                text = (
+                    first
+                    if len(first) <= ERROR_SHOWN
+                    else f"{first[: ERROR_SHOWN - 1].rpartition(' ')[0]} …"
+                )
+            elif called:
+                text = ""
+            line = f"failed: {type(error).__name__}"
+            record.msg, record.args = "%s", (f"{line}: {text}" if text else line,)
             record.exc_info = record.exc_text = None
         return not str(record.msg).startswith("Finished in state")
 

@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 
 from flows.reports import reporting
 from flows.server import quieten
-from marin_rl.config import Config, load_config, override, parse_config
+from marin_rl.config import Config, load_config, override, parse_config, pin_code
 from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.runtime import release
@@ -62,7 +62,7 @@ def resolve_config(
     ]
     if isinstance(config, str):
         return load_config(config, changes)
-    return parse_config(override(config, changes))
+    return parse_config(pin_code(override(config, changes), Path()))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.faults import CrashStates, Recording, Undisturbed, outcome
 from support.flow_runs import Played, debug, latest_flow_run
+from support.quick_programs import quick_programs
 
 from flows.rl_loop import start
 from flows.server import prefect_api
@@ -27,12 +28,17 @@ ROOMS = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly(compiled_quickly: None) -> None:
+    """All tests of this folder: their runs are compared with each other."""
+
+
 @pytest.fixture(scope="session")
 def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A complete run, in this process, that nothing disturbed."""
     config = debug(tmp_path_factory.mktemp("runs"))
     events: list[ProgressEvent] = []
-    with listening(events.append):
+    with quick_programs(), listening(events.append):
         checkpoint = start(config)
     return Played(latest_flow_run(config.run_id), config, checkpoint, events)
 
@@ -43,7 +49,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturb
     config = debug(tmp_path_factory.mktemp("undisturbed"))
     states = CrashStates(Path(config.root, config.run_id), tmp_path_factory.mktemp("states"))
     operations = Recording(states)
-    with inject_faults(operations):
+    with quick_programs(), inject_faults(operations):
         start(config)
     return Undisturbed(outcome(config), states, operations.names.seen)
 

@@ -1,6 +1,7 @@
 """Retries, deadlines and concurrency of stages, on a real Prefect engine with trivial bodies."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,15 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import TaskRun
 from prefect.context import FlowRunContext
 
+from flows.connection import play_flow
+from flows.server import quieten
 from marin_rl.config import FlowConfig
-from marin_rl.errors import ConfigError, EndpointUnavailable, NonFiniteUpdate, StoreUnavailable
+from marin_rl.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    NonFiniteUpdate,
+    StoreUnavailable,
+)
 from marin_rl.types import SlotRef
 from tasks.options import GROUP, STAGE, StageRunner, as_state, in_thread
 
@@ -51,6 +59,43 @@ def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
             if len(ended) >= expected or time.monotonic() > deadline:
                 return sorted(found, key=lambda item: item.name)
             time.sleep(0.2)
+
+
+def test_an_error_is_reported_in_full_once(api: str) -> None:
+    """By the caller of `play_flow`; by the flow where a worker runs it, which has no caller."""
+    text = f"round 3, shard 1: 7 of 8 rollouts failed, {'too many ' * 9}\nand a detail"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # pyright: ignore[reportAttributeAccessIssue]
+    loggers = [logging.getLogger(name) for name in ("prefect.task_runs", "prefect.flow_runs")]
+
+    @task(**STAGE)
+    async def stage() -> None:
+        raise EndpointUnavailable(text)
+
+    @flow(name="test", persist_result=False)
+    async def failing() -> None:
+        quieten()
+        await StageRunner(FAST).run(stage)
+
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with pytest.raises(EndpointUnavailable) as raised:
+            play_flow(failing)
+        called = [record.getMessage() for record in records if record.levelno >= logging.ERROR]
+        records.clear()
+        with pytest.raises(EndpointUnavailable):
+            asyncio.run(failing())
+        alone = [record.getMessage() for record in records if record.levelno >= logging.ERROR]
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert str(raised.value) == text
+    brief = f"failed: EndpointUnavailable: {text[:69].rstrip()} …"
+    assert called == [brief, "failed: EndpointUnavailable"]
+    assert alone == [brief, f"failed: EndpointUnavailable: {text}"]
+    assert all(record.exc_info is None for record in records)
 
 
 @pytest.mark.parametrize("error", [EndpointUnavailable("down"), StoreUnavailable("503")])

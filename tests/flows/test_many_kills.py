@@ -9,18 +9,15 @@ change, and in the end it must be, bit by bit, the undisturbed run.
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cases import printed_seed
 from support.faults import Digests, committed_digests, outcome
-from support.flow_runs import REPOSITORY, ForkServer, debug
+from support.flow_runs import ForkServer, debug
+from support.prefect_server import PrefectServer
 
-from flows.server import free_port, healthy
 from marin_rl.config import Config
 from marin_rl.storage.runs import Run, latest_checkpoint, round_of
 
@@ -33,61 +30,22 @@ LIFE_S_MIN = 0.2  # of processor time, here and below
 LIVES_MAX = 1.5  # times what a start and one round take, undisturbed
 LIFE_S_MAX = 8.0  # a start takes 5; or the undisturbed run has hundreds of rounds to play after it
 AFTER_THE_SERVER_S = 1.0
-START_S_MAX = 900.0  # of a server, where all of this has what others leave of a machine
 RUN_S_MAX = 7200.0  # of any start; the last plays the rounds of all lives without a pause
 
 
-class Server:
-    """A Prefect server that can be killed, and started again with what it knew."""
-
-    def __init__(self, home: Path) -> None:
-        self._home, self._port = home, free_port()
-        self.url = f"http://127.0.0.1:{self._port}/api"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start, and wait until it answers."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
-            env={
-                **os.environ,
-                "PREFECT_HOME": str(self._home),
-                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home}/p.db",
-                "PREFECT_UI_ENABLED": "false",
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + START_S_MAX
-        while not healthy(self.url):
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.1)
-
-    @property
-    def pid(self) -> int:
-        """The id of its process."""
-        assert self._process is not None
-        return self._process.pid
-
-    def kill(self) -> None:
-        """SIGKILL, wherever it is not dead already."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.communicate()
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     """A running server of this module."""
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = PrefectServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server
     server.kill()
 
 
 @pytest.fixture(scope="module")
-def fork_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fork_server(
+    server: PrefectServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkServer]:
     """Forks runs that report to that server."""
     with ForkServer(
         tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=server.url
@@ -111,8 +69,10 @@ def reached(config: Config) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(6 * 3600)
-def test_a_run_survives_many_kills(server: Server, fork_server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.timeout(6 * 3600 if "MARIN_RL_KILLS" in os.environ else 1800)
+def test_a_run_survives_many_kills(
+    server: PrefectServer, fork_server: ForkServer, tmp_path: Path
+) -> None:
     count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     print(f"{count} kills")
     choices = random.Random(printed_seed())
@@ -126,8 +86,8 @@ def test_a_run_survives_many_kills(server: Server, fork_server: ForkServer, tmp_
         if victim == "flow":
             ended = fork_server.run(config, life_s=life_s, limit_s=RUN_S_MAX)
         else:
-            longer_s, beside = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
-            ended = fork_server.run(config, life_s=longer_s, beside=beside, limit_s=RUN_S_MAX)
+            longer_s, also_kill = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
+            ended = fork_server.run(config, life_s=longer_s, also_kill=also_kill, limit_s=RUN_S_MAX)
             server.kill()
             server.start()
             refused += ended == [1]  # no answer came when it was about to begin
@@ -150,11 +110,11 @@ def test_a_run_survives_many_kills(server: Server, fork_server: ForkServer, tmp_
 
 @pytest.mark.slow
 def test_a_server_that_goes_away_costs_no_work(
-    server: Server, fork_server: ForkServer, tmp_path: Path
+    server: PrefectServer, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     config = debug(tmp_path / "left", f"rounds={ROUNDS_MAX}")
     first_s = first_round_s(fork_server, config)
-    ended = fork_server.run(config, life_s=first_s + 4.0, beside={server.pid: first_s})
+    ended = fork_server.run(config, life_s=first_s + 4.0, also_kill={server.pid: first_s})
     assert ended == [-signal.SIGKILL], f"it ended by itself: {fork_server.said()}"
     server.kill()
     server.start()

@@ -52,6 +52,11 @@ def judged(config: Config) -> list[tuple[str, object]]:
     return [(manifest_of(run.store, ref).extra["parameters_digest"], ref.summary) for ref in refs]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly() -> None:
+    """None is: a judge and its policy learn with the programs that users have."""
+
+
 @pytest.mark.slow
 def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_path: Path) -> None:
     pairs = f"reward_model.pairs={said(tmp_path)}"

@@ -1,5 +1,6 @@
 """The API that a flow reports to, and the life of a temporary server."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from prefect.settings import get_current_settings, temporary_settings
 from support.flow_runs import REPOSITORY
 
+from flows.connection import RUNS, _HeldBack, _quiet_interrupt
 from flows.server import free_port, healthy, prefect_api
 
 PROGRAM = """
@@ -48,6 +50,37 @@ def test_a_server_that_cannot_start_says_why(
         prefect_api(),
     ):
         pass
+
+
+CRASH = "Crash detected! Execution was cancelled by the runtime environment."
+OTHER = "Crash detected! Request to http://127.0.0.1:4200 failed: ReadTimeout."
+
+
+@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, 0), (ValueError, 2)])
+def test_cancelled_tasks_are_logged_unless_the_run_was_interrupted(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    told: int,
+) -> None:
+    loggers = [logging.getLogger(name) for name in RUNS]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "propagate", True)
+        monkeypatch.setattr(logger, "handlers", [])
+    texts = lambda: [record.getMessage() for record in caplog.records]
+
+    def play() -> None:
+        with _quiet_interrupt():
+            for logger in loggers:
+                logger.error(CRASH)
+            loggers[0].error(OTHER)
+            assert texts() == [OTHER]
+            raise error
+
+    with pytest.raises(error):
+        play()
+    assert texts() == [OTHER] + told * [CRASH]
+    assert not any(isinstance(item, _HeldBack) for logger in loggers for item in logger.filters)
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
