@@ -58,13 +58,38 @@ def test_every_make_target_is_documented_and_every_documented_one_exists():
 
 
 def test_every_command_in_the_readme_exists():
-    from typer.main import get_command
+    from marin_rl.cli import COMMANDS
 
-    from marin_rl.cli import app
+    code = re.sub(r"#.*", "", README)  # a comment may be: puts marin-rl on the path
+    for command in re.findall(r"marin-rl ([a-z]+(?:-[a-z]+)*)", code):
+        assert command in COMMANDS, command
 
-    known = set(get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
-    for command in re.findall(r"marin-rl ([a-z]+(?:-[a-z]+)*)", README):
-        assert command in known, command
+
+def test_the_page_of_the_command_line_has_every_command_and_no_option_that_is_none():
+    from marin_rl.cli import COMMANDS, GROUPS, WITHDRAWN_OPTIONS, command_named
+
+    page = (TOP / "docs/command-line.md").read_text(encoding="utf-8")
+    for group, commands in GROUPS.items():
+        rows = [f"| `{name}` | {line} |" for name, (_, line) in commands.items()]
+        table = "\n".join(["| command | what it does |", "|---|---|", *rows])
+        assert re.search(rf"^### {group}\n\n.+\n\n{re.escape(table)}\n", page, re.MULTILINE), group
+    commands = [command_named(name) for name in COMMANDS]
+    commands += [each for command in commands for each in getattr(command, "commands", {}).values()]
+    known = {option for command in commands for each in command.params for option in each.opts}
+    withdrawn = {option for _, option in WITHDRAWN_OPTIONS}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) - {"--help", "--version"}
+    assert named <= known | withdrawn, named - known - withdrawn
+
+
+def test_every_variable_that_is_read_is_documented():
+    page = (TOP / "docs/command-line.md").read_text(encoding="utf-8")
+    files = [path for room in ROOMS for path in (TOP / room).rglob("*.py")]
+    read = {
+        name
+        for path in files
+        for name in re.findall(r"\bMARIN_RL_[A-Z_]+", path.read_text(encoding="utf-8"))
+    }
+    assert read == set(re.findall(r"\bMARIN_RL_[A-Z_]+", page))
 
 
 def parsed(path: Path) -> ast.Module:
