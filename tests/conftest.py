@@ -1,6 +1,7 @@
 """Shared setup of all tests. It also lets them import the helpers in this folder by name."""
 
 import os
+import re
 from pathlib import Path
 
 # Before anything imports JAX: two devices, so that every test of sharding has something to shard.
@@ -13,11 +14,17 @@ PROGRAMS = Path(__file__).resolve().parents[1] / ".pytest_cache/d/marin-rl-progr
 os.environ.setdefault("MARIN_RL_TEST_PROGRAMS", str(PROGRAMS))
 os.environ["MARIN_RL_COMPILATION_CACHE"] = os.environ["MARIN_RL_TEST_PROGRAMS"]
 
+from support import type_checks
+
+type_checks.install()
+
 from marin_rl.machine import machine_key
 
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", f"{os.environ['MARIN_RL_TEST_PROGRAMS']}/{machine_key()}"
 )
+# Programs that compile in a moment are kept too: thousands of them take most of the suite's time.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Runs that tests start are remembered apart from the user's own.
 os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
 
@@ -26,11 +33,11 @@ from collections.abc import Iterator
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from support.quick_programs import drop_quick_programs, quick_programs
 
-# jaxtyping's plugin has imported JAX before this file, so the variable above reaches children
-# only. Small programs are kept too: thousands of them take most of the suite's time.
+# jaxtyping's plugin has imported JAX before this file, so the variables above reach children only.
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 settings.register_profile(
@@ -43,55 +50,106 @@ settings.register_profile(
 settings.load_profile("marin-rl")
 
 
-_quick_programs_left = False
+QUICK = frozenset({"compiled_quickly", "itself_compiled_quickly"})
 
 
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """Programs are compiled in half the time, and run slower than those that users have.
-
-    Their last bits differ too, and a jitted function keeps its programs: `pytest_runtest_setup`
-    drops them before the next test that wants what users have.
-    """
-    global _quick_programs_left
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    _quick_programs_left = True
-    with pytest.MonkeyPatch.context() as patch:  # for processes that tests begin
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    """A module whose programs are compiled quickly."""
+    with quick_programs():
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def itself_compiled_quickly() -> Iterator[None]:
+    """A test whose programs are compiled quickly, after those of its file that use users' own."""
+    with quick_programs():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test of programs as users have them meets none that was compiled quickly before it."""
-    global _quick_programs_left
-    if _quick_programs_left and "compiled_quickly" not in getattr(item, "fixturenames", ()):
-        jax.clear_caches()
-        _quick_programs_left = False
+    if not is_quick(item):
+        drop_quick_programs()
 
 
-# The files that take longest, from the longest on: they begin first, so that `make test` does not
-# end with one process at work on one of them.
+def is_quick(item: pytest.Item) -> bool:
+    """Return True for a test whose programs are compiled quickly."""
+    return not QUICK.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without a test of the mark that is asked for: to import all takes 15 s.
+
+    `-m slow` and `-m 'bits and not slow'` ask for what their first word marks. A test has a mark by
+    `pytest.mark` or from `others_slow`, which both leave the word in the file.
+    """
+    asked = re.match(r"(slow|bits)\b(?!.* or )", config.option.markexpr)
+    if asked is None or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    marked = rf"(mark\.|others_){asked[1]}\b"
+    return None if re.search(marked, collection_path.read_text("utf-8")) else True
+
+
+# The files that take longest, from about the longest on: they begin first, so that `make test` and
+# `make test-slow` do not end with one process at work on one of them.
 LONGEST = (
-    "training/test_step.py",
+    "test_bench.py",
     "flows/test_every_operation.py",
-    "inference/test_engine.py",
-    "inference/test_engine_load.py",
-    "inference/test_batch_invariance.py",
-    "inference/test_lanes.py",
-    "training/test_loop.py",
-    "training/test_logprobs.py",
-    "test_rounds.py",
+    "flows/test_stack.py",
+    "flows/test_many_kills.py",
+    "training/test_recipes.py",
+    "test_doc_commands.py",
     "analysis/test_verify.py",
+    "test_wheel.py",
+    "flows/test_game.py",
+    "flows/test_reward_model.py",
+    "flows/test_demo.py",
+    "flows/test_server_dies.py",
+    "flows/test_hardships.py",
+    "flows/test_kill.py",
+    "test_notebooks.py",
+    "rollouts/test_estimates.py",
+    "inference/test_families.py",
+    "inference/test_engine.py",
+    "training/test_step.py",
+    "inference/test_engine_load.py",
+    "training/test_losses.py",
     "serving/test_admin.py",
+    "training/test_backend.py",
+    "training/test_logprobs.py",
+    "training/test_model.py",
+    "training/test_loop.py",
     "serving/test_watcher.py",
+    "inference/test_lanes.py",
+    "serving/test_loading.py",
+    "training/test_replay.py",
+    "training/test_mesh.py",
+    "inference/test_batch_invariance.py",
+    "serving/test_connections.py",
+    "test_rounds.py",
+    "analysis/test_scan.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; the order within a file stays."""
+    """Longest files first, those that are compiled quickly before others; in a file, tests that are
+    themselves compiled quickly last.
+
+    A test that is not, after one that is, drops all programs of its process: files of one kind come
+    together, so that this is rare.
+    """
     top = Path(__file__).parent
     rank = {top / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    order = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    others = {item.path for item in items if not is_quick(item)}
+    items.sort(
+        key=lambda item: (
+            item.path not in rank,
+            item.path in others,
+            rank.get(item.path, len(rank)),
+            order[item.path],
+            "itself_compiled_quickly" in getattr(item, "fixturenames", ()),
+        )
+    )

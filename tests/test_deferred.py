@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.run_factories import whole_run
 
 from marin_rl.deferred import defer
 
@@ -53,3 +54,77 @@ def test_loading_a_model_brings_no_pandas_along():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip() == "False"
+
+
+def test_a_postponed_class_is_imported_by_its_first_use_and_others_get_the_real_one(tmp_path):
+    (tmp_path / "part.py").write_text(
+        "class Part:\n    made = classmethod(lambda cls: cls(7))\n"
+        "    def __init__(self, x): self.x = x\n"
+    )
+    (tmp_path / "user.py").write_text(
+        "from part import Part\ndef of() -> Part | int: return Part(6).x, Part.made().x\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from marin_rl.deferred import import_postponing\n"
+        "import_postponing('user', {'part': 'Part'})\n"
+        "import user; print('part' in sys.modules, user.of(), sys.modules['part'].Part(1).x)\n"
+        "import_postponing('user', {'part': 'Part'}); print(sys.modules['part'].__file__ != '')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split("\n")[:2] == ["False (6, 7) 1", "True"]
+
+
+def test_help_imports_no_markdown():
+    program = (
+        "import sys; sys.argv = ['marin-rl', '--help']\nfrom marin_rl.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([n for n in ('rich.markdown', 'markdown_it', 'rich.traceback') if n in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "reward-model" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    whole_run(str(root := tmp_path_factory.mktemp("runs")), 1)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    "command", [("status",), ("rollouts",), ("lineage", "--round", "0"), ("sql", "select 1")]
+)
+def test_commands_that_read_a_run_import_little(root, command):
+    name, *options = command
+    line = ["marin-rl", name, "run", *options, "--root", root]
+    spared = ["pandas", "asyncio", "polars", "pyarrow.compute", "fsspec", "transformers", "prefect"]
+    program = (
+        f"import sys; sys.argv = {line!r}\nfrom marin_rl.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {spared!r} if sys.modules.get(name)])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_postponed_function_is_the_real_one_at_its_first_use():
+    program = (
+        "import sys; from marin_rl.deferred import postpone\n"
+        "postpone('unittest.mock', 'patch'); from unittest.mock import patch\n"
+        "print('asyncio' in sys.modules)\n"
+        "class A:\n    x = 1\n"
+        "with patch.object(A, 'x', 2):\n    print(A.x)\n"
+        "print(A.x, 'asyncio' in sys.modules)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == ["False", "2", "1 True"]

@@ -6,8 +6,12 @@ import pytest
 from rich.console import Console
 
 from marin_rl.display import (
+    BeforeAfter,
+    EpisodePair,
+    PlayedEpisode,
     RunDisplay,
     duration,
+    episodes_table,
     frame_table,
     rollouts_table,
     rounds_table,
@@ -22,6 +26,21 @@ def text_of(renderable) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(renderable)
     return console.file.getvalue()
+
+
+def test_episodes_of_two_rounds_stand_side_by_side() -> None:
+    turns = ((False, "1-8"), (True, "5"), (False, "<"), (True, "[bold]2"))
+    pair = EpisodePair(
+        example_id="e",
+        answer="2",
+        before=PlayedEpisode(turns=turns[:2], reward=None),
+        after=PlayedEpisode(turns=turns, reward=0.9),
+    )
+    shown = text_of(episodes_table(BeforeAfter(rounds=(0, 60), pairs=[pair])))
+    assert "round 0" in shown
+    assert "round 60" in shown
+    assert "1-8 5  no reward" in shown
+    assert "1-8 5 < [bold]2  reward 0.90" in shown
 
 
 def test_a_round_in_progress_is_drawn_with_its_numbers():
@@ -39,6 +58,7 @@ def test_a_round_in_progress_is_drawn_with_its_numbers():
 
 def test_text_of_a_model_moves_no_cursor():
     row = {"prompt": "\x1b[2J", "completion": "a\x07b", "answer": "", "reward": 1.0, "status": "ok"}
+    row |= {"n_turns": 1, "finish_reason": "stop"}
     shown = text_of(rollouts_table([row])) + text_of(frame_table(["said"], [["\x1b]0;title"]]))
     assert "\x1b" not in shown
     assert "\ufffd[2J" in shown
@@ -96,7 +116,8 @@ def test_sizes_have_decimal_units(n, text):
 def test_many_rounds_are_thinned_but_the_first_and_last_stay():
     rows = [{"round": n, "reward": n / 100, "eval/accuracy": n / 100} for n in range(100)]
     shown = text_of(rounds_table(rows, "rounds", limit=5))
-    numbers = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    cells = [line.split() for line in shown.splitlines()]
+    numbers = [line[0] for line in cells if line and line[0].isdigit()]
     assert numbers[0] == "0"
     assert numbers[-1] == "99"
     assert len(numbers) == 5

@@ -119,7 +119,7 @@ def odd(run: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
         ("lineage", "run", "--round", "0", "--row", "0", "--graph", "ROOT/graph.mmd"),
         ("report", "run", "--output", "ROOT/page.html"),
         ("export", "run", "--output", "ROOT/run.tar"),
-        ("fork", "run", "--from-round", "0", "--run-id", "fork"),
+        ("fork", "run", "--round", "0", "--run-id", "fork"),
         ("run", "ROOT/run", "--dry-run"),
         ("sql", "run", f"pivot (select 1 as n, '{ODD}' as said) on said using sum(n)"),
         ("sql", "run", f"select {ODD}"),

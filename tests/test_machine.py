@@ -11,8 +11,6 @@ import pytest
 from marin_rl import machine
 from marin_rl.machine import changed_facts, instruction_set, machine_facts, machine_key
 
-pytestmark = pytest.mark.bits
-
 # Prints a digest of products and sums, and what the process says of itself.
 PROGRAM = """
 import json, hashlib

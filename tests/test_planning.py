@@ -1,5 +1,6 @@
 """Plans multiplied out by hand."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import InputError
-from marin_rl.planning import architecture_of, plan
+from marin_rl.planning import Architecture, architecture_of, plan
 
 
 def test_a_small_run_multiplies_out():
@@ -36,6 +37,8 @@ def test_a_small_run_multiplies_out():
     assert result.parameters == 80 + 2 * 64 + 2 * 32 + 384 + 24
     assert result.training_bytes == 16 * result.parameters
     assert result.engine_cache_bytes == 2 * 1 * 1 * 4 * (2 * 32) * 4
+    # 16 rows of 32 tokens, float32: of the layer its input, 5 * 8, 2 * 3 heads of 4, 3 * 16
+    assert result.activation_bytes == 4 * 16 * 32 * (8 + 40 + 24 + 48)
     assert result.checkpoint_disk_bytes == 3 * 12 * result.parameters
 
 
@@ -50,6 +53,7 @@ def test_a_model_folder_is_read_for_its_sizes(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
+                "model_type": "qwen3",
                 "vocab_size": 151936,
                 "hidden_size": 1024,
                 "num_hidden_layers": 28,
@@ -68,10 +72,46 @@ def test_a_model_folder_is_read_for_its_sizes(tmp_path):
 
 
 def test_a_broken_model_folder_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
     config = parse_config({"policy": {"init": "hf", "hf_path": str(tmp_path)}})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match=r"config\.json.*vocab_size"):
         architecture_of(config)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    with pytest.raises(InputError, match=r"'gemma3_text'.*gemma, llama, mistral, qwen2, qwen3"):
+        architecture_of(config)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"config\.json.*expected"):
+        architecture_of(config)
+
+
+SIZES = {
+    "0.5B, as Qwen2.5": (151_936, 896, 24, 14, 2, 64, 4864, True),
+    "1.5B, as Qwen2.5": (151_936, 1536, 28, 12, 2, 128, 8960, True),
+    "4B, as Qwen3": (151_936, 2560, 36, 32, 8, 128, 9728, True),
+    "8B, as Llama 3.1": (128_256, 4096, 32, 32, 8, 128, 14_336, False),
+}
+
+
+def test_the_table_of_sizes_in_the_docs_is_computed():
+    """8 rows of 2,048 tokens a microbatch, 64 sequence slots, bfloat16."""
+    names = [field.name for field in dataclasses.fields(Architecture)]
+    rows = []
+    for name, values in SIZES.items():
+        model, tokens = Architecture(**dict(zip(names, values, strict=True))), 8 * 2048
+        kept, recomputed = (
+            model.activation_bytes(tokens, 2, recomputed=recomputed) for recomputed in (False, True)
+        )
+        cells = (
+            16 * model.parameters,
+            kept,
+            recomputed,
+            model.cache_bytes(64 * 2048, 2),
+            12 * model.parameters,
+        )
+        sizes = " | ".join(f"{cell / 1e9:.1f} GB" for cell in cells)
+        rows.append(f"| {name} | {model.parameters / 1e9:.2f} B | {sizes} |")
+    page = Path(__file__).parent.parent / "docs/hugging-face-models.md"
+    assert "\n".join(rows) in page.read_text(encoding="utf-8"), "\n".join(rows)
 
 
 def test_a_critic_of_its_own_trunk_counts_twice():

@@ -41,26 +41,26 @@ def compilations() -> Iterator[list[str]]:
 
 def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: list[str]) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
-    runtime_for = RunRuntime(run)
+    runtime = RunRuntime(run)
     try:
-        checkpoint = runtime_for.init_policy()
+        checkpoint = runtime.init_policy()
         counts = []
         for round in range(5):
-            checkpoint = play_round(runtime_for, run, round, checkpoint)
+            checkpoint = play_round(runtime, run, round, checkpoint)
             counts.append(len(compilations))
     finally:
-        runtime_for.close()
+        runtime.close()
     assert counts[0] > 0, "the listener hears nothing"
     assert counts[1:] == [counts[1]] * 4
 
 
 def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
-    runtime_for = RunRuntime(run)
+    runtime = RunRuntime(run)
     try:
-        play_round(runtime_for, run, 0, runtime_for.init_policy())
+        play_round(runtime, run, 0, runtime.init_policy())
     finally:
-        runtime_for.close()
+        runtime.close()
     (row,) = read_metrics(run).to_pylist()
     assert all(is_defined(name) for name in row if name not in ("run_id", "round"))
     assert row["rollouts/generated"] == 16
@@ -111,9 +111,9 @@ def test_a_shard_made_alone_has_the_bits_of_one_made_with_others(tmp_path: Path)
     tables = []
     for name, order in (("together", (0, 1)), ("apart", (1, 0))):
         run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path / name}"]))
-        runtime_for = RunRuntime(run)
+        runtime = RunRuntime(run)
         try:
-            policy = runtime_for.serve(runtime_for.init_policy())
+            policy = runtime.serve(runtime.init_policy())
 
             async def both(run=run, policy=policy, apart=name == "apart", order=order):
                 if not apart:
@@ -128,7 +128,7 @@ def test_a_shard_made_alone_has_the_bits_of_one_made_with_others(tmp_path: Path)
             assert run.store.local_path(shard_key(0, 1)) is not None
             seal_round(run, 0, parts, (policy.checkpoint,))
         finally:
-            runtime_for.close()
+            runtime.close()
         columns = ("rollout_id", "token_ids", "logprobs", "reward")
         tables.append([table.to_pydict() for table in iter_shards(run, 0, columns)])
     for first, second in zip(*tables, strict=True):

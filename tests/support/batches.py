@@ -14,9 +14,9 @@ import pyarrow as pa
 from support.steps import make_step
 
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig, TrainingConfig
-from marin_rl.storage.commits import new_attempt
+from marin_rl.storage.commits import commit_slot, new_attempt
 from marin_rl.storage.runs import Run, batches_slot
-from marin_rl.storage.tables.batches import BatchWriter, StepRows, commit_batches
+from marin_rl.storage.tables.batches import BatchWriter, StepRows
 from marin_rl.training.model import build_model, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.state import fresh_state
@@ -95,9 +95,9 @@ def commit_round(run: Run, round: int, steps: list[TrainingBatch], length: int) 
                 environments=pa.array([["echo"]] * len(names)),
             )
         )
-    return commit_batches(
-        run,
-        round,
+    return commit_slot(
+        run.store,
+        batches_slot(round),
         attempt=attempt,
         fingerprint="0" * 64,
         parents=[],

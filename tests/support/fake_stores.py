@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
@@ -157,11 +157,17 @@ def fake_gcs() -> Iterator[FakeGCS]:
     handler = type("Handler", (_Handler,), {"state": state})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    with _serving(server) as state.url:
+        yield state
+
+
+@contextmanager
+def _serving(server: HTTPServer) -> Iterator[str]:
+    """Serve in a thread of its own; yields the URL."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield state
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
@@ -325,7 +331,15 @@ class FakeS3:
 def fake_s3() -> Iterator[FakeS3]:
     """A running server on a free port of this machine."""
     state = FakeS3()
-    inner = DomainDispatcherApplication(create_backend_app)
+    moto = DomainDispatcherApplication(create_backend_app)
+    creating = threading.Lock()
+
+    def inner(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return moto(environ, start)
+        # moto looks and then writes, so two threads may both create: S3 does both as one
+        with creating:
+            return moto(environ, start)
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         fault = state.faults.take(environ["REQUEST_METHOD"], environ["PATH_INFO"])
@@ -336,15 +350,8 @@ def fake_s3() -> Iterator[FakeS3]:
         return _fail(fault, environ, start)
 
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with _serving(server) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Quiet(MotoRequestHandler):

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from marin_rl.types import ServedPolicy, SlotRef
+
 END = 256
 TEMPLATE = "<{role}>{content}"
 
@@ -48,6 +50,21 @@ def prompt_ids(messages: Sequence[Mapping[str, str]]) -> list[int]:
 def logprob_of(token: int, position: int) -> float:
     """A float32 with no short decimal form, so that any loss on the way shows."""
     return struct.unpack("f", struct.pack("f", -1.0 / (3 + token % 7 + position)))[0]
+
+
+def served_policy(url: str, model: str, **changes: Any) -> ServedPolicy:
+    """A policy that is served at `url`, of weight version 0 if `changes` do not say another."""
+    version = changes.get("weight_version", 0)
+    values: dict[str, Any] = {
+        "endpoints": (url,),
+        "model": model,
+        "weight_version": version,
+        "parameters_digest": "ab" * 32,
+        "tokenizer_digest": "t",
+        "chat_template_digest": "c",
+        "checkpoint": SlotRef(slot=f"checkpoints/round-{version:05d}", sha256="5" * 64),
+    }
+    return ServedPolicy(**values | changes)
 
 
 class FakePolicyServer:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
@@ -102,12 +102,12 @@ class Outcome:
     def same_as(self, other: "Outcome") -> list[str]:
         """Names of what differs; empty where nothing does."""
         pairs = {
-            "slots": self.slots == other.slots,
-            "samples": _equal(self.samples, other.samples),
-            "dispositions": _equal(self.dispositions, other.dispositions),
-            "parameters": self.parameters == other.parameters,
+            "slots": _first_difference(self.slots, other.slots),
+            "samples": _first_difference(self.samples, other.samples),
+            "dispositions": _first_difference(self.dispositions, other.dispositions),
+            "parameters": _first_difference(self.parameters, other.parameters),
         }
-        return [name for name, same in pairs.items() if not same]
+        return [f"{name} ({different})" for name, different in pairs.items() if different]
 
 
 def outcome(config: Config) -> Outcome:
@@ -187,8 +187,28 @@ def _digest(run: Run, key: str, digests: Digests | None) -> str:
     return digests.of(path)
 
 
-def _equal(ours: tuple[pa.Table, ...], theirs: tuple[pa.Table, ...]) -> bool:
-    return len(ours) == len(theirs) and all(a.equals(b) for a, b in zip(ours, theirs, strict=True))
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """The first item that differs, of a table its first column and row; empty where none does."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} of them"
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a.equals(b) if isinstance(a, pa.Table) else a == b:
+            continue
+        return f"item {number}: " + (_cell(a, b) if isinstance(a, pa.Table) else f"{a!r}, {b!r}")
+    return ""
+
+
+def _cell(ours: pa.Table, theirs: pa.Table) -> str:
+    """The first column and row in which two tables differ."""
+    if ours.schema != theirs.schema or ours.num_rows != theirs.num_rows:
+        return f"{ours.num_rows} rows of {ours.schema}, {theirs.num_rows} rows of {theirs.schema}"
+    for name in ours.column_names:
+        for row, (a, b) in enumerate(
+            zip(ours[name].to_pylist(), theirs[name].to_pylist(), strict=True)
+        ):
+            if a != b:
+                return f"{name} of row {row} of {ours.num_rows}: {a!r:.200}, {b!r:.200}"
+    return "equal by value, not by layout"
 
 
 Case = tuple[str, str]  # the kind of a fault, and the name of what it befalls

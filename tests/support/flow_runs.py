@@ -153,7 +153,7 @@ class ForkServer:
         *,
         copies: int = 1,
         life_s: float | None = None,
-        beside: Mapping[int, float] | None = None,
+        also_kill: Mapping[int, float] | None = None,
         trace: tuple[Path, str, float] | None = None,
         limit_s: float = RUN_S_MAX,
         faults: Mapping[str, str] | None = None,
@@ -161,11 +161,11 @@ class ForkServer:
     ) -> list[int]:
         """Run `config` in `copies` processes at once; returns the exit code of each.
 
-        The code is minus the signal that ended the process. Processes that have had `life_s`
-        seconds of processor time are killed, as are those whose ids are in `beside` when the first
-        process has had as many seconds as it says there. `trace` is a folder, a glob in it, and
-        seconds by the clock that processes still live once a file matches. After `limit_s`, those
-        are killed that were to live so long, and others aborted. `faults` and `met` are those of
+        The code is minus the signal that ended the process. A process is killed after `life_s`
+        seconds of CPU time. `also_kill` maps ids of other processes to seconds: each is killed
+        when a process of the run has used that much CPU time. `trace` is a folder, a glob in it,
+        and seconds: processes are killed that long after a file matches the glob. After `limit_s`
+        seconds, processes with a `life_s` are killed, others aborted. For `faults` and `met` see
         faults.py.
         """
         assert self._process.stdin is not None
@@ -177,7 +177,7 @@ class ForkServer:
             "log": str(self.log),
             "copies": copies,
             "life_s": life_s,
-            "beside": [*(beside or {}).items()],
+            "also_kill": [*(also_kill or {}).items()],
             "trace": None if trace is None else (str(trace[0]), *trace[1:]),
             "limit_s": limit_s,
         }
@@ -210,15 +210,15 @@ def _watched(order: dict[str, Any]) -> tuple[list[int], list[float], list[float]
         if child == 0:
             _live(order)
         ends[child] = None
-    beside, killed = list(order["beside"]), list[float]()
+    also_kill, killed = list(order["also_kill"]), list[float]()
     traced = _Trace(order["trace"])
     deadline = time.monotonic() + order["limit_s"]
     while None in ends.values():
         for child in [child for child, end in ends.items() if end is None]:
             lived_s = _cpu_s(child)
-            for other in [other for other in beside if lived_s >= other[1]]:
+            for other in [other for other in also_kill if lived_s >= other[1]]:
                 os.kill(other[0], signal.SIGKILL)
-                beside.remove(other)
+                also_kill.remove(other)
                 killed.append(time.time())
             _end_in_time(child, lived_s, order["life_s"], late=time.monotonic() > deadline)
             if traced.passed():

@@ -75,10 +75,10 @@ def parts(run: Run, round: int) -> list[Path]:
 
 
 def play_round(
-    runtime_for: RunRuntime, run: Run, round: int, checkpoint: SlotRef, *, evaluated: bool = False
+    runtime: RunRuntime, run: Run, round: int, checkpoint: SlotRef, *, evaluated: bool = False
 ) -> SlotRef:
     """One round from its first checkpoint, which is evaluated if that is asked; the next one."""
-    watch, policy = Stopwatch(), runtime_for.serve(checkpoint)
+    watch, policy = Stopwatch(), runtime.serve(checkpoint)
     if evaluated:
         asyncio.run(evaluate_round(run, round, policy))
     shards = range(run.config.rollouts.shards_per_round)
@@ -89,7 +89,7 @@ def play_round(
     parts = asyncio.run(generate())
     watch.lap("generate")
     batches = build_round(run, round, seal_round(run, round, parts, (checkpoint,)))
-    trained = runtime_for.train_round(round, batches, checkpoint)
+    trained = runtime.train_round(round, batches, checkpoint)
     steps = int(batches.summary["steps"])
     close_round(run, round, watch.metrics() | transfer_metrics(policy.transfer, steps))
     return trained
@@ -97,11 +97,11 @@ def play_round(
 
 def play_two_rounds(run: Run, *, evaluated: bool = False) -> None:
     """A run's first two rounds; `evaluated` says whether that comes before them."""
-    runtime_for = RunRuntime(run)
+    runtime = RunRuntime(run)
     try:
-        checkpoint = runtime_for.init_policy()
+        checkpoint = runtime.init_policy()
         for round in range(2):
             first = evaluated and round == 0
-            checkpoint = play_round(runtime_for, run, round, checkpoint, evaluated=first)
+            checkpoint = play_round(runtime, run, round, checkpoint, evaluated=first)
     finally:
-        runtime_for.close()
+        runtime.close()

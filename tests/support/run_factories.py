@@ -11,22 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, parse_config
 from marin_rl.rounds import close_round
 from marin_rl.storage.commits import (
     commit_manifest,
+    commit_slot,
     fingerprint,
     new_attempt,
     new_manifest,
     parent_of,
     part_of,
-    ref_of,
 )
 from marin_rl.storage.runs import Run, checkpoint_slot, evals_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import commit_shard, encode_shard, seal_round
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.tokenizers import character_tokenizer
@@ -43,10 +45,14 @@ from marin_rl.types import (
     SlotRef,
     Status,
     Timing,
+    ToolCall,
     TrainingBatch,
     Turn,
+    TurnTiming,
 )
 from schemas.manifests import Part
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import ROLLOUTS
 from schemas.scores import FLOATS
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
@@ -115,8 +121,97 @@ def rollout(
         n_completion_tokens=len(completion),
         sampling=sampling,
         turns=(Turn(role="user", content="what?"), *(() if failed else (answer,))),
-        timing=Timing(started_at=MOMENT, finished_at=MOMENT, decode_s=0.25, worker="w"),
+        timing=Timing(
+            started_at=MOMENT,
+            finished_at=MOMENT,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.25,
+            worker="w",
+        ),
     )
+
+
+def dialogue(
+    name: str, turns: Sequence[Turn], *, index: int = 0, finish_reason: str = "stop"
+) -> Rollout:
+    """A rollout of several turns: those of the assistant are sampled, every letter is a token.
+
+    Its reward is the sum of the turns' rewards.
+    """
+    base, placed, ids, mask = rollout(name, index=index), [], list[int](), list[int]()
+    sampled = base.turns[1].inference_metadata
+    assert sampled is not None, "a rollout by hand says how it was sampled"
+    for turn in turns:
+        own = turn.role == "assistant"
+        facts = replace(sampled, finish_reason="stop") if own else None
+        start = len(ids)
+        ids += list(character_tokenizer()(turn.content, add_special_tokens=False)["input_ids"])
+        mask += [int(own)] * (len(ids) - start)
+        placed.append(replace(turn, start=start, end=len(ids), inference_metadata=facts))
+    loss_mask = np.array(mask, np.int32)
+    return replace(
+        base,
+        reward=sum(turn.reward for turn in turns if turn.reward is not None),
+        finish_reason=finish_reason,
+        status="complete" if finish_reason == "stop" else "truncated",
+        token_ids=np.array(ids, np.int32),
+        loss_mask=loss_mask,
+        logprobs=(-0.5 * loss_mask).astype(np.float32),
+        n_prompt_tokens=int((1 - loss_mask).sum()),
+        n_completion_tokens=int(loss_mask.sum()),
+        turns=tuple(placed),
+    )
+
+
+SEARCHED = (
+    Turn(role="user", content="who was it?"),
+    Turn(
+        role="assistant",
+        content="let me look",
+        reward=0.25,
+        tool_calls=(
+            ToolCall(id="call-1", name="search", arguments='{"for": "<i>Ada</i>"}'),
+            ToolCall(id="call-2", name="weigh", arguments="{}"),
+        ),
+        timing=TurnTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.0, environment_s=3.25),
+    ),
+    Turn(
+        role="tool",
+        content="\x1b[2J<b>Ada</b>",
+        tool_name="search",
+        tool_call_id="call-1",
+        cut=True,
+    ),
+    Turn(role="assistant", content="Ada", reward=0.5),
+)
+GUESSED = (
+    Turn(role="system", content="be brief"),
+    Turn(role="user", content="1-8"),
+    Turn(role="assistant", content="4"),
+    Turn(role="user", content=">"),
+    Turn(role="assistant", content="6"),
+    Turn(role="user", content="<"),
+    Turn(role="assistant", content="7", reward=0.5),
+)
+
+
+def dialogue_run(root: Path | str, *, run_id: str = "talks", **sections: Any) -> Run:
+    """A run of a sealed round: dialogues with a tool and without, and single answers."""
+    run = Run.create_or_open(configuration(str(root), groups=2, run_id=run_id, **sections))
+    first = "round-00000/group-00000"
+    talks = [
+        dialogue(f"{first}/000", SEARCHED),
+        dialogue(f"{first}/001", GUESSED, index=1, finish_reason="max_turns"),
+    ]
+    second = "round-00000/group-00001"
+    single = [
+        rollout(f"{second}/{index:03d}", index=index, reward=reward)
+        for index, reward in enumerate([0.0, 1.0])
+    ]
+    groups = [group_of(first, talks), group_of(second, single)]
+    commit_round(run, 0, [groups])
+    return run
 
 
 def group(name: str, rewards: Iterable[float | None], **options: Any) -> RolloutGroup:
@@ -208,7 +303,8 @@ def checkpoint(
         parts += scores(attempt)
     above = [parent_of(parent) for parent in parents]
     decided = fingerprint("checkpoint", {"round": round}, above)
-    manifest = new_manifest(
+    return commit_slot(
+        run.store,
         slot,
         attempt=attempt,
         fingerprint=decided,
@@ -216,8 +312,29 @@ def checkpoint(
         parts=parts,
         extra=extra or {},
     )
-    winner = commit_manifest(run.store, manifest)
-    return ref_of(winner, reused=winner.attempt != attempt)
+
+
+def as_version_1(shard: bytes) -> bytes:
+    """A shard as schema version 1 had it: turns without calls, cuts and times."""
+    reader = TableReader(shard, "shard", LADDER)
+    table = reader.table(ROLLOUTS)
+    kind = ROLLOUTS.field("turns").type
+    old = pa.list_(kind.field(0).with_type(pa.struct([kind.value_type.field(i) for i in range(8)])))
+    turns = [[dict(list(turn.items())[:8]) for turn in row] for row in table["turns"].to_pylist()]
+    schema = pa.schema(
+        field.with_type(old)
+        if field.name == "turns"
+        else field.with_nullable(False)
+        if field.name in ("queue_s", "prefill_s", "decode_s")
+        else field
+        for field in ROLLOUTS
+        if field.name not in ("segment_lengths", "start_s")
+    )
+    columns = [pa.array(turns, old) if n == "turns" else table[n] for n in schema.names]
+    stamp = {name: value for name, value in reader.stamp.items() if name != "format"}
+    writer = TableWriter(LADDER, schema, stamp | {"schema_version": "1"})
+    writer.write(pa.table(columns, schema=schema))
+    return writer.finish()
 
 
 def sample(run: Run, round: int, shard: int, start: SlotRef) -> SlotRef:

@@ -31,9 +31,11 @@ MESSAGES = [{"role": "user", "content": "abc"}]
 @contextmanager
 def serving(server: ServerConfig | None = None, **options: Any) -> Iterator[PolicyServer]:
     """A started server with these limits, stopped at the end."""
-    config = InferenceConfig(engine=ENGINE, server=server or ServerConfig())
+    engine = options.pop("engine", ENGINE)
+    config = InferenceConfig(engine=engine, server=server or ServerConfig())
+    tokenizer = options.pop("tokenizer", None) or character_tokenizer()
     given = {"context_length": CONTEXT, "weight_version": 3, "parameters_digest": "0123456789"}
-    running = PolicyServer(tiny_model(), character_tokenizer(), config, **(given | options))
+    running = PolicyServer(tiny_model(), tokenizer, config, **(given | options))
     try:
         running.start()
         yield running

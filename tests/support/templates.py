@@ -6,8 +6,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from marin_rl.chat_templates import CHAT_TEMPLATE
 from marin_rl.serving.text.detokenizer import BYTE_LETTERS
-from marin_rl.tokenizers import CHAT_TEMPLATE, EOS, PAD, ROLES, UNKNOWN
+from marin_rl.tokenizer_files import EOS, PAD, ROLES, UNKNOWN
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"

@@ -44,9 +44,9 @@ def admin_key() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRuntime]:
-    runtime_for = RunRuntime(Run.create_or_open(debug(tmp_path_factory.mktemp("runs"))))
-    yield runtime_for
-    runtime_for.close()
+    runtime = RunRuntime(Run.create_or_open(debug(tmp_path_factory.mktemp("runs"))))
+    yield runtime
+    runtime.close()
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +141,8 @@ def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
         f"inference.endpoints=[{remote.base_url}]",
         "inference.publish=update_weights_from_disk",
     )
-    runtime_for = RunRuntime(Run.create_or_open(config))
-    policy = runtime_for.serve(runtime_for.init_policy())
+    runtime = RunRuntime(Run.create_or_open(config))
+    policy = runtime.serve(runtime.init_policy())
     assert policy.endpoints == (remote.base_url,)
     assert policy.model == remote.model_id == f"policy@00000-{policy.parameters_digest[:8]}"
     exported = [path.name for path in (tmp_path / "debug/exports").iterdir()]
@@ -153,41 +153,41 @@ def test_a_remote_endpoint_with_other_weights_is_refused(
     tmp_path: Path, remote: PolicyServer
 ) -> None:
     config = debug(tmp_path, f"inference.endpoints=[{remote.base_url}]", "seed=5")
-    runtime_for = RunRuntime(Run.create_or_open(config))
+    runtime = RunRuntime(Run.create_or_open(config))
     with pytest.raises(StalePolicy):
-        runtime_for.serve(runtime_for.init_policy())
+        runtime.serve(runtime.init_policy())
 
 
 def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    runtime_for = RunRuntime(run)
-    first, second = runtime_for.init_policy(), commit(run, 1)
-    runtime_for._server = server = deaf_server(run, 0)
+    runtime = RunRuntime(run)
+    first, second = runtime.init_policy(), commit(run, 1)
+    runtime._server = server = deaf_server(run, 0)
     try:
-        runtime_for.serve(first)
+        runtime.serve(first)
         with pytest.raises(StalePolicy, match=r"found those of round 0, .* above") as caught:
-            runtime_for.serve(second)
+            runtime.serve(second)
         assert not caught.value.transient  # no task is tried again for it
         assert server.model_id.startswith("policy@00001-")
         check_told(str(caught.value), run, expected=1, found=0)
     finally:
-        runtime_for.close()
+        runtime.close()
 
 
 def test_a_server_whose_engine_ended_is_replaced(tmp_path: Path) -> None:
-    runtime_for = RunRuntime(small_run(tmp_path))
+    runtime = RunRuntime(small_run(tmp_path))
     try:
-        checkpoint = runtime_for.init_policy()
-        first = runtime_for.serve(checkpoint)
-        ended = runtime_for._server
+        checkpoint = runtime.init_policy()
+        first = runtime.serve(checkpoint)
+        ended = runtime._server
         assert ended is not None
         ended.engine.close()
-        again = runtime_for.serve(checkpoint)
-        assert runtime_for._server is not ended
+        again = runtime.serve(checkpoint)
+        assert runtime._server is not ended
         assert again.model == first.model
         assert again.endpoints != first.endpoints
     finally:
-        runtime_for.close()
+        runtime.close()
 
 
 def remote_run(root: Path, server: PolicyServer) -> tuple[Run, RunRuntime]:
@@ -238,15 +238,15 @@ def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, ki
     origin = small_run(tmp_path / "origin", f"inference.server.update_roots=[{tmp_path}]")
     first = RunRuntime(origin).init_policy()
     server = forgetful_server(origin, renames=kind == "renames")
-    run, runtime_for = remote_run(tmp_path / "runs", server)
+    run, runtime = remote_run(tmp_path / "runs", server)
     try:
-        assert runtime_for.serve(runtime_for.init_policy()).parameters_digest == (
+        assert runtime.serve(runtime.init_policy()).parameters_digest == (
             read_checkpoint(origin, 0).parameters_digest
         )
         assert first.slot == "checkpoints/round-00000"
         second = commit(run, 1)
         with pytest.raises(StalePolicy) as caught:
-            runtime_for.serve(second)
+            runtime.serve(second)
     finally:
         server.stop()
     message = str(caught.value)

@@ -1,0 +1,100 @@
+"""Commands of marin-rl in processes of their own that are forked: a start costs 7 s of imports.
+
+    with ForkedCommands(log) as commands:
+        code = commands.run(folder, "status", "demo")
+
+One child process imports what commands need, starts no thread and touches no device. A fork of it
+has a folder, standard streams and an end of its own, and JAX and Prefect's services start in it.
+What a start from a shell adds, tests of single commands and of the wheel show.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+REPOSITORY = Path(__file__).parents[2]
+ROOMS = (
+    "flows.evaluate",
+    "flows.rl_loop",
+    "flows.session",
+    "flows.sft",
+    "marin_rl.batching.build",
+    "marin_rl.cli",
+    "marin_rl.compilation",
+    "marin_rl.inference.engine",
+    "marin_rl.planning",
+    "marin_rl.runtime",
+    "marin_rl.serving.app",
+    "marin_rl.serving.server",
+    "marin_rl.serving.weights.canary",
+    "marin_rl.training.loop",
+    "marin_rl.training.sft",
+)
+END_S_MAX = 240.0
+
+
+class ForkedCommands:
+    """A process that forks commands, whose output goes to `log`. `environment` is added to ours."""
+
+    def __init__(self, log: Path, **environment: str) -> None:
+        self.log = log
+        self._environment = {**os.environ, **environment}
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self.log)],
+            cwd=REPOSITORY,
+            env={**self._environment, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=END_S_MAX)
+
+    def run(self, folder: Path, *words: str) -> int:
+        """Run `marin-rl WORDS` in `folder`; returns its exit code, or minus a signal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"folder": str(folder), "words": words}) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def said(self) -> str:
+        """The end of what the commands printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+
+def main() -> None:
+    """Import, then fork a command per line of standard input and print how each ended."""
+    del sys.path[0]  # this folder, whose modules have plain names
+    for name in ROOMS:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _live(json.loads(line))
+            return
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _live(order: dict[str, Any]) -> None:
+    """Body of a fork: the command line, in its folder."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(order["folder"])
+    sys.argv = ["marin-rl", *order["words"]]
+    importlib.import_module("marin_rl.cli").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A Prefect server in a process of its own, which commands that tests start report to."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from flows.server import free_port, healthy
+
+REPOSITORY = Path(__file__).parents[2]
+START_S_MAX = 900.0  # where other programs have the most of a machine
+
+
+class PrefectServer:
+    """A Prefect server that can be killed, and started again with what it knew."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._port = home, free_port()
+        self.url = f"http://127.0.0.1:{self._port}/api"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self._home.mkdir(exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
+            env={
+                **os.environ,
+                "PREFECT_HOME": str(self._home),
+                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home}/p.db",
+                "PREFECT_UI_ENABLED": "false",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + START_S_MAX
+        while not healthy(self.url):
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.1)
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is not dead already."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.communicate()

@@ -1,0 +1,65 @@
+"""Programs that are compiled in a fifth of the time and run slower than those that users have."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import pytest
+from jax._src import compiler
+
+# What writes XLA's fusions by way of MLIR takes three quarters of the time of compiling quickly.
+EMITTERS = "xla_cpu_use_fusion_emitters"
+QUICK_FLAG = f"--{EMITTERS}=false"  # for a process that gets an XLA_FLAGS of its own
+
+_quick = False
+_left = False
+
+
+@contextmanager
+def quick_programs(*, emitters: bool = False) -> Iterator[None]:
+    """Compile quickly inside the block, also in processes that begin there.
+
+    With the `emitters` it takes three times as long; a process then gives the bits of another that
+    has other devices.
+
+    Last bits differ from those of users' programs, and a jitted function keeps what it has:
+    `drop_quick_programs` comes before whatever wants programs as users have them.
+    """
+    global _quick, _left
+    if _quick:
+        yield
+        return
+    before, _quick, _left = jax.config.values["jax_disable_most_optimizations"], True, True
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+            if not emitters:
+                patch.setattr(compiler, "get_compile_options", _without_emitters())
+                patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAG}")
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+        _quick = False
+
+
+def drop_quick_programs() -> None:
+    """Forget the programs of this process, if any were compiled quickly since the last call."""
+    global _left
+    if _left:
+        jax.clear_caches()
+        _left = _quick
+
+
+def _without_emitters() -> Callable[..., Any]:
+    """JAX's options of a program, for a process in which XLA has read XLA_FLAGS already."""
+    options_of = compiler.get_compile_options
+
+    def options(*arguments: Any, **named: Any) -> Any:
+        made = options_of(*arguments, **named)
+        made.env_option_overrides = [*made.env_option_overrides, (EMITTERS, False)]
+        return made
+
+    return options
