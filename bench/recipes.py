@@ -1,4 +1,4 @@
-"""Learning curves of every recipe of configs/recipes: a table and a picture, from one warm start.
+"""Learning curves of every shipped recipe: a table and a picture, from one warm start.
 
     python bench/recipes.py [--rounds 10] [--seeds 0 1 2] [--recipes grpo gspo …] [--add]
 
@@ -23,7 +23,8 @@ from machine import print_head
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "configs/demo.yaml"
-RECIPES = tuple(sorted(path.stem for path in (REPOSITORY / "configs/recipes").glob("*.yaml")))
+SHIPPED = REPOSITORY / "marin_rl/config/recipes"
+RECIPES = tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
 PICTURE = REPOSITORY / "docs/images/recipes.svg"
 RESULTS = REPOSITORY / "bench/results"
 
@@ -89,13 +90,13 @@ def warm_start(root: Path, overrides: Sequence[str] = ()) -> str:
     from marin_rl.storage.runs import Run
 
     config = load_config(DEMO, [f"root={root}", "run_id=warm", *SMALLER, *overrides])
-    runtime_for = RunRuntime(Run.create_or_open(config))
+    runtime = RunRuntime(Run.create_or_open(config))
     try:
         for step in range(0, config.sft.steps, config.sft.steps_per_checkpoint):
-            runtime_for.run_sft_segment(step)
-        return f"{root}/warm/{runtime_for.init_policy().slot}"
+            runtime.run_sft_segment(step)
+        return f"{root}/warm/{runtime.init_policy().slot}"
     finally:
-        runtime_for.close()
+        runtime.close()
 
 
 def learn(
@@ -110,34 +111,34 @@ def learn(
         f"root={root}",
         f"run_id={recipe}-{seed}",
         f"seed={seed}",
-        f"recipe=recipes/{recipe}.yaml",
+        f"recipe={recipe}",
     )
     start = ("policy.init=checkpoint", f"policy.checkpoint={begun}")
     run = Run.create_or_open(load_config(DEMO, [*names, *SMALLER, *start, *overrides]))
-    runtime_for = RunRuntime(run)
+    runtime = RunRuntime(run)
     try:
-        checkpoint = runtime_for.init_policy()
-        before = evaluated(run, 0, runtime_for.serve(checkpoint))
+        checkpoint = runtime.init_policy()
+        before = evaluated(run, 0, runtime.serve(checkpoint))
         rewards = []
         for round in range(rounds):
-            checkpoint, reward = play(runtime_for, run, round, checkpoint)
+            checkpoint, reward = play(runtime, run, round, checkpoint)
             rewards.append(reward)
-        after = evaluated(run, rounds, runtime_for.serve(checkpoint))
+        after = evaluated(run, rounds, runtime.serve(checkpoint))
     finally:
-        runtime_for.close()
+        runtime.close()
     return Curve(recipe=recipe, seed=seed, rewards=tuple(rewards), before=before, after=after)
 
 
-def play(runtime_for: Any, run: Any, round: int, checkpoint: Any) -> tuple[Any, float]:
+def play(runtime: Any, run: Any, round: int, checkpoint: Any) -> tuple[Any, float]:
     """One round as the flow plays it: the next checkpoint, and the mean reward of its samples."""
     from marin_rl.batching.build import build_round
     from marin_rl.rollouts.generate import generate_shard
     from marin_rl.storage.tables.rollouts import seal_round
 
-    policy = runtime_for.serve(checkpoint)
+    policy = runtime.serve(checkpoint)
     part = asyncio.run(generate_shard(run, round, 0, policy))
     batches = build_round(run, round, seal_round(run, round, [part], (checkpoint,)))
-    trained = runtime_for.train_round(round, batches, checkpoint)
+    trained = runtime.train_round(round, batches, checkpoint)
     return trained, float(batches.summary["reward"])
 
 

@@ -212,7 +212,7 @@ def _table(summary: Mapping[str, Any], work: Work) -> Table:
         title=f"Rounds of {work.prompts} prompts of {work.prompt_tokens} tokens "
         f"x {work.completions} completions of "
         + ("about 3" if work.ends_early else str(work.new_tokens)),
-        caption="GB: peak runtime_for memory of the main process, and of all together",
+        caption="GB: peak resident memory of the main process, and of all together",
     )
     table.add_column("side", no_wrap=True)
     names = ("n", "s/round", "min", "CPU-s", "train s", "GB", "all", "tokens", "first s", "others")

@@ -120,9 +120,9 @@ def tell(**found: Any) -> None:
 
 
 def usage() -> dict[str, float]:
-    """Of this process until now: CPU-seconds, those of Python's threads by name, runtime_for MB."""
-    runtime_for = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    found = {"cpu_s": time.process_time(), "rss_mb": runtime_for / 2**20}
+    """Of this process until now: CPU-seconds, those of Python's threads by name, resident MB."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    found = {"cpu_s": time.process_time(), "rss_mb": resident / 2**20}
     for thread in threading.enumerate():
         assert thread.ident is not None
         name, clock = thread.name, time.pthread_getcpuclockid(thread.ident)
@@ -238,7 +238,7 @@ def repetition(served: Served, options: argparse.Namespace, number: int) -> dict
         found[kind] = load.summary() | used
     for kind in ("engine", "http", "stream"):
         print(f"{number} {kind:<7} {json.dumps(found[kind])}")
-    print(f"{number} runtime_for memory, MB: {[round(mb) for mb in memory]}")
+    print(f"{number} resident memory, MB: {[round(mb) for mb in memory]}")
     return found
 
 
@@ -251,7 +251,7 @@ def over_http(
 ) -> tuple[Load, dict[str, float]]:
     """The load, and the CPU-seconds that the server's process and its threads spent on it.
 
-    `memory` gains the process's runtime_for MB ten times on the way.
+    `memory` gains the process's resident MB ten times on the way.
     """
     asked = [json.dumps(body).encode() for body in bodies(options, stream=stream)]
     step = max(1, len(asked) // 10)
