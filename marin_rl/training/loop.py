@@ -346,8 +346,10 @@ class Trainer:
         if ref.reused:  # another attempt was first: what it committed is the truth
             self.load(ref)
         else:
+            # First: where this fails, no state is kept under the identity of another.
+            identity = identity_of(self._run, ref)
             self._committed.keep(backend.close(), ref)
-            self.identity = identity_of(self._run, ref)
+            self.identity = identity
         return ref
 
 

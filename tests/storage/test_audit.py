@@ -8,15 +8,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from support.run_factories import commit_round, configuration, group, whole_run
+from support.run_factories import checkpoint, commit_round, configuration, group, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import commit_slot, read_manifest
-from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot
 from marin_rl.storage.tables.batches import BATCHES_PREFIX, read_dispositions, write_dispositions
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
 
 Change = Callable[[pa.Table], pa.Table]
@@ -242,6 +243,17 @@ def test_rollouts_of_which_the_shards_say_otherwise_are_named(
     report = _tampered(tmp_path, lambda table: _set(table, "h/1", column, value))
     assert report.offences == {kind: ("h/1",)}
     assert not all(balance.balanced for balance in report.balances)
+
+
+def test_rollouts_with_the_digest_of_other_parameters_are_named(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    of_version = next(iter_shards(run, 0, ["policy_version_min"]))["policy_version_min"][0].as_py()
+    checkpoint(run, of_version, extra={"parameters_digest": "d" * 64})
+    assert audit_round(run, 0).problems == ()
+    run.store.delete(f"{checkpoint_slot(of_version)}/manifest.json")
+    checkpoint(run, of_version, extra={"parameters_digest": "f" * 64})
+    (kind,) = audit_round(run, 0).offences
+    assert kind == "sampled by other parameters than their version's"
 
 
 def test_a_round_is_counted_by_environment_and_policy_in_rollouts_and_tokens(

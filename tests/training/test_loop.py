@@ -4,18 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.batches import commit_round, random_batch
+from support.faults import NamedOperations
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config
-from marin_rl.errors import CommitConflict, ConfigError, InputError, NonFiniteUpdate
+from marin_rl.errors import (
+    CommitConflict,
+    ConfigError,
+    InputError,
+    NonFiniteUpdate,
+    StoreUnavailable,
+)
 from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from marin_rl.storage.stores.fault_injection import inject_faults
+from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.loop import Trainer
@@ -104,6 +114,26 @@ def test_a_round_that_is_trained_is_returned_and_not_trained_again(debug, tokeni
 
 
 @pytest.mark.bits
+@pytest.mark.parametrize("skipped", range(4))
+def test_a_store_that_fails_after_a_commit_leaves_no_state_of_another_name(
+    debug, tokenizer, skipped
+):
+    """Each read of the new checkpoint fails once: what is served next has its own digest."""
+    run, trainer, first = begin(debug(*SETTINGS), tokenizer)
+    batches, slot = batches_of(run, 0), checkpoint_slot(1)
+    every = NamedOperations(run.store.url, {f"read {slot}/manifest.json #{skipped + 1}": "fail"})
+    with inject_faults(every), suppress(StoreUnavailable):
+        store = open_store(run.store.url)
+        faulty = run.__class__(config=run.config, run_id=run.run_id, store=store)
+        trainer = Trainer(faulty, tokenizer)
+        trainer.train_round(0, batches, first)
+    every.names.waiting.clear()
+    done = trainer.train_round(0, batches, first)
+    trainer.load(done)
+    assert trainer.identity == identity_of(run, done)
+    assert parameters_digest(trainer.model) == identity_of(run, done).parameters_digest
+
+
 def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokenizer):
     run, trainer, first = begin(debug(*SETTINGS), tokenizer)
     after = trainer.train_round(0, commit_round(run, 0, [], LENGTH), first)

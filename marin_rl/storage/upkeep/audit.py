@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.runs import Run, batches_slot, round_of
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, round_of
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.inventory import MANIFEST
@@ -159,8 +159,8 @@ def _frame(table: pa.Table) -> pl.DataFrame:
 
 NAMES_MAX = 20
 COLUMNS = (
-    "rollout_id", "run_id", "round", "environment", "policy_version_min", "n_prompt_tokens",
-    "n_completion_tokens", "segment_lengths",
+    "rollout_id", "run_id", "round", "environment", "policy_version_min", "policy_version_max",
+    "policy_digest", "n_prompt_tokens", "n_completion_tokens", "segment_lengths",
 )  # fmt: skip
 
 Offences = dict[str, tuple[str, ...]]
@@ -251,6 +251,7 @@ def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
     consumed = dispositions.filter(pc.equal(dispositions["disposition"], "consumed"))
     offences = {
         **_foreign(run, rollouts, generated),
+        **_mislabelled(run, generated),
         **_identities(generated["rollout_id"].to_pylist(), dispositions),
         **_states(dispositions),
         **_places(consumed, _batch_places(run, batches[0]), _segments(generated)),
@@ -286,6 +287,21 @@ def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
         ),
         **_offence("shards outside the manifest", (name for name in there if name not in named)),
     }
+
+
+def _mislabelled(run: Run, generated: pa.Table) -> Offences:
+    """Rollouts with the digest of other parameters than the checkpoint of their version has.
+
+    Those that several versions sampled are left out, as are versions without a checkpoint here.
+    """
+    rows = _frame(generated).filter(pl.col("policy_version_min") == pl.col("policy_version_max"))
+    wrong = list[str]()
+    for (version,), sampled in rows.group_by("policy_version_min", maintain_order=True):
+        checkpoint = read_manifest(run.store, checkpoint_slot(int(str(version))))
+        expected = checkpoint and checkpoint[0].extra.get("parameters_digest")
+        if expected:
+            wrong += sampled.filter(pl.col("policy_digest") != expected)["rollout_id"].to_list()
+    return _offence("sampled by other parameters than their version's", wrong)
 
 
 def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
