@@ -16,7 +16,15 @@ from prefect import flow, task
 from flows.connection import play_flow
 from flows.evaluate import measure, round_after
 from flows.server import prefect_api
-from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config, resume_point
+from flows.session import (
+    HEAVY,
+    Source,
+    flow_run_name,
+    open_session,
+    pause_if_suspended,
+    resolve_config,
+    resume_point,
+)
 from flows.sft import warm_start
 from marin_rl.config import Config
 from marin_rl.rounds import transfer_metrics
@@ -42,6 +50,7 @@ async def rl_loop(
     with open_session(resolve_config(config, run_id, overrides, rounds)) as run:
         checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
         for round in range(round_after(checkpoint), open_run(run).config.rounds):
+            await pause_if_suspended()
             checkpoint = await run_round(run, round, checkpoint)
         await measure(run, checkpoint)
     return checkpoint

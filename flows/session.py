@@ -6,10 +6,14 @@ events; neither can stop the flow.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+from prefect import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.runtime import flow_run
 
 from flows.reports import reporting
@@ -92,6 +96,21 @@ def open_session(
         stack.enter_context(reporting(run))
         stack.callback(release, run)
         yield run.reference
+
+
+async def pause_if_suspended() -> None:
+    """Raise Prefect's Pause where a deployment's flow run was suspended meanwhile.
+
+    Prefect tells a running flow by an event, which a busy server may drop.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.flow_run.deployment_id is None:
+        return  # only a worker could start it again
+    with suppress(httpx.HTTPError, PrefectHTTPStatusError):  # of a server that is away for a moment
+        async with get_client() as client:
+            state = (await client.read_flow_run(context.flow_run.id)).state
+        if state is not None and state.is_paused():
+            raise Pause(state=state)
 
 
 def resume_point(run: Run) -> SlotRef | None:

@@ -1,11 +1,17 @@
 """Configuration of a flow, and its resume point: from committed slots alone."""
 
+import asyncio
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from prefect import flow, get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.states import Suspended
 
 from flows.evaluate import round_after
-from flows.session import resolve_config, resume_point
+from flows.session import pause_if_suspended, resolve_config, resume_point
 from flows.sft import steps_of
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import ConfigError
@@ -100,3 +106,23 @@ def test_steps_and_rounds_are_read_off_slots() -> None:
 def test_the_default_configuration_survives_the_trip_through_flow_parameters() -> None:
     config = parse_config({})
     assert resolve_config(config.model_dump(mode="json")) == config
+
+
+@flow
+async def _suspended() -> None:
+    """Suspends itself behind its own back, as the UI would, and asks as a round does."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    context.flow_run.deployment_id = uuid4()  # only a worker starts it again
+    async with get_client() as client:
+        asked = Suspended(timeout_seconds=60)
+        await client.set_flow_run_state(context.flow_run.id, asked, force=True)
+    await pause_if_suspended()
+
+
+def test_a_suspended_flow_ends_before_its_next_round_even_if_no_event_tells_it(api: str) -> None:
+    with pytest.raises(Pause) as raised:
+        asyncio.run(_suspended())
+    assert raised.value.state is not None
+    assert raised.value.state.name == "Suspended"
