@@ -2,12 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from marin_rl.commands.options import AsJson, Root, RunName, tell, tell_json
 from marin_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from marin_rl.storage.runs import Run
 
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
 
@@ -20,8 +23,13 @@ def export(
     hf: Annotated[
         Path | None, typer.Option("--hf", help="instead: a checkpoint as a Hugging Face folder")
     ] = None,
-    round_number: Annotated[
-        int | None, typer.Option("--round", min=0, help="with --hf; the latest")
+    rollouts: Annotated[
+        str | None,
+        typer.Option("--format", help="instead: rollouts as trl, verl, atropos or traces has them"),
+    ] = None,
+    rounds: Annotated[
+        str | None,
+        typer.Option("--round", help="with --hf one, the latest; with --format like 0-9, all"),
     ] = None,
     as_json: AsJson = False,
     root: Root = "runs",
@@ -29,7 +37,7 @@ def export(
     """Write a run as one file, or a checkpoint for others.
 
     `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
-    a Hugging Face folder instead.
+    a Hugging Face folder instead; with --format, rollouts are written as another library has them.
     """
     from marin_rl.display import size
     from marin_rl.storage.runs import Run
@@ -38,15 +46,21 @@ def export(
     if hf is not None:
         from marin_rl.serving.weights.checkpoint_loader import export_hf
 
-        exported = export_hf(run, round_number, hf)
+        chosen = _numbers("--round", rounds) or [None]
+        if len(chosen) > 1:
+            raise ConfigError(f"--round: expected one checkpoint with --hf, found {rounds!r}")
+        exported = export_hf(run, chosen[0], hf)
         digest = exported.parameters_digest
         if as_json:
             tell_json({"folder": str(hf), "round": exported.round, "parameters": digest})
             return
         tell(f"{hf}: checkpoint {exported.round}, parameters {digest}")
         return
-    if round_number is not None:
-        raise ConfigError("--round chooses a checkpoint: expected --hf FOLDER with it")
+    if rollouts is not None:
+        _export_rollouts(run, rollouts, output, _numbers("--round", rounds), as_json=as_json)
+        return
+    if rounds is not None:
+        raise ConfigError("--round chooses a checkpoint or rollouts: expected --hf or --format too")
     from marin_rl.storage.upkeep.archive import write_archive
 
     archive = write_archive(run, output or Path(f"{run_name}.tar"), everything=everything)
@@ -55,6 +69,19 @@ def export(
         return
     tell(f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}")
     tell(f"root hash {archive.root_hash}")
+
+
+def _export_rollouts(
+    run: "Run", name: str, output: Path | None, rounds: list[int] | None, *, as_json: bool
+) -> None:
+    from marin_rl.rollouts.exchange import export_rollouts
+
+    target = output or Path(f"{run.run_id}-{name}.jsonl")
+    written = export_rollouts(run, name, target, rounds)
+    if as_json:
+        tell_json(asdict(written) | {"path": str(target)})
+        return
+    tell(f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out")
 
 
 def pairs(
@@ -84,7 +111,10 @@ def pairs(
     from marin_rl.storage.tables.pairs import write_pairs
 
     ranked = pairs_of_run(
-        Run.open(root, run_name), component=component, margin_min=margin, rounds=_numbers(rounds)
+        Run.open(root, run_name),
+        component=component,
+        margin_min=margin,
+        rounds=_numbers("--rounds", rounds),
     )
     write_pairs(output, ranked)
     if as_json:
@@ -93,7 +123,7 @@ def pairs(
     tell(f"wrote {len(ranked)} pairs to {output}")
 
 
-def _numbers(text: str | None) -> list[int] | None:
+def _numbers(option: str, text: str | None) -> list[int] | None:
     """Parse `3` or `0-9`, the last one included. Raises ConfigError."""
     if text is None:
         return None
@@ -103,5 +133,5 @@ def _numbers(text: str | None) -> list[int] | None:
     except ValueError:
         numbers = []
     if not numbers:
-        raise ConfigError(f"--rounds: expected a round or a span like 0-9, found {text!r}")
+        raise ConfigError(f"{option}: expected a round or a span like 0-9, found {text!r}")
     return numbers

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 from support.libraries import interpreter_with, site_packages
@@ -17,7 +19,9 @@ from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
 from marin_rl.environments.external.interpreter import HOSTS
 from marin_rl.errors import ConfigError, InputError
+from marin_rl.rollouts.exchange import export_rollouts
 from marin_rl.rollouts.replay import replay_rollouts
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.types import Message, RolloutGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -370,3 +374,38 @@ def test_a_round_is_trained_in_it(
     assert set(rollouts["environment"]) == {package}
     assert rollouts.height == 6
     assert not set(rollouts["finish_reason"]) & {"environment_error", "aborted", "timeout"}
+
+
+READ_TRACES = """
+import json, sys
+from pathlib import Path
+from verifiers.v1.cli.output import read_episodes
+from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.state import State
+from verifiers.v1.task import WireTaskData
+from verifiers.v1.trace import Trace
+
+episodes = read_episodes(Path(sys.argv[1]), Trace[WireTaskData, State, WireAgentConfig])
+found = [(trace.id, trace.reward, branch.token_ids, branch.sampled_mask, branch.logprobs)
+         for episode in episodes for trace in episode.traces for branch in trace.branches]
+print(json.dumps(found))
+"""
+
+
+def test_verifiers_reads_rollouts_as_its_own_traces(tmp_path: Path, interpreters: Path):
+    python = python_of(interpreters, "verifiers")
+    config = configuration(tmp_path, python, "verifiers", id="counting_tools")
+    recorded, _ = record(config, lambda messages, member: call("add", a=member, b=1))
+    export_rollouts(recorded, "traces", tmp_path / "traces.jsonl")
+    done = subprocess.run(
+        [python, "-c", READ_TRACES, tmp_path], capture_output=True, text=True, check=True
+    )
+    rows = pa.concat_tables(iter_shards(recorded, 0)).to_pylist()
+    ours = [
+        [row["rollout_id"], row["reward"], row["token_ids"], [m == 1 for m in row["loss_mask"]]]
+        for row in rows
+    ]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [item[:4] for item in found] == ours
+    for item, row in zip(found, rows, strict=True):
+        assert np.allclose(item[4], row["logprobs"])
