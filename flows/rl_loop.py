@@ -11,10 +11,12 @@ server never delays training.
 
 from concurrent.futures import Future
 
-from prefect import flow, task
+from prefect import flow
 
+from flows.ahead import play_ahead
 from flows.connection import play_flow
 from flows.evaluate import measure, round_after
+from flows.rounds import run_round
 from flows.server import prefect_api
 from flows.session import (
     HEAVY,
@@ -27,13 +29,10 @@ from flows.session import (
 )
 from flows.sft import warm_start
 from marin_rl.config import Config
-from marin_rl.rounds import transfer_metrics
 from marin_rl.storage.runs import RunRef
-from marin_rl.types import ServedPolicy, SlotRef
-from tasks.generate import evaluate, generate, seal
-from tasks.options import GROUP, StageRunner, open_run
-from tasks.process import process, publish
-from tasks.train import begin, serve, train
+from marin_rl.types import SlotRef
+from tasks.options import StageRunner, open_run
+from tasks.train import begin
 
 
 @flow(name="rl-loop", flow_run_name=flow_run_name, persist_result=False)
@@ -49,9 +48,8 @@ async def rl_loop(
     """
     with open_session(resolve_config(config, run_id, overrides, rounds)) as run:
         checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
-        for round in range(round_after(checkpoint), open_run(run).config.rounds):
-            await pause_if_suspended()
-            checkpoint = await run_round(run, round, checkpoint)
+        play = play_ahead if open_run(run).config.max_staleness else play_in_turn
+        checkpoint = await play(run, checkpoint)
         await measure(run, checkpoint)
     return checkpoint
 
@@ -63,42 +61,12 @@ async def first_checkpoint(run: RunRef) -> SlotRef:
     return await StageRunner(config.flow).run(begin, run, warm)
 
 
-@task(name="round", task_run_name="round-{round:05d}", **GROUP)
-async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
-    """Run a round: sample with checkpoint `round`, learn, and return checkpoint `round + 1`."""
-    stages = StageRunner(open_run(run).config.flow)
-    policy, rollouts = await sample(stages, run, round, checkpoint)
-    return await learn(stages, run, round, checkpoint, policy, rollouts)
-
-
-async def sample(
-    stages: StageRunner, run: RunRef, round: int, checkpoint: SlotRef
-) -> tuple[ServedPolicy, SlotRef]:
-    """Serve a checkpoint and seal the round's rollouts: needs no trainer."""
-    config = open_run(run).config
-    policy = await stages.run(serve, run, round, checkpoint)
-    if round % config.evaluation.every_rounds == 0:
-        await stages.run(evaluate, run, round, policy)
-    shards = range(config.rollouts.shards_per_round)
-    parts = await stages.each(generate, [(run, round, shard, policy) for shard in shards])
-    return policy, await stages.run(seal, run, round, parts, policy)
-
-
-async def learn(
-    stages: StageRunner,
-    run: RunRef,
-    round: int,
-    checkpoint: SlotRef,
-    policy: ServedPolicy,
-    rollouts: SlotRef,
-) -> SlotRef:
-    """Train on sealed rollouts, and publish the round: needs no endpoint."""
-    batches = await stages.run(process, run, round, rollouts)
-    trained = await stages.run(train, run, round, batches, checkpoint)
-    updates = int(batches.summary["steps"]) * open_run(run).config.training.epochs
-    measured = {**stages.seconds, **transfer_metrics(policy.transfer, updates)}
-    await stages.run(publish, run, round, trained, measured)
-    return trained
+async def play_in_turn(run: RunRef, checkpoint: SlotRef) -> SlotRef:
+    """Play the rounds after `checkpoint`, each from the checkpoint of the one before."""
+    for round in range(round_after(checkpoint), open_run(run).config.rounds):
+        await pause_if_suspended()
+        checkpoint = await run_round(run, round, checkpoint)
+    return checkpoint
 
 
 def start(config: Config, stop: Future[None] | None = None) -> SlotRef:

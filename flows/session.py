@@ -116,16 +116,16 @@ async def pause_if_suspended() -> None:
 def resume_point(run: Run) -> SlotRef | None:
     """The checkpoint to go on from, None in a new run.
 
-    It is the latest, but for a round that ended in it without its metrics: that round is played
-    again, which finds everything else committed.
+    It is the latest, but for rounds that ended without their metrics, of which there are several
+    where rounds are sampled ahead: they are played again, which finds everything else committed.
     """
     latest = latest_checkpoint(run)
     if latest is None:
         return None
-    round = round_of(latest.slot.rpartition("/")[2])
-    if not round or is_closed(run, round - 1):
-        return latest
-    return committed_checkpoint(run, round - 1) or latest
+    round = last = round_of(latest.slot.rpartition("/")[2]) or 0
+    while round and last - round <= run.config.max_staleness and not is_closed(run, round - 1):
+        round -= 1
+    return committed_checkpoint(run, round) or latest
 
 
 def is_closed(run: Run, round: int) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,19 +28,32 @@ if TYPE_CHECKING:
     from marin_rl.serving.server import PolicyServer
     from marin_rl.serving.weights.canary import Suspect
     from marin_rl.training.loop import Trainer
+    from marin_rl.training.model import LmHeadModel
     from marin_rl.training.reward_model import RewardModelTraining
     from marin_rl.training.sft import WarmStart
+    from marin_rl.training.state import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The model of a checkpoint, to be served: its identity, and the bytes of its parameters."""
+
+    model: "LmHeadModel"
+    identity: "Identity"
+    bytes: int
 
 
 class RunRuntime:
     """Tokenizer, trainer, reward model and server of one run, each made on first use.
 
-    Methods may be called from any thread; they run one at a time.
+    Methods may be called from any thread. What trains runs one at a time, and so does what serves;
+    both at once only where rounds are sampled ahead of training.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._lock = threading.RLock()
+        self._serving = threading.RLock()
         self._server: PolicyServer | None = None
         self._transfers_failed = 0
 
@@ -94,7 +108,7 @@ class RunRuntime:
         """
         if self._run.config.environment.reward_model is None:
             return None
-        with self._lock:
+        with self._serving:
             return self._reward_scorer
 
     def prepare_pairs(self) -> SlotRef:
@@ -122,7 +136,7 @@ class RunRuntime:
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train one round and commit its checkpoint: see `Trainer.train_round`."""
         with self._lock:
-            if self._server is not None:
+            if self._server is not None and not self._run.config.max_staleness:
                 self._server.engine.sleep()  # its caches' memory is the trainer's meanwhile
             trained = self.trainer.train_round(round, batches, checkpoint)
             # Without this the heap grows from round to round, by 15 MB for a small model, since
@@ -139,26 +153,42 @@ class RunRuntime:
         where it leaves temperature out, InputError for a model the engine cannot decode,
         CorruptObject for a damaged checkpoint, and what the client raises.
         """
-        with self._lock:
+        with self._serving:
             try:
-                policy = self._serve_proven(checkpoint)
+                policy = self._serve_proven(self._weights_of(checkpoint), checkpoint)
             except MarinRLError:
                 self._transfers_failed += 1
                 raise
             self._transfers_failed = 0
             return policy
 
-    def _serve_proven(self, checkpoint: SlotRef) -> ServedPolicy:
+    def _weights_of(self, checkpoint: SlotRef) -> "Weights":
+        """The trainer's own arrays, or those in files where it is busy or beyond the checkpoint."""
+        from marin_rl.serving.weights.checkpoint_loader import read_slot
+        from marin_rl.training.state import identity_of
+
+        ahead = bool(self._run.config.max_staleness)
+        if self._lock.acquire(blocking=not ahead):
+            try:
+                if not ahead or self.trainer.checkpoint in (None, checkpoint):
+                    self.trainer.load(checkpoint)
+                    identity = self.trainer.identity
+                    assert identity is not None, "a checkpoint is loaded"
+                    return Weights(self.trainer.model, identity, self.trainer.parameter_bytes)
+            finally:
+                self._lock.release()
+        loaded = read_slot(self._run, checkpoint)
+        return Weights(loaded.model, identity_of(self._run, checkpoint), loaded.bytes)
+
+    def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
 
         from marin_rl.serving.weights.canary import prove
 
-        self.trainer.load(checkpoint)
-        identity = self.trainer.identity
-        assert identity is not None
+        identity = weights.identity
         version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
         began = time.monotonic()
-        endpoints, model_id = self._load_weights(version, identity.parameters_digest)
+        endpoints, model_id = self._load_weights(version, weights)
         policy = ServedPolicy(
             endpoints=endpoints,
             model=model_id,
@@ -167,12 +197,12 @@ class RunRuntime:
             tokenizer_digest=identity.tokenizer_digest,
             chat_template_digest=identity.chat_template_digest,
             checkpoint=checkpoint,
-            transfer=self._transfer(time.monotonic() - began),
+            transfer=self._transfer(time.monotonic() - began, weights.bytes),
         )
         config = self._run.config
         prove(
             policy,
-            self.trainer.model,
+            weights.model,
             config.inference,
             lambda: self._suspects(version),
             dtype=jnp.dtype(config.policy.compute_dtype),
@@ -180,13 +210,13 @@ class RunRuntime:
         )
         return policy
 
-    def _transfer(self, seconds: float) -> dict[str, float]:
+    def _transfer(self, seconds: float, size: int) -> dict[str, float]:
         """Cost of the weight transfer. Endpoints that must have the weights already get none."""
         inference = self._run.config.inference
         remote = len(inference.endpoints) if inference.publish != "none" else 0
         servers = remote if inference.endpoints else 1
         return {
-            "bytes": float(servers * self.trainer.parameter_bytes),
+            "bytes": float(servers * size),
             "seconds": seconds,
             "transfers": float(servers),
             "failures": float(self._transfers_failed),
@@ -207,30 +237,30 @@ class RunRuntime:
                 model=loaded.model,
             )
 
-    def _load_weights(self, version: int, digest: str) -> tuple[tuple[str, ...], str]:
-        """Load the trainer's model where it is served; return the endpoints and its model id."""
+    def _load_weights(self, version: int, weights: "Weights") -> tuple[tuple[str, ...], str]:
+        """Load a model where it is served; return the endpoints and its model id."""
         from marin_rl.inference.endpoints import publish
         from marin_rl.training.model import save_hf
 
         remote = self._run.config.inference.endpoints
         if not remote:
-            server = self._swapped_server(version, digest)
+            server = self._swapped_server(version, weights)
             return (server.base_url,), server.model_id
 
         def save(folder: Path) -> None:
-            save_hf(self.trainer.model, self.tokenizer, folder)
+            save_hf(weights.model, self.tokenizer, folder)
 
-        return remote, publish(self._run, version, digest, save)
+        return remote, publish(self._run, version, weights.identity.parameters_digest, save)
 
-    def _swapped_server(self, version: int, digest: str) -> "PolicyServer":
-        """The running server, with the trainer's current model in it."""
+    def _swapped_server(self, version: int, weights: "Weights") -> "PolicyServer":
+        """The running server, with this model in it."""
         import jax.numpy as jnp
 
         from marin_rl.compilation import spare_long_lived_objects
         from marin_rl.serving.server import PolicyServer
         from marin_rl.serving.weights.checkpoint_loader import with_update_root
 
-        model = self.trainer.model
+        model, digest = weights.model, weights.identity.parameters_digest
         if self._server is not None and not self._server.engine.alive:
             self.close()  # an engine that ended by itself answers no request any more
         if self._server is not None:
@@ -253,7 +283,7 @@ class RunRuntime:
 
     def close(self) -> None:
         """Stop the server, if there is one; the rest is left to the garbage collector."""
-        with self._lock:
+        with self._serving:
             if self._server is not None:
                 self._server.stop()
                 self._server = None

@@ -21,7 +21,7 @@ SCRIPTS = sorted(BENCH.glob("*.py"))
 SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
-    "startup.py", "episodes.py", "sandbox.py",
+    "startup.py", "episodes.py", "sandbox.py", "overlap.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
@@ -81,7 +81,8 @@ RECIPES = ("recipes.py", "--add", "--rounds", "1", "--seeds", "0", "--recipes", 
 CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
 # The scripts that write numbers, and so take the folder for them.
-WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py")
+WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py",
+           "overlap.py")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +169,11 @@ MODES = {
         shows=("mean reward per round (SQL)",),
     ),
     "orchestration": Mode(command=("orchestration.py", "--rounds", "2"), shows=("files_and_pr",)),
+    "overlap": Mode(
+        command=("overlap.py", "--rounds", "4", "--groups", "2", "--hidden-size", "32",
+                 "--latencies", "0.1"),
+        shows=("of_the_longer", "ahead_s"),
+    ),
     "fsck": Mode(
         command=("fsck.py", "--megabytes", "1", "--files", "2", "--repeat", "1"),
         shows=("MB/s", "SHA-256 alone"),

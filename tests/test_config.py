@@ -195,6 +195,18 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             {"objective": {"surrogate": "reinforce"}, "batching": {"staleness_rounds_max": 1}},
             "batching.staleness_rounds_max is 1, but objective.surrogate reinforce",
         ),
+        (
+            {"objective": {"surrogate": "reinforce"}, "asynchrony": {"max_staleness": 2}},
+            "asynchrony.max_staleness is 2, but objective.surrogate reinforce",
+        ),
+        (
+            {"asynchrony": {"max_staleness": 3}, "retention": {"checkpoints_last": 3}},
+            "retention.checkpoints_last is 3, but asynchrony.max_staleness 3",
+        ),
+        (
+            {"asynchrony": {"max_staleness": 1}, "inference": {"endpoints": ["http://a:1/v1"]}},
+            "inference.publish none leaves it to the endpoints",
+        ),
         ({"evaluation": {"k": []}}, "evaluation.k"),
         (
             {"objective": {"kl_placement": "reward", "advantage": "grpo"}},
@@ -361,6 +373,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     assert not inside & free
     whole_sections = {key.rpartition(".")[0] for key in free} | {"mesh", "trackers", "flow"}
     null = (
+        "asynchrony",
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",

@@ -322,7 +322,7 @@ def _before_groups(
     reason_N[broken_N] = status_N[broken_N]
     disposition_N[failed_N] = "failed"
     versions_N = numbers(scalars, "policy_version_min")
-    old_N = filters.stale(versions_N, round, config.batching.staleness_rounds_max)
+    old_N = filters.stale(versions_N, round, config.staleness_rounds_max)
     _drop(disposition_N, reason_N, old_N, "stale", "policy_age")
     if config.filters.truncated:
         _drop(disposition_N, reason_N, filters.truncated(status_N), "filtered", "truncated")

@@ -47,7 +47,7 @@ class BatchingConfig(Section):
         le=1000,
         description="largest age of a rollout: rounds between the policy that sampled it and "
         "the round that trains on it; older rollouts are dropped as stale. "
-        "Generation and training alternate, so every rollout of a run has age 0",
+        "At least asynchrony.max_staleness; where rounds alternate, every rollout has age 0",
     )
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
+    AsynchronyConfig,
     EvaluationConfig,
     FlowConfig,
     RetentionConfig,
@@ -72,6 +73,9 @@ class Config(Section):
     inference: InferenceConfig = InferenceConfig()
     filters: FiltersConfig = FiltersConfig()
     batching: BatchingConfig = BatchingConfig()
+    asynchrony: AsynchronyConfig | None = optional_field(
+        description="sampling ahead of training; null: sampling and training alternate"
+    )
     objective: ObjectiveConfig = ObjectiveConfig()
     training: TrainingConfig = TrainingConfig()
     sft: SFTConfig = SFTConfig()
@@ -83,6 +87,33 @@ class Config(Section):
     trackers: TrackersConfig = TrackersConfig()
     flow: FlowConfig = FlowConfig()
     retention: RetentionConfig = RetentionConfig()
+
+    @property
+    def max_staleness(self) -> int:
+        """Rounds between the policy that samples a round and the round."""
+        return self.asynchrony.max_staleness if self.asynchrony else 0
+
+    @property
+    def staleness_rounds_max(self) -> int:
+        """Largest age of a rollout that is trained on, in rounds."""
+        return max(self.batching.staleness_rounds_max, self.max_staleness)
+
+    @model_validator(mode="after")
+    def _samples_ahead(self) -> "Config":
+        """Refuse what cannot be sampled by an older checkpoint than the latest."""
+        ahead, kept = self.max_staleness, self.retention.checkpoints_last
+        if ahead and kept is not None and kept <= ahead:
+            raise ValueError(
+                f"retention.checkpoints_last is {kept}, but asynchrony.max_staleness {ahead} "
+                f"samples with checkpoints that old: expected at least {ahead + 1}"
+            )
+        if ahead and self.inference.endpoints and self.inference.publish == "none":
+            raise ValueError(
+                f"asynchrony.max_staleness is {ahead}, but inference.publish none leaves it to the "
+                "endpoints which checkpoint they serve: set inference.publish to "
+                "update_weights_from_disk, so that they keep one until a round is sampled"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":
@@ -195,12 +226,12 @@ class Config(Section):
                 "the first update. Set importance_correction to truncated or masked, whose ratio "
                 "is the trainer's own, or sample with top_p 1 and top_k 0"
             )
-        stale = self.batching.staleness_rounds_max
+        stale, ahead = self.staleness_rounds_max, self.max_staleness
         if stale and objective.surrogate == "reinforce":
+            key = "asynchrony.max_staleness" if ahead else "batching.staleness_rounds_max"
             raise ValueError(
-                f"batching.staleness_rounds_max is {stale}, but objective.surrogate reinforce "
-                "takes every rollout for one of the policy that it updates: set "
-                "objective.importance_correction to truncated or masked, or choose a surrogate "
-                "with a ratio (ppo_clip, say)"
+                f"{key} is {stale}, but objective.surrogate reinforce takes every rollout for one "
+                "of the policy that it updates: set objective.importance_correction to truncated "
+                "or masked, or choose a surrogate with a ratio (ppo_clip, say)"
             )
         return self

@@ -136,7 +136,7 @@ def _picked_rows(shards: Sequence[_Shard], picks: Sequence[Pick]) -> dict[str, d
 def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
     """By the round's own batches, or by those of later rounds where generation runs ahead."""
     fates: dict[str, Fate] = {}
-    last = round + max(run.config.batching.staleness_rounds_max, 0)
+    last = round + max(run.config.staleness_rounds_max, 0)
     for decided in range(round, last + 1):
         if len(fates) == len(rows):
             break
@@ -160,7 +160,7 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
 def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
     """Trainer's scores of the picked rollouts, where they were trained on in one piece."""
     scores: dict[str, Scores] = {}
-    last = round + max(run.config.batching.staleness_rounds_max, 0)
+    last = round + max(run.config.staleness_rounds_max, 0)
     for trained in range(round, last + 1):
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]

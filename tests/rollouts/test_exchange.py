@@ -18,7 +18,7 @@ CALL = ToolCall(id="c1", name="look", arguments='{"at": "map"}')
 
 
 def two_segments() -> Rollout:
-    """A question, a call, its result, and an answer whose prompt was rendered anew."""
+    """A question, a call, its result, and an answer whose prompt was rendered again."""
     whole = rollout("cut/0", prompt=[1, 4, 5, 6], completion=[2, 3, 7], reward=0.5)
     said = whole.turns[1].inference_metadata
     turns = (
@@ -108,7 +108,7 @@ def test_branches_of_a_trace_are_the_segments(tmp_path: Path) -> None:
     assert trace["rewards"] == {"correct": {"score": 0.5, "weight": 1.0}}
 
 
-def test_what_has_no_place_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_refused_export_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="rollout cut/0 has 2 segments: expected one"):
         exported(tmp_path, "atropos", [group_of("cut", [two_segments()])])
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
