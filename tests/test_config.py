@@ -356,6 +356,11 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
         load_config(tmp_path / "absent.yaml")
 
 
+def test_a_staleness_of_0_is_the_same_run_as_none():
+    assert parse_config({"asynchrony": {"max_staleness": 0}}) == Config()
+    assert parse_config({"asynchrony": {"max_staleness": 2}}).staleness_rounds_max == 2
+
+
 def test_values_cannot_change_after_loading():
     with pytest.raises(ValueError, match="frozen"):
         Config().rounds = 5  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,9 +6,9 @@ What must fit within a section stands with it.
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.estimators import GROUPS_OF_ONE
@@ -27,6 +27,11 @@ from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
 
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+
+def _null_if_alternating(section: AsynchronyConfig | None) -> AsynchronyConfig | None:
+    # So that a run which says 0 is the run that says nothing.
+    return section if section is not None and section.max_staleness else None
 
 
 class Config(Section):
@@ -73,8 +78,10 @@ class Config(Section):
     inference: InferenceConfig = InferenceConfig()
     filters: FiltersConfig = FiltersConfig()
     batching: BatchingConfig = BatchingConfig()
-    asynchrony: AsynchronyConfig | None = optional_field(
-        description="sampling ahead of training; null: sampling and training alternate"
+    asynchrony: Annotated[AsynchronyConfig | None, AfterValidator(_null_if_alternating)] = (
+        optional_field(
+            description="sampling ahead of training; null: sampling and training alternate"
+        )
     )
     objective: ObjectiveConfig = ObjectiveConfig()
     training: TrainingConfig = TrainingConfig()
