@@ -33,6 +33,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MARIN_RL = (sys.executable, "-m", "marin_rl")
 SAMPLING = ("serve", "generate", "seal")
 TRAINING = ("process", "train")
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 REWARD = """
 import time
@@ -100,7 +101,7 @@ def endpoint(config: Path, folder: Path) -> Iterator[str]:
         *MARIN_RL, "serve", "first", "--root", str(config.parent / "runs"), "--port", "0", "--json",
         "--config", str(config), "--set", f"inference.server.update_roots=[{folder}]",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **on_core(0)) as server:
+    with subprocess.Popen(command, text=True, **PIPES, **on_core(0)) as server:
         assert server.stdout is not None
         try:
             ready = next(json.loads(line) for line in server.stdout if '"ready"' in line)
