@@ -20,7 +20,7 @@ from marin_rl.errors import ConfigError, MarinRLError
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
-        "init": ("init:init", "Write a configuration, prompts and a reward to start from."),
+        "init": ("init:init", "Write a first configuration, prompts and a reward."),
         "run": ("run:run", "Start a run, or continue it where it stopped."),
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
@@ -42,7 +42,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "doctor": ("check:doctor", "Check storage, model, devices and endpoints."),
         "config": ("config:app", "Show, validate and document configurations."),
         "audit": ("check:audit", "Check that every rollout is accounted for."),
-        "fsck": ("check:fsck", "Check every object of a run: present, unchanged, linked."),
+        "fsck": ("check:fsck", "Check that all objects of a run are there, unchanged."),
         "metrics": ("check:metrics", "Recompute the metrics of a run, and compare."),
         "replay-step": ("recompute:replay_step", "Train a round again, and compare every bit."),
         "replay-episode": (
@@ -59,6 +59,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Serve": {
         "serve": ("serve:serve", "Serve a run or a model folder as an OpenAI server."),
+        "serve-trajectories": (
+            "trajectories:serve_trajectories",
+            "Receive rollouts from environments of atropos.",
+        ),
     },
 }
 COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}

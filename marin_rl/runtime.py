@@ -276,7 +276,8 @@ class RunRuntime:
             parameters_digest=digest,
             dtype=jnp.dtype(policy.compute_dtype),
         )
-        server.start()
+        inference = self._run.config.inference
+        server.start(inference.host or "127.0.0.1", inference.port or 0)
         self._server = server
         spare_long_lived_objects()
         return server

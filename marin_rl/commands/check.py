@@ -92,7 +92,7 @@ def fsck(
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Check every object of a run: present, unchanged, linked.
+    """Check that all objects of a run are there, unchanged.
 
     Exit code 1 if one is not.
     """

@@ -24,7 +24,7 @@ def init(
     only_list: Annotated[bool, typer.Option("--list", help="list the templates and stop")] = False,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Write a configuration, prompts and a reward to start from.
+    """Write a first configuration, prompts and a reward.
 
     Also a test of your code and a README. No file is overwritten. Without a template it lists them.
     """

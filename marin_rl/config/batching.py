@@ -47,7 +47,8 @@ class BatchingConfig(Section):
         le=1000,
         description="largest age of a rollout: rounds between the policy that sampled it and "
         "the round that trains on it; older rollouts are dropped as stale. "
-        "At least asynchrony.max_staleness; where rounds alternate, every rollout has age 0",
+        "At least asynchrony.max_staleness; where rounds alternate, every rollout has age 0, but "
+        "for groups that are pushed (rollouts.source)",
     )
 
     @model_validator(mode="after")

@@ -106,6 +106,23 @@ class Config(Section):
         return max(self.batching.staleness_rounds_max, self.max_staleness)
 
     @model_validator(mode="after")
+    def _pushed_groups_are_finished(self) -> "Config":
+        """Refuse settings of sampling and scoring that pushed groups cannot follow."""
+        if self.rollouts.source != "pushed":
+            return self
+        if self.environment.reward_model is not None:
+            raise ValueError(
+                "environment.reward_model: groups that are pushed (rollouts.source) have their "
+                "scores already; remove it"
+            )
+        if self.max_staleness:
+            raise ValueError(
+                f"asynchrony.max_staleness is {self.max_staleness}: environments that push groups "
+                "(rollouts.source) are ahead of the rounds by themselves; expected 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_ahead(self) -> "Config":
         """Refuse what cannot be sampled by an older checkpoint than the latest."""
         ahead, kept = self.max_staleness, self.retention.checkpoints_last

@@ -278,6 +278,15 @@ class RolloutsConfig(Section):
         "the baseline of objective.advantage remax, and is not trained on; null: "
         "off"
     )
+    source: Literal["pushed"] | None = optional_field(
+        description="pushed: groups that environments push to `marin-rl serve-trajectories`, in "
+        "the order in which they were accepted; null: the run samples its own"
+    )
+    push_timeout_s: Seconds | None = Field(
+        default=None,
+        description="seconds without another pushed group after which a round fails; null: 3600",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
     shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(
         default=0.5,
@@ -304,6 +313,11 @@ class RolloutsConfig(Section):
             raise ValueError(
                 f"rollouts.group_size_min ({self.group_size_min}) cannot exceed "
                 f"rollouts.group_size ({self.group_size})"
+            )
+        if self.source == "pushed" and (self.greedy_baseline or self.commit_groups):
+            raise ValueError(
+                "source pushed: expected greedy_baseline and commit_groups null; environments "
+                "choose their own sampling, and each group is committed as it arrives"
             )
         return self
 

@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from marin_rl.config.section import Count, Seconds, Section, optional_field, runtime_field
+from marin_rl.config.section import (
+    OMIT_IF_NONE,
+    RUNTIME_ONLY,
+    Count,
+    Seconds,
+    Section,
+    optional_field,
+    runtime_field,
+)
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
 KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
@@ -174,6 +182,20 @@ class InferenceConfig(Section):
 
     endpoints: tuple[str, ...] = runtime_field(
         default=(), description="base URLs ending in /v1; empty: serve from this process"
+    )
+    host: str | None = Field(
+        default=None,
+        description="address of the server of this process; others than loopback need the token "
+        "of api_key_variable; null: 127.0.0.1",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**16,
+        description="port of the server of this process, for others that sample from it; null: "
+        "a free one",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     model: str = Field(default="policy", description="name the policy is served under")
     api_key_variable: KeyVariable = runtime_field(

@@ -39,12 +39,13 @@ from marin_rl.rollouts.episode import (
     all_of,
     score_group,
 )
+from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.pieces import ShardPieces
-from marin_rl.storage.tables.rollouts import commit_shard, shard_ref
+from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION
 
@@ -69,7 +70,13 @@ async def generate_shard(
     existing = await asyncio.to_thread(shard_ref, run, round, shard, digest)
     if existing is not None:
         return existing
+    progress = ProgressEvent(
+        run_id=run.run_id, stage="generate", round=round, message=f"shard {shard}"
+    )
     requests = shard_requests(run, round, shard, environment)
+    if run.config.rollouts.source == "pushed":
+        pushed = await pushed_groups(run, round, shard, replace(progress, total=len(requests)))
+        return await asyncio.to_thread(commit_tables, run, round, shard, pushed, digest)
     pieces = None
     if run.config.rollouts.commit_groups:
         pieces = ShardPieces(run, round, shard, digest, policy)
@@ -78,7 +85,7 @@ async def generate_shard(
         policy,
         environment,
         requests,
-        ProgressEvent(run_id=run.run_id, stage="generate", round=round, message=f"shard {shard}"),
+        progress,
         pieces=pieces,
     )
     refuse_if_mostly_errors(

@@ -22,6 +22,7 @@ from marin_rl.serving.api.chat import chat_routes
 from marin_rl.serving.api.completions import completions_routes
 from marin_rl.serving.api.openapi import API_ROUTE, ERROR, ApiRoute, Model, Models, Status, describe
 from marin_rl.serving.api.service import Service, json_response
+from marin_rl.serving.api.sglang import sglang_routes
 from marin_rl.serving.api.token_routes import tokens_routes
 from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord, record_of
 from marin_rl.serving.http.addresses import Origins
@@ -55,6 +56,7 @@ class Application:
             *chat_routes(service),
             *completions_routes(service),
             *tokens_routes(service),
+            *sglang_routes(service),
             *admin_routes(service),
         )
         self._exact = {route.path: route for route in self.routes if not route.param_convertors}
@@ -150,6 +152,7 @@ def server_routes(service: Service) -> list[ApiRoute]:
     not_ready = ERROR | {503: {"model": Status, "description": "not ready"}}
     return [
         ApiRoute("/healthz", healthz, response=Status),
+        ApiRoute("/health", healthz, response=Status),  # vLLM's and SGLang's name
         ApiRoute("/readyz", readyz, response=Status, responses=not_ready),
         ApiRoute(MODELS_ROUTE, models, response=Models),
         ApiRoute(MODELS_ROUTE + "/{model:path}", model, response=Model),

@@ -2,12 +2,15 @@
 
 import re
 
-_PIECE = re.compile(r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/group-\d{5,}-\d{2,}\.parquet")
+_PIECE = re.compile(r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/group-(\d{5,})-\d{2,}\.parquet")
+_SHARD = re.compile(r"shard-(\d{4,})\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
+
+PUSHING = "rollouts/.environments"  # registrations of environments that push groups
 
 # Kinds of slots that a policy can start from, each with an example of a name.
 POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
@@ -49,6 +52,23 @@ def shard_of_piece(name: str) -> str | None:
     """The shard that collects an object of a round's rollouts; None for what is no piece of one."""
     match = _PIECE.fullmatch(name)
     return f"{match[1]}.parquet" if match else None
+
+
+def group_of_piece(name: str) -> int | None:
+    """The group that an object of a round's rollouts is a piece of; None for other objects."""
+    match = _PIECE.fullmatch(name)
+    return int(match[2]) if match else None
+
+
+def shard_of(name: str) -> int | None:
+    """The number of the shard that an object of a round's rollouts is; None for other objects."""
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def environment_key(number: int) -> str:
+    """The private object that registers an environment which pushes groups."""
+    return f"{PUSHING}/environment-{number:05d}.json"
 
 
 def batches_slot(round: int) -> str:

@@ -369,4 +369,5 @@ PATHS = {
     "CompletionBody": "/v1/completions",
     "DetokenizeBody": "/detokenize",
     "GenerateBody": "/inference/v1/generate",
+    "SGLangBody": "/generate",
 }

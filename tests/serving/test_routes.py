@@ -211,6 +211,58 @@ def test_generation_from_ids_to_ids(asked: Ask) -> None:
     assert whole["choices"][0]["logprobs"] is None
 
 
+def test_generation_as_sglang_has_it(asked: Ask) -> None:
+    """The tokens and logprobs are those of the route from ids to ids."""
+    common = {"temperature": 1.0, "seed": 1}
+    parameters = {**common, "max_tokens": 6, "logprobs": 1, "n": 2}
+    body = {"model": "policy", "token_ids": PROMPT, "sampling_params": parameters}
+    expected = asked("POST", GENERATE, body)[2]["choices"]
+    parameters = {**common, "max_new_tokens": 6, "n": 2}
+    body = {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True}
+    status, _, answers = asked("POST", "/generate", {**body, "return_text_in_logprobs": False})
+    assert status == 200
+    for answer, choice in zip(answers, expected, strict=True):
+        meta = answer["meta_info"]
+        assert answer["output_ids"] == choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        pairs = zip(logprobs, choice["token_ids"], strict=True)
+        assert meta["output_token_logprobs"] == [[lp, token, None] for lp, token in pairs]
+        assert meta["finish_reason"]["type"] == choice["finish_reason"]
+        assert (meta["prompt_tokens"], meta["weight_version"]) == (len(PROMPT), "3")
+        assert meta["completion_tokens"] == len(answer["output_ids"])
+    told = {"input_ids": PROMPT, "sampling_params": {**common, "max_new_tokens": 6}}
+    alone = asked("POST", "/generate", told)[2]
+    assert alone["output_ids"] == answers[0]["output_ids"]
+    assert "output_token_logprobs" not in alone["meta_info"]
+    assert asked("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input_ids": [103]}, "input_ids"),
+        ({"input_ids": [5], "text": "a"}, "input_ids"),
+        ({"text": "a", "stream": True}, "stream"),
+        ({"text": "a", "sampling_params": {"json_schema": "x"}}, "sampling_params.json_schema"),
+    ],
+)
+def test_requests_that_sglangs_route_refuses(asked: Ask, body: dict[str, Any], param: str) -> None:
+    status, _, answer = asked("POST", "/generate", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_samples_of_sglangs_route_end_as_its_clients_expect(asked: Ask) -> None:
+    forced = {"logit_bias": {"4": 100}, "max_new_tokens": 3}
+    body = {"text": "ab", "sampling_params": forced}
+    cut = asked("POST", "/generate", body)[2]
+    assert cut["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    assert cut["output_ids"] == [4, 4, 4]
+    body["sampling_params"] = {**forced, "stop_token_ids": [4]}
+    stopped = asked("POST", "/generate", body)[2]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": 4}
+    assert (stopped["output_ids"], stopped["text"]) == ([4], "")
+
+
 def test_a_stop_string_that_is_a_special_token_stops_there(asked: Ask) -> None:
     forced = {"stop": ["<|user|>", "zz"], "logit_bias": {"4": 100}, "max_tokens": 5}
     told = {"return_token_ids": True, **forced}

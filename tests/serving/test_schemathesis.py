@@ -53,7 +53,7 @@ def described(root) -> Any:
     return schemathesis.openapi.from_url(f"{root}/openapi.json", headers=BEARER)
 
 
-OPEN = ("GET /healthz", "GET /readyz")
+OPEN = ("GET /healthz", "GET /health", "GET /readyz")
 OPERATIONS = (
     *OPEN,
     "GET /metrics",
@@ -63,6 +63,7 @@ OPERATIONS = (
     "POST /v1/chat/completions/tokens",
     "POST /v1/completions",
     "POST /inference/v1/generate",
+    "POST /generate",
     "POST /tokenize",
     "POST /detokenize",
 )
@@ -76,7 +77,8 @@ ADMIN = (
 
 
 MOST = {"n": 2, "best_of": 2, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0}
-IDS = ("stop_token_ids", "tokens", "token_ids", "prompt")
+MOST |= {"max_new_tokens": 4, "min_new_tokens": 0}
+IDS = ("stop_token_ids", "tokens", "token_ids", "prompt", "input_ids")
 
 
 # What fits only with some other field, which a description does not say.
@@ -137,6 +139,8 @@ def ask(
             case.body = fitted(case.body, alone=alone)
             if alone and path == "/tokenize" and not isinstance(case.body.get("messages"), list):
                 case.body.setdefault("prompt", "a")  # a description does not say: one of the two
+            if alone and path == "/generate":
+                case.body = {**case.body, "input_ids": None, "text": "a"}
         response = case.call_and_validate(headers=headers, checks=CHECKS, timeout=60)
         statuses[response.status_code] += 1
 

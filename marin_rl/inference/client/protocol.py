@@ -28,6 +28,7 @@ COMPLETIONS_ROUTE = "/v1/completions"
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"
 GENERATE_ROUTE = "/inference/v1/generate"
+SGLANG_GENERATE_ROUTE = "/generate"
 UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
 
 # float32 softmax may round a certainty to a hair above probability 1.

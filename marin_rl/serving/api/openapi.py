@@ -13,7 +13,7 @@ from fastapi import Security
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -223,6 +223,40 @@ class Generated(BaseModel):
     usage: Usage
     weight_version: int
     parameters_digest: str
+
+
+class SGLangFinishReason(BaseModel):
+    """Reason for which a sample ended: length, or the stop token that matched."""
+
+    type: FinishReason
+    length: int | None = None
+    matched: int | None = None
+
+
+class SGLangMeta(BaseModel):
+    """Facts of one sample; logprobs are (logprob, token id, null)."""
+
+    id: str
+    finish_reason: SGLangFinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    output_token_logprobs: list[tuple[float, int, None]] | None = None
+    input_token_logprobs: list[tuple[float, int, None]] | None = None
+    policy_versions: list[int] | None = None
+
+
+class SGLangSample(BaseModel):
+    """One sample as SGLang gives it."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: SGLangMeta
+
+
+class SGLangGenerated(RootModel[SGLangSample | list[SGLangSample]]):
+    """The answer of SGLang's generation."""
 
 
 ERROR: dict[int | str, Any] = {"default": {"model": ErrorResponse, "description": "an error"}}

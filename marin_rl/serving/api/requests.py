@@ -343,6 +343,48 @@ class GenerateBody(Body):
     stream: Literal[False] | None = None
 
 
+class SGLangParameters(SamplingFields):
+    """`sampling_params` of /generate, as SGLang names them.
+
+    `spaces_between_special_tokens` and `no_stop_trim` are taken as far as they ask for what is done
+    anyway; `sampling_seed` is another name of `seed`.
+    """
+
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    min_new_tokens: Literal[0] | None = None
+    sampling_seed: Seed | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    no_stop_trim: Literal[False] | None = None
+    ignore_eos: Literal[False] | None = None
+
+    def seed_of(self, prompt: int) -> int | None:
+        """Seed of the first sample, by either name."""
+        if self.sampling_seed is not None:
+            return self.sampling_seed % 2**64
+        return super().seed_of(prompt)
+
+
+class SGLangBody(Body):
+    """POST /generate: one prompt, as token ids or as text."""
+
+    input_ids: SomeTokens | None = None
+    text: PromptText | None = None
+    sampling_params: SGLangParameters | None = None
+    rid: Annotated[str, Field(max_length=1024)] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Literal[-1] | None = None
+    top_logprobs_num: Literal[0] | None = None
+    return_text_in_logprobs: Literal[False] | None = None
+    stream: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "SGLangBody":
+        if (self.input_ids is None) == (self.text is None):
+            raise ValueError("input_ids: give either input_ids or text")
+        return self
+
+
 class TokenizeBody(Body):
     """POST /tokenize: messages through the chat template, or plain text."""
 

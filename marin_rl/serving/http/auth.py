@@ -1,6 +1,6 @@
 """Access control: bearer tokens, and what is checked before a route sees the request.
 
-Everything is closed but the two health routes, by a rule that knows no paths besides them, so that
+Everything is closed but the health routes, by a rule that knows no paths besides them, so that
 a new route cannot be forgotten. Tokens come from the environment and are compared in constant time.
 Leaves out which hosts and pages are ours (`addresses`), and what a body means (`errors`).
 """
@@ -105,7 +105,7 @@ def check_reach(keys: Keys, host: str) -> None:
         )
 
 
-OPEN_PATHS = ("/healthz", "/readyz")
+OPEN_PATHS = ("/healthz", "/health", "/readyz")
 CLIENT_LEFT = 499  # never sent; for the log and the metrics
 # An answer that has begun gets this much longer, so that its route can end it properly.
 ENDING_S = 5.0

@@ -11,8 +11,8 @@ of rounds go through that manifest and verify what it says.
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -45,9 +45,11 @@ from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
-    "commit_shard", "decode_shard", "encode_shard", "groups_of", "identify_shard",
+    "commit_shard", "commit_tables", "decode_shard", "encode_shard", "groups_of", "identify_shard",
     "iter_row_groups", "iter_shards", "rollouts_manifest", "seal_round", "shard_ref",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 SUMMARY_COLUMNS = (
     "group_id", "reward", "status", "n_prompt_tokens", "n_completion_tokens",
@@ -88,7 +90,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
     writer = TableWriter(
         LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint, **(stamp or {})}
     )
-    for part in _row_groups(groups):
+    for part in _row_groups(groups, lambda group: len(group.rollouts)):
         writer.write(rollout_table(part, constants))
     return writer.finish()
 
@@ -132,11 +134,41 @@ def commit_shard(
         round=round,
         shard=shard,
         attempt=attempt,
-        replica=f"{socket.gethostname()}:{os.getpid()}",
+        replica=_replica(),
         fingerprint=fingerprint,
         policy=policy,
         stamp=stamp,
     )
+    return _commit(run, key, data, attempt, fingerprint)
+
+
+def commit_tables(
+    run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
+) -> SlotRef:
+    """Commit a shard out of the rows of its groups, a table each, under an attempt of its own.
+
+    Raises as `commit_shard` does.
+    """
+    key, attempt = shard_key(round, shard), new_attempt()
+    writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
+    for part in _row_groups(tables, len):
+        writer.write(_as_of(pa.concat_tables(part), attempt=attempt, replica=_replica()))
+    return _commit(run, key, writer.finish(), attempt, fingerprint)
+
+
+def _as_of(table: pa.Table, **constants: str) -> pa.Table:
+    """Set columns to one value each."""
+    for name, value in constants.items():
+        column = pa.repeat(pa.scalar(value), table.num_rows)
+        table = table.set_column(table.column_names.index(name), ROLLOUTS.field(name), column)
+    return table
+
+
+def _replica() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _commit(run: Run, key: str, data: bytes, attempt: str, fingerprint: str) -> SlotRef:
     # A shard is its own commit: one create of the whole file, so no manifest can be missing.
     committed = commit_object(
         run.store,
@@ -235,17 +267,17 @@ def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> I
         yield open_part(run.store, manifest.slot, part, LADDER).table(schema)
 
 
-def _row_groups(groups: Sequence[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
+def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Cut into runs of about ROW_GROUP_ROWS rollouts, never inside a group."""
-    part: list[RolloutGroup] = []
+    part: list[T] = []
     rows = 0
     for group in groups:
         # Never inside a group: readers of row groups see whole groups.
-        if part and rows + len(group.rollouts) > ROW_GROUP_ROWS:
+        if part and rows + size(group) > ROW_GROUP_ROWS:
             yield part
             part, rows = [], 0
         part.append(group)
-        rows += len(group.rollouts)
+        rows += size(group)
     if part:
         yield part
 

@@ -247,7 +247,9 @@ def _uncommitted(
             attempt = attempt_in(name)
             if attempt is not None and attempt_age_s(attempt, now) > oldest_s:
                 yield slot.key(name), "uncommitted"
-        for name in slot.pieces(collected=False):
+        # Groups that were pushed cannot be sampled again: they wait for their round, however long.
+        waiting = [] if run.config.rollouts.source else slot.pieces(collected=False)
+        for name in waiting:
             if _piece_age_s(run.folder, slot.key(name), now) > ATTEMPT_LIFETIME_S + CLOCKS_APART_S:
                 yield slot.key(name), "uncommitted"
 

@@ -1,0 +1,70 @@
+"""`marin-rl serve-trajectories`: a server that environments of atropos push finished groups to."""
+
+import signal
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from marin_rl.commands.options import (
+    ApiKeyVariable,
+    AsJsonLines,
+    ConfigFile,
+    ConfigRoot,
+    Overrides,
+    RunId,
+    Trust,
+    complain,
+    key_named,
+    load,
+    tell_json,
+)
+from marin_rl.errors import ConfigError
+
+
+def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
+    config_file: ConfigFile,
+    *,
+    run_id: RunId = None,
+    root: ConfigRoot = None,
+    overrides: Overrides = None,
+    api_key_variable: ApiKeyVariable = None,
+    trust: Trust = False,
+    host: Annotated[
+        str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Receive rollouts from environments of atropos.
+
+    Each group is part of the run before it is acknowledged. `marin-rl run`, in another process,
+    trains on them. Ctrl-C ends it. With --json, a line of standard output for each state: ready
+    (with url), ended (with counts).
+    """
+    changes = [*(overrides or ()), *key_named(api_key_variable)]
+    config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
+    if config.rollouts.source != "pushed":
+        raise ConfigError(
+            f"rollouts.source: expected pushed, found null: run {config.run_id} samples its own "
+            "groups, and would train on none that are pushed"
+        )
+    from marin_rl.serving.http.auth import check_address
+
+    check_address(config.inference, host, port)
+    from marin_rl.serving.trajectories.app import serve_trajectories
+    from marin_rl.serving.trajectories.receiver import Receiver
+    from marin_rl.storage.runs import Run
+
+    receiver = Receiver(Run.create_or_open(config))
+
+    def ready(url: str) -> None:
+        complain([f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)"], style="")
+        if as_json:
+            tell_json({"state": "ready", "url": url, "run_id": config.run_id})
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
+    with suppress(KeyboardInterrupt):
+        serve_trajectories(receiver, host, port, ready)
+    if as_json:
+        tell_json({"state": "ended", **receiver.counts})

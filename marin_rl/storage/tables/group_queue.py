@@ -1,0 +1,220 @@
+"""Groups that environments push: a durable queue, in the order in which they were accepted.
+
+The queue has no file of its own. The group with number n is the piece of group `n %
+groups_per_round` of round `n // groups_per_round`, under a fingerprint that no policy decides; so
+what a round trains on follows from committed names alone, and gc and fsck treat pushed groups as
+any other piece of a shard. A group is created before the next number is tried: no number is left
+out. The footer has a digest of what was pushed, by which a repeated request finds its first commit.
+"""
+
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from marin_rl.config import Config, fingerprint_fields
+from marin_rl.errors import ObjectMissing
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.layout import (
+    group_of_piece,
+    piece_name,
+    pieces_folder,
+    round_name,
+    round_of,
+    shard_key,
+    shard_of,
+)
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.parquet import TableReader, load, load_readable
+from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, identify_shard
+from marin_rl.types import RolloutGroup, ServedPolicy
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import CONTENT_VERSION
+
+# Groups among which a repeated request looks for its first commit: a client tries again within
+# minutes. An opening server reads the footers of as many.
+RECENT_MAX = 1024
+
+# In the footer of a group, and under ORIGIN in the metadata of its example.
+DIGEST, ENVIRONMENT = "pushed_digest", "pushed_by"
+ORIGIN = "pushed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePlace:
+    """Place of a group: its number in the queue, its round, shard, and number in the round."""
+
+    number: int
+    round: int
+    shard: int
+    group: int
+
+    @property
+    def group_id(self) -> str:
+        """The group's id in its shard."""
+        return f"{round_name(self.round)}/group-{self.group:05d}"
+
+
+def place_of(config: Config, number: int) -> QueuePlace:
+    """The place of the group with this number."""
+    groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
+    round, group = divmod(number, groups)
+    # The shard whose edges, groups * shard // shards, the group lies between.
+    shard = ((group + 1) * shards - 1) // groups
+    return QueuePlace(number=number, round=round, shard=shard, group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appended:
+    """Commit of a group; `repeated` where an earlier request had committed it."""
+
+    group_id: str
+    repeated: bool
+
+
+class GroupQueue:
+    """The groups pushed to a run. Methods are called one at a time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        content = {"rollouts": fingerprint_fields(run.config.rollouts)}
+        self._fingerprint = fingerprint("pushed", content, (), CONTENT_VERSION)
+        self._recent: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._waiting: deque[tuple[int, int]] = deque()  # number and environment
+        self.accepted = 0  # the number of the next group
+
+    def open(self) -> None:
+        """Read what is committed. Raises StoreUnavailable, CorruptObject, NewerSchema."""
+        self.accepted = max(self._ends(), default=0)
+        first = max(0, self.accepted - RECENT_MAX)
+        places = [place_of(self._run.config, n) for n in range(first, self.accepted)]
+        there = set(self._run.store.list("rollouts"))  # gc takes those that shards have collected
+        listed = [place for place in places if self._key(place) in there]
+        keys = [self._key(place) for place in listed]
+        for place, data in zip(listed, load_readable(self._run.store, keys), strict=True):
+            if data is not None:
+                self._remember(place, self._stamp(place, data))
+
+    def append(
+        self,
+        environment: int,
+        digest: str,
+        policy: ServedPolicy,
+        group_at: Callable[[str], RolloutGroup],
+    ) -> Appended:
+        """Commit the group that `group_at` makes for an id, at the next number that is free.
+
+        `policy` is the one that sampled it, `digest` that of its content. Raises CommitUnknown,
+        StorageError, and what `group_at` raises.
+        """
+        while True:
+            known = self._recent.get((environment, digest))
+            if known is not None:
+                return Appended(group_id=known, repeated=True)
+            place = place_of(self._run.config, self.accepted)
+            group = group_at(place.group_id)
+            if self._commit(place, environment, digest, policy, group):
+                return Appended(group_id=place.group_id, repeated=False)
+
+    def queued(self, taken: int) -> Counter[int]:
+        """Number of groups by environment, without the first `taken` ones of all."""
+        while self._waiting and self._waiting[0][0] < taken:
+            self._waiting.popleft()
+        return Counter(environment for _, environment in self._waiting)
+
+    def places(self, round: int, shard: int) -> list[QueuePlace]:
+        """The places of a shard's groups, in order."""
+        config = self._run.config
+        first = round * config.rollouts.groups_per_round
+        numbers = range(first, first + config.rollouts.groups_per_round)
+        places = (place_of(config, number) for number in numbers)
+        return [place for place in places if place.shard == shard]
+
+    def rows(self, place: QueuePlace) -> pa.Table | None:
+        """The rows of a group as its shard will have them; None while it is not committed."""
+        key = self._key(place)
+        try:
+            data = load(self._run.store, key)
+        except ObjectMissing:
+            return None
+        return decode_shard(data, source=self._run.store.url_of(key))
+
+    def _commit(
+        self,
+        place: QueuePlace,
+        environment: int,
+        digest: str,
+        policy: ServedPolicy,
+        group: RolloutGroup,
+    ) -> bool:
+        """Create a group at a place; False where the place was taken, or its shard is made."""
+        store, key, attempt = self._run.store, self._key(place), new_attempt()
+        data = encode_shard(
+            [group],
+            run_id=self._run.run_id,
+            round=place.round,
+            shard=place.shard,
+            attempt=attempt,
+            replica="",
+            fingerprint=self._fingerprint,
+            policy=policy,
+            stamp={DIGEST: digest, ENVIRONMENT: str(environment)},
+        )
+        committed = commit_object(
+            store,
+            key,
+            data,
+            attempt=attempt,
+            fingerprint=self._fingerprint,
+            identify=lambda other: identify_shard(other, store.url_of(key)),
+        )
+        self.accepted = place.number + 1
+        # Another server may have filled this place, and gc may have taken it since: what is
+        # created below a shard that is committed is read by no one.
+        kept = self._collected(place) or self._stamp(place, committed)
+        self._remember(place, kept)
+        return kept == {DIGEST: digest, ENVIRONMENT: str(environment)}
+
+    def _collected(self, place: QueuePlace) -> dict[str, str] | None:
+        """The group that the shard of a place has there; None while that is not committed."""
+        key = shard_key(place.round, place.shard)
+        try:
+            data = load(self._run.store, key)
+        except ObjectMissing:
+            return None
+        source = self._run.store.url_of(key)
+        rows = decode_shard(data, ["group_id", "metadata"], source=source).to_pylist()
+        texts = [row["metadata"] for row in rows if row["group_id"] == place.group_id]
+        return {name: str(value) for name, value in json.loads(texts[0])[ORIGIN].items()}
+
+    def _remember(self, place: QueuePlace, stamp: dict[str, str]) -> None:
+        environment = int(stamp[ENVIRONMENT])
+        self._recent[environment, stamp[DIGEST]] = place.group_id
+        self._waiting.append((place.number, environment))
+        while len(self._recent) > RECENT_MAX:
+            self._recent.popitem(last=False)
+
+    def _stamp(self, place: QueuePlace, data: pa.Buffer | bytes) -> dict[str, str]:
+        stamp = TableReader(data, self._run.store.url_of(self._key(place)), LADDER).stamp
+        return {name: stamp[name] for name in (DIGEST, ENVIRONMENT)}
+
+    def _key(self, place: QueuePlace) -> str:
+        folder = pieces_folder(place.round, place.shard, self._fingerprint)
+        return f"{folder}/{piece_name(place.group_id.rpartition('/')[2], 0)}"
+
+    def _ends(self) -> Iterator[int]:
+        """Yield the number after each group that is committed, as a piece or in a shard."""
+        rollouts = self._run.config.rollouts
+        for key in self._run.store.list("rollouts"):
+            _, name, *path = key.split("/")
+            round, inner = round_of(name), "/".join(path)
+            if round is None:
+                continue
+            first = round * rollouts.groups_per_round
+            shard, group = shard_of(inner), group_of_piece(inner)
+            if shard is not None:
+                yield first + rollouts.groups_per_round * (shard + 1) // rollouts.shards_per_round
+            elif group is not None:
+                yield first + group + 1
