@@ -32,7 +32,8 @@ from marin_rl.storage.runs import Run
 from marin_rl.tokenizer_files import CHARACTERS
 from marin_rl.user_code import allow, parse_spec, pin
 
-_READING = ("chat", "code", "judge", "math")  # environments with options that name places
+_READING = ("chat", "code", "judge", "math", "openenv")  # whose options name places
+_ADDRESSES = {"judge": "base_url", "openenv": "url"}  # options that name a server
 _PROGRAMS = ("code",)  # environments that run what a model writes
 
 EVERYTHING = ""  # the beginning of all keys
@@ -178,9 +179,10 @@ def _of_environment(prefix: str, config: EnvironmentConfig) -> list[Named]:
     if config.name in _READING:
         places = [key for key in ("path", "interpreter") if config.options.get(key) is not None]
         named += [_place(f"{prefix}.options.{key}", str(config.options[key])) for key in places]
-    if config.name == "judge" and "base_url" in config.options:
-        url = str(config.options["base_url"])
-        named.append(Named(key=f"{prefix}.options.base_url", value=url, shown=f"sends to {url}"))
+    address = _ADDRESSES.get(config.name)
+    if address in config.options:
+        url = str(config.options[address])
+        named.append(Named(key=f"{prefix}.options.{address}", value=url, shown=f"sends to {url}"))
     if config.name in _PROGRAMS and config.options.get("sandbox") == "rlimits_only":
         named.append(
             Named(

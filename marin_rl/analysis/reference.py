@@ -15,6 +15,7 @@ from marin_rl.environments.chat import ChatOptions
 from marin_rl.environments.code_problems import CodeOptions
 from marin_rl.environments.echo import EchoOptions
 from marin_rl.environments.external.gymnasium import GymnasiumOptions
+from marin_rl.environments.external.openenv import OpenEnvOptions
 from marin_rl.environments.external.textarena import TextArenaOptions
 from marin_rl.environments.external.verifiers import VerifiersOptions
 from marin_rl.environments.game import GameOptions
@@ -33,6 +34,7 @@ _OPTIONS: dict[str, type[Section]] = {
     "gymnasium": GymnasiumOptions,
     "judge": JudgeOptions,
     "math": MathOptions,
+    "openenv": OpenEnvOptions,
     "python": PythonOptions,
     "reasoning_gym": ReasoningGymOptions,
     "repository": RepositoryOptions,

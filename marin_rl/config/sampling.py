@@ -58,8 +58,9 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         default="echo",
-        description="chat, code, echo, game, gymnasium, judge, math, python, reasoning_gym, "
-        "repository, textarena, verifiers, FILE.py:Class, or another registered name",
+        description="chat, code, echo, game, gymnasium, judge, math, openenv, python, "
+        "reasoning_gym, repository, textarena, verifiers, FILE.py:Class, or another registered "
+        "name",
     )
     options: dict[str, Any] = Field(
         default={}, description="options of the environment, listed at the end of this page"

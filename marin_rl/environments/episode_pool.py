@@ -35,7 +35,7 @@ from marin_rl.environments.episode_wire import (
     encode_request,
 )
 from marin_rl.environments.scoring import worker_setup
-from marin_rl.errors import EnvironmentTimeout, RewardFault, ToolFault
+from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.calls import CallFault, CallPool, CallWorker
 from marin_rl.isolated.scratch import sweep
 from marin_rl.types import Example, Turn
@@ -91,9 +91,10 @@ class EpisodeHere:
         return checked_result(await settled(self._episode.step(turn)))
 
     async def close(self) -> None:
-        """Release what the episode holds; nothing where it was not started."""
-        if self._episode is not None:
-            await settled(self._episode.close())
+        """Release what the episode holds, once; nothing where it was not started."""
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            await settled(episode.close())
 
 
 class EpisodeAway:
@@ -194,7 +195,7 @@ class EpisodeAway:
                 raise _Lost(str(fault)) from None
             raise self._fault(request, fault) from None
         if isinstance(answer, Failure):
-            raise (ToolFault if answer.tool else RewardFault)(answer.message)
+            raise _ERRORS[answer.kind](answer.message)
         assert isinstance(answer, kind), f"expected {kind.__name__}, found {answer!r:.80}"
         return answer
 
@@ -212,6 +213,7 @@ class _Lost(Exception):
 
 
 _numbers = itertools.count()
+_ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Exception of an environment, in words; `tool` where it was a `ToolFault`."""
+    """Exception of an environment, in words; `kind` tells a `ToolFault`, and what may go away."""
 
     message: str
-    tool: bool = False
+    kind: Literal["fault", "tool", "unavailable"] = "fault"
 
 
 def encode_request(request: Request) -> bytes:

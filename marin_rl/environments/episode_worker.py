@@ -9,7 +9,7 @@ plays. `episode_pool` asks for all this through `marin_rl.isolated.calls`.
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from marin_rl.environments.episode_wire import (
 )
 from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
-from marin_rl.errors import ToolFault
+from marin_rl.errors import EndpointUnavailable, ToolFault
 from marin_rl.types import Example, Turn
 
 
@@ -63,8 +63,7 @@ class Episodes:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-            failure = Failure(message=str(fault_of(error)), tool=isinstance(error, ToolFault))
-            return encode_answer(failure)
+            return encode_answer(Failure(message=str(fault_of(error)), kind=_kind_of(error)))
 
     async def _start(self, asked: Request) -> Start:
         assert isinstance(asked.argument, Example)
@@ -82,6 +81,12 @@ class Episodes:
         episode = self._episodes.pop(asked.episode, None)
         if episode is not None:
             await settled(episode.close())
+
+
+def _kind_of(error: BaseException) -> Literal["fault", "tool", "unavailable"]:
+    if isinstance(error, EndpointUnavailable):
+        return "unavailable"
+    return "tool" if isinstance(error, ToolFault) else "fault"
 
 
 class _RandomState:

@@ -34,6 +34,7 @@ _BUILT_IN = {
     "gymnasium": "marin_rl.environments.external.gymnasium",
     "judge": "marin_rl.environments.judge",
     "math": "marin_rl.environments.math_problems",
+    "openenv": "marin_rl.environments.external.openenv",
     "python": "marin_rl.environments.python_tool",
     "reasoning_gym": "marin_rl.environments.reasoning_gym",
     "repository": "marin_rl.environments.repository",

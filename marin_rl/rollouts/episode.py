@@ -159,7 +159,7 @@ class UnansweredTurn:
 
     answer: ChatAnswer
     completion: Completion
-    fault: RewardFault
+    fault: RewardFault | EndpointUnavailable
     environment_s: float
 
     @property
@@ -255,7 +255,7 @@ class EpisodeDriver:
             pairs = zip(played, timed, strict=True)
             return [replace(trajectory, start_s=start_s) for trajectory, (_, start_s) in pairs]
         finally:
-            await asyncio.gather(*map(_close, episodes))
+            await asyncio.gather(*map(_close, episodes))  # those that were not played
 
     async def _first_turns(
         self, request: GroupRequest, prompt: Start, indices: Sequence[int]
@@ -327,6 +327,7 @@ class EpisodeDriver:
                 fault, reason = error, ABORTED
                 break
             (completion,) = answer.completions
+        await _close(episode)  # others may wait for what it holds, long before the group is over
         return Trajectory(
             messages=tuple(messages),
             turns=tuple(turns),
@@ -352,7 +353,7 @@ class EpisodeDriver:
             return UnansweredTurn(
                 answer=answer,
                 completion=completion,
-                fault=fault_of(error),
+                fault=error if isinstance(error, EndpointUnavailable) else fault_of(error),
                 environment_s=time.monotonic() - began,
             )
         return SampledTurn(
@@ -474,12 +475,12 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
 async def _start(episode: PlayedEpisode) -> tuple[Start | RewardFault, float]:
     """The start of an episode or its fault, and its seconds.
 
-    Raises InputError where none can be started.
+    Raises InputError where none can be started, EndpointUnavailable where none can at the moment.
     """
     began = time.monotonic()
     try:
         start = await episode.start()
-    except InputError:
+    except (InputError, EndpointUnavailable):
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
         start = fault_of(error)
@@ -493,9 +494,11 @@ async def _close(episode: PlayedEpisode) -> None:
         _log.exception("an episode could not be closed")
 
 
-def end_of(fault: RewardFault) -> str:
+def end_of(fault: RewardFault | EndpointUnavailable) -> str:
     """Return the finish reason of an episode that a fault of its environment ended."""
     match fault:
+        case EndpointUnavailable():
+            return ABORTED
         case EnvironmentTimeout():
             return TIMEOUT
         case ToolFault():

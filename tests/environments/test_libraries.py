@@ -1,8 +1,11 @@
 """Environments of other libraries by their packages, each in an interpreter of its own."""
 
 import json
+import socket
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PACKAGES = {
     "gymnasium": ("gymnasium==1.2.3",),
+    "openenv": ("openenv==0.10.0",),
     "textarena": ("textarena==0.7.4",),
     "verifiers": ("verifiers==0.3.1",),
 }
@@ -106,8 +110,8 @@ def python_of(interpreters: Path, package: str) -> Path:
     return python
 
 
-def configuration(tmp_path: Path, python: Path, name: str, **options: Any) -> Config:
-    """A run of a tiny policy in an environment of a library."""
+def configuration(tmp_path: Path, python: Path | None, name: str, **options: Any) -> Config:
+    """A run of a tiny policy in an environment of a library; None: it is on a server."""
     tmp_path.mkdir(exist_ok=True)
     write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
     values = {
@@ -130,7 +134,7 @@ def configuration(tmp_path: Path, python: Path, name: str, **options: Any) -> Co
             "name": name,
             "turns_max": 4,
             "step_timeout_s": 300,
-            "options": {"python": str(python), **options},
+            "options": options if python is None else {"python": str(python), **options},
         },
         "batching": {"length_buckets": [2048]},
         "rollouts": {"groups_per_round": 2, "group_size": 3, "shards_per_round": 1},
@@ -268,6 +272,103 @@ def test_verifiers_runs_its_own_loop_tools_and_rubric(tmp_path: Path, interprete
         assert wrong.turns[2].content.startswith("unsupported operand")
         assert wrong.reward == 0.25
         assert guessed.reward == 0.125
+
+
+GUESS_SERVER = """
+import sys
+from uuid import uuid4
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+
+class GuessAction(Action):
+    message: str
+
+
+class GuessObservation(Observation):
+    prompt: str
+
+
+class Guess(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self._state = State(episode_id=str(uuid4()))
+
+    def reset(self, seed=None, episode_id=None, **options):
+        self._secret = seed % 10
+        return GuessObservation(prompt=f"game {seed}")
+
+    def step(self, action, timeout_s=None, **options):
+        if action.message == "raise":
+            raise KeyError("out of order")
+        if not action.message.isdigit():
+            return GuessObservation(prompt="digits")
+        number = int(action.message)
+        if number == self._secret:
+            return GuessObservation(prompt="yes", reward=1.0, done=True)
+        return GuessObservation(prompt="higher" if number < self._secret else "lower")
+
+    @property
+    def state(self):
+        return self._state
+
+
+app = create_app(Guess, GuessAction, GuessObservation, max_concurrent_envs=2)
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.fixture(scope="module")
+def guess_url(interpreters: Path) -> Iterator[str]:
+    """URL of a server of OpenEnv's package, which has room for two episodes."""
+    python = python_of(interpreters, "openenv")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([python, "-I", "-c", GUESS_SERVER, str(port)])
+    try:
+        for _ in range(600):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def test_openenv_plays_groups_that_are_larger_than_its_capacity(tmp_path: Path, guess_url: str):
+    config = configuration(tmp_path, None, "openenv", url=guess_url)
+    script = following("0 1 2 3", "x raise", "1 0 2 3")
+
+    first, second = played(config, script)
+    assert texts(first, 0) == [
+        ("user", "game 0"),
+        ("assistant", "0"),
+    ]
+    assert (first.rollouts[0].reward, first.rollouts[0].finish_reason) == (1.0, "stop")
+    assert texts(second, 0) == [
+        ("user", "game 1"),
+        ("assistant", "0"),
+        ("user", "higher"),
+        ("assistant", "1"),
+    ]
+    for group in (first, second):
+        broken = group.rollouts[1]
+        assert broken.finish_reason == "environment_error"
+        assert "EXECUTION_ERROR: 'out of order'" in str(broken.error)
+        assert group.rollouts[2].reward == 1.0
+
+
+def test_openenv_trains_a_round(tmp_path: Path, guess_url: str):
+    (tmp_path / "text.py").write_text(
+        "def text(observation, info):\n    return observation['prompt']\n"
+    )
+    config = configuration(tmp_path, None, "openenv", url=guess_url, to_text="text.py:text")
+    with run(config) as training:
+        assert len(list(training)) == 1
+    assert scan_rollouts(config.root).collect().height == 6
 
 
 # Importing verifiers takes seconds of CPU, so what needs no run is checked in one process.
