@@ -21,8 +21,10 @@ from marin_rl.serving.trajectories.app import http_server
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.runs import Run, committed_checkpoint, shard_key
 from marin_rl.storage.tables.group_queue import place_of
+from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
 from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, rule_of
 from marin_rl.types import SlotRef
@@ -419,3 +421,18 @@ def test_settings_of_runs_that_sample_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         pushed_config(tmp_path, **sections)
+
+
+def test_a_fork_has_a_queue_of_its_own_rounds(run: Run, client: httpx.Client) -> None:
+    push(client, [20, 30, 40, 50])
+    generated(run, 0)
+    checkpoint(run, 1, extra={"parameters_digest": DIGESTS[1]})
+    write_round_metrics(run, 0, {"timing_s/round": 1.0})
+    fork = fork_run(run, 1, "fork")
+    with receiving(fork) as other:
+        assert other.get("/status").json()["queue_size"] == 0
+        assert other.post("/register-env", json=registration()).json()["env_id"] == 0
+        push(other, [60, 70, 80])
+    generated(fork, 1)
+    assert first_tokens(fork, 0) + first_tokens(fork, 1) == [20, 30, 40, 60, 70, 80]
+    assert client.get("/status").json()["queue_size"] == 1
