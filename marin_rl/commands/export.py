@@ -39,6 +39,7 @@ def export(
     `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
     a Hugging Face folder instead; with --format, rollouts are written as another library has them.
     """
+    chosen = _numbers("--round", rounds)
     from marin_rl.display import size
     from marin_rl.storage.runs import Run
 
@@ -46,10 +47,9 @@ def export(
     if hf is not None:
         from marin_rl.serving.weights.checkpoint_loader import export_hf
 
-        chosen = _numbers("--round", rounds) or [None]
-        if len(chosen) > 1:
+        if chosen is not None and len(chosen) > 1:
             raise ConfigError(f"--round: expected one checkpoint with --hf, found {rounds!r}")
-        exported = export_hf(run, chosen[0], hf)
+        exported = export_hf(run, chosen and chosen[0], hf)
         digest = exported.parameters_digest
         if as_json:
             tell_json({"folder": str(hf), "round": exported.round, "parameters": digest})
@@ -57,7 +57,7 @@ def export(
         tell(f"{hf}: checkpoint {exported.round}, parameters {digest}")
         return
     if rollouts is not None:
-        _export_rollouts(run, rollouts, output, _numbers("--round", rounds), as_json=as_json)
+        _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
         return
     if rounds is not None:
         raise ConfigError("--round chooses a checkpoint or rollouts: expected --hf or --format too")
@@ -106,6 +106,7 @@ def pairs(
         raise ConfigError(
             f"--output {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
         )
+    chosen = _numbers("--rounds", rounds)
     from marin_rl.rollouts.pairs import pairs_of_run
     from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs
@@ -114,7 +115,7 @@ def pairs(
         Run.open(root, run_name),
         component=component,
         margin_min=margin,
-        rounds=_numbers("--rounds", rounds),
+        rounds=chosen,
     )
     write_pairs(output, ranked)
     if as_json:
@@ -124,7 +125,7 @@ def pairs(
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:
-    """Parse `3` or `0-9`, the last one included. Raises ConfigError."""
+    """Parse `3` or `0-9`, the last one included. Raises BadParameter."""
     if text is None:
         return None
     first, _, last = text.partition("-")
@@ -133,5 +134,7 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
     except ValueError:
         numbers = []
     if not numbers:
-        raise ConfigError(f"{option}: expected a round or a span like 0-9, found {text!r}")
+        raise typer.BadParameter(
+            f"expected a round or a span like 0-9, found {text!r}", param_hint=f"'{option}'"
+        )
     return numbers
