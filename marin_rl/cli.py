@@ -41,6 +41,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Check": {
         "doctor": ("check:doctor", "Check storage, model, devices and endpoints."),
         "config": ("config:app", "Show, validate and document configurations."),
+        "env": ("env:app", "List environments, try and check one."),
         "audit": ("check:audit", "Check that every rollout is accounted for."),
         "fsck": ("check:fsck", "Check that all objects of a run are there, unchanged."),
         "metrics": ("check:metrics", "Recompute the metrics of a run, and compare."),

@@ -5,11 +5,15 @@ point in the group "marin_rl.environments", or a class in a file of the user (`c
 the protocol (`base`), and what a run must not do with its environments (`checks`).
 """
 
+import ast
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -42,6 +46,7 @@ _BUILT_IN = {
     "verifiers": "marin_rl.environments.external.verifiers",
 }
 
+_PACKAGES = ("gymnasium", "textarena", "verifiers")  # played by an interpreter that has them
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -64,6 +69,41 @@ def register(name: str) -> Callable[[FactoryT], FactoryT]:
 def known_environments() -> list[str]:
     """Names that a configuration may use, sorted."""
     return sorted({*_BUILT_IN, *_registered, *(point.name for point in _points())})
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEntry:
+    """Name of an environment, what it plays, and the package it needs in addition to ours."""
+
+    name: str
+    plays: str
+    needs: str
+
+
+def described_environments() -> list[EnvironmentEntry]:
+    """Environments that a configuration may name, sorted; none of them is imported."""
+    own = [EnvironmentEntry(name, _first_line(_BUILT_IN[name]), _needs(name)) for name in _BUILT_IN]
+    others = [
+        EnvironmentEntry(point.name, f"registered as {point.value}", "") for point in _points()
+    ]
+    return sorted([*own, *others], key=lambda entry: entry.name)
+
+
+def _first_line(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    return (text or "").partition("\n")[0].partition(": `environment.name")[0]
+
+
+def _needs(name: str) -> str:
+    if name == "openenv":
+        return "a server"
+    if name not in _PACKAGES:
+        return ""
+    installed = find_spec(name) is not None
+    return f"{name}: {'installed' if installed else 'not installed here; see options.python'}"
 
 
 def construct(config: EnvironmentConfig) -> Environment:

@@ -1,0 +1,156 @@
+"""The commands `env …`: which environments there are, and episodes of one outside of a run."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from marin_rl.commands.options import (
+    ApiKeyVariable,
+    AsJsonLines,
+    Overrides,
+    Trust,
+    load,
+    out,
+    tell,
+    tell_json,
+)
+from marin_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from marin_rl.config import Config
+    from marin_rl.environments.base import Environment
+    from marin_rl.environments.episode import Tool
+    from marin_rl.rollouts.trial import TriedEpisode
+    from marin_rl.types import Message, Turn
+
+TURNS_MAX = 8
+
+EnvironmentName = Annotated[
+    str, typer.Argument(metavar="NAME|CONFIG|RUN", help="name of an environment, or as CONFIG|RUN")
+]
+Episodes = Annotated[int, typer.Option(min=1, max=100, help="number of episodes")]
+Turns = Annotated[int, typer.Option(min=1, max=1000, help="turns of an episode, at most")]
+
+
+def env_list(*, as_json: AsJsonLines = False) -> None:
+    """List the environments that a configuration may name."""
+    from marin_rl.display import frame_table
+    from marin_rl.environments.registry import described_environments
+
+    rows = [asdict(item) for item in described_environments()]
+    if as_json:
+        for row in rows:
+            tell_json(row)
+        return
+    out.print(frame_table(("name", "plays", "needs"), [tuple(row.values()) for row in rows]))
+
+
+def env_try(  # noqa: PLR0913 - each is an option of the command
+    name: EnvironmentName,
+    *,
+    url: Annotated[str | None, typer.Option(help="OpenAI base URL; without it you play")] = None,
+    model: Annotated[str, typer.Option(help="model to ask the endpoint for")] = "policy",
+    api_key_variable: ApiKeyVariable = None,
+    episodes: Episodes = 3,
+    turns: Turns = TURNS_MAX,
+    overrides: Overrides = None,
+    trust: Trust = False,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Play episodes with an endpoint, or by hand.
+
+    By hand, a line of standard input is a turn; {"name": …, "arguments": {…}} calls a tool.
+    """
+    import asyncio
+
+    from marin_rl.rollouts.trial import endpoint_policy, try_episode
+
+    if url is None and as_json:
+        raise ConfigError("--json goes with --url: what is played by hand is shown on the way")
+    config, environment = _environment(name, overrides, trust=trust)
+    key = None if api_key_variable is None else os.environ.get(api_key_variable)
+
+    async def play(number: int) -> "TriedEpisode":
+        example = environment.example(config.environment.train_seed, number, "train")
+        if url is None:
+            return await try_episode(environment, config.environment, example, _by_hand, turns)
+        async with endpoint_policy(url, model, key, config.sampling.max_tokens) as policy:
+            return await try_episode(environment, config.environment, example, policy, turns)
+
+    for number in range(episodes):
+        episode = asyncio.run(play(number))
+        if as_json:
+            tell_json({"reward": episode.reward, "dialogue": episode.dialogue})
+        else:
+            _show(episode)
+
+
+def _show(episode: "TriedEpisode") -> None:
+    tell(f"Episode {episode.example_id}: reward {episode.reward:g}")
+    for message in episode.dialogue:
+        tell(f"  {message['role']}: {message['content']}")
+        for call in message["tool_calls"]:
+            tell(f"    -> {call['name']}({call['arguments']})")
+
+
+async def _by_hand(dialogue: "Sequence[Message]", tools: "Sequence[Tool]") -> "Turn":
+    from marin_rl.rollouts.trial import turn_of_text
+
+    last = [message.role for message in dialogue]
+    opened = len(last) - last[::-1].index("assistant") if "assistant" in last else 0
+    for message in dialogue[opened:]:
+        tell(f"{message.role}: {message.content}")
+    for tool in tools if not opened else ():
+        tell(f"tool {tool['function']['name']}: {tool['function'].get('description', '')}")
+    return turn_of_text(str(typer.prompt("turn", prompt_suffix="> ")), tools)
+
+
+def env_check(
+    name: EnvironmentName,
+    *,
+    episodes: Episodes = 3,
+    turns: Turns = TURNS_MAX,
+    overrides: Overrides = None,
+    trust: Trust = False,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Check the laws of an environment; exit code 1 where one does not hold."""
+    from marin_rl.rollouts.trial import check_laws
+
+    config, environment = _environment(name, overrides, trust=trust)
+    failed = False
+    for finding in check_laws(environment, config.environment, episodes=episodes, turns=turns):
+        failed = failed or not finding.passed
+        if as_json:
+            tell_json(asdict(finding))
+            continue
+        out.print("[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]", end=" ")
+        tell(f"{finding.law:<8} {finding.detail}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _environment(
+    name: str, overrides: list[str] | None, *, trust: bool
+) -> "tuple[Config, Environment]":
+    """A configuration, or one of nothing but an environment's name; and the environment."""
+    from marin_rl.config import override, parse_config, pin_code
+    from marin_rl.environments.registry import known_environments, loaded_environment
+    from marin_rl.user_code import parse_spec
+
+    if name in known_environments() or parse_spec(name) is not None:
+        tree = override({"run_id": "env", "environment": {"name": name}}, overrides or ())
+        config = parse_config(pin_code(tree, Path()), name)
+    else:
+        config = load(Path(name), overrides, trust=trust)
+    return config, loaded_environment(config.environment)
+
+
+app = typer.Typer(help="List environments, try and check one.", no_args_is_help=True)
+app.command("list")(env_list)
+app.command("try")(env_try)
+app.command("check")(env_check)

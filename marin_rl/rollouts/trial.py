@@ -1,0 +1,223 @@
+"""Episodes of an environment outside of a run: tried by a policy, and checked against its laws.
+
+Leaves out training, token ids and files; recorded episodes are played again by `replay`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import Environment, reward_of
+from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode_pool import Replayable, open_episodes
+from marin_rl.environments.mixture import part_for
+from marin_rl.environments.scoring import scorer_for
+from marin_rl.errors import MarinRLError, RewardFault
+from marin_rl.inference.client.text_client import TextClient
+from marin_rl.types import Example, Message, Sampling, ToolCall, Turn
+
+# The model's turn, after the messages so far and with the tools on offer.
+Policy = Callable[[Sequence[Message], Sequence[Tool]], Awaitable[Turn]]
+
+TEXTS = ("", "1", "no such action")  # of turns that check an environment, in order and again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedEpisode:
+    """An episode that was tried: its first messages, turns and answers, and its reward.
+
+    `seconds` are those of the start and of each step.
+    """
+
+    example_id: str
+    start: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    steps: tuple[tuple[Turn, StepResult], ...]
+    reward: float
+    ended: bool
+    seconds: tuple[float, ...] = field(compare=False)
+
+    @property
+    def dialogue(self) -> list[dict[str, Any]]:
+        """Messages of both sides in order, as plain values; the model's have a `reward`."""
+        rows = [_plain(message) for message in self.start]
+        for turn, result in self.steps:
+            rows.append(_plain(turn) | {"reward": result.received})
+            rows += map(_plain, result.messages)
+        return rows
+
+
+def _plain(said: Message | Turn) -> dict[str, Any]:
+    calls = [asdict(call) for call in said.tool_calls]
+    return {"role": said.role, "content": said.content, "tool_calls": calls}
+
+
+def turn_of_text(text: str, tools: Sequence[Tool]) -> Turn:
+    """Turn of a person: text, or the JSON of a call where tools are offered."""
+    try:
+        call = orjson.loads(text) if tools else None
+    except orjson.JSONDecodeError:
+        call = None
+    if not isinstance(call, dict) or "name" not in call:
+        return Turn(role="assistant", content=text)
+    arguments = orjson.dumps(call.get("arguments", {})).decode()
+    called = ToolCall(id="c00000001", name=str(call["name"]), arguments=arguments)
+    return Turn(role="assistant", content="", tool_calls=(called,))
+
+
+@asynccontextmanager
+async def endpoint_policy(
+    url: str, model: str, api_key: str | None, tokens_max: int
+) -> AsyncIterator[Policy]:
+    """The policy that an OpenAI endpoint serves; texts and calls of tools alone."""
+    async with TextClient(endpoints=(url,), model=model, api_key=api_key) as client:
+
+        async def policy(dialogue: Sequence[Message], tools: Sequence[Tool]) -> Turn:
+            sampling = Sampling(max_tokens=tokens_max)
+            answer = await client.chat(dialogue, 1, sampling, tools=tools)
+            (completion,) = answer.completions
+            return Turn(role="assistant", content=completion.text, tool_calls=completion.tool_calls)
+
+        yield policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LawFinding:
+    """Verdict on one law of environments, and what was measured."""
+
+    law: str
+    passed: bool
+    detail: str
+
+
+async def try_episode(
+    environment: Environment,
+    config: EnvironmentConfig,
+    example: Example,
+    policy: Policy,
+    turns: int,
+) -> TriedEpisode:
+    """Play an episode, `turns` turns at most. Raises RewardFault, InputError."""
+    part = part_for(environment, config, example)
+    (episode,) = open_episodes(part.environment, part.config, example, 1)
+    clock = [time.monotonic()]
+    steps: list[tuple[Turn, StepResult]] = []
+    try:
+        start = await episode.start()
+        clock.append(time.monotonic())
+        seconds, dialogue = [clock[1] - clock[0]], list(start.messages)
+        while len(steps) < turns and not (steps and steps[-1][1].done):
+            turn = await policy(dialogue, start.tools)
+            began = time.monotonic()
+            result = await episode.step(turn)
+            seconds.append(time.monotonic() - began)
+            steps.append((turn, result))
+            said = Message(role="assistant", content=turn.content, tool_calls=turn.tool_calls)
+            dialogue += [said, *result.messages]
+    finally:
+        await episode.close()
+    received = [r.received for _, r in steps if r.received is not None]
+    reward = sum(received)
+    if not received or any(result.scored for _, result in steps):
+        scorer = scorer_for(part.environment, part.config)
+        (score,) = await scorer.score(example, [steps[-1][0].content])
+        if isinstance(score, MarinRLError):
+            raise score
+        reward += reward_of(score)
+    return TriedEpisode(
+        example_id=example.example_id,
+        start=start.messages,
+        tools=start.tools,
+        steps=tuple(steps),
+        reward=reward,
+        ended=steps[-1][1].done,
+        seconds=tuple(seconds),
+    )
+
+
+def checking_policy(environment: Environment, example: Example) -> Policy:
+    """A policy that calls each tool once, gives the example's demonstration, and then nonsense."""
+    said = 0
+
+    async def policy(dialogue: Sequence[Message], tools: Sequence[Tool]) -> Turn:
+        nonlocal said
+        said += 1
+        if said <= len(tools):
+            name = tools[said - 1]["function"]["name"]
+            call = ToolCall(id=f"c{said:08d}", name=name, arguments="{}")
+            return Turn(role="assistant", content="", tool_calls=(call,))
+        right = environment.demonstration(example) if said == len(tools) + 1 else None
+        text = TEXTS[said % len(TEXTS)] if right is None else right
+        return Turn(role="assistant", content=text)
+
+    return policy
+
+
+def check_laws(
+    environment: Environment, config: EnvironmentConfig, *, episodes: int, turns: int
+) -> Iterator[LawFinding]:
+    """Play episodes twice, and yield a verdict on each law; a fault ends the checks."""
+    examples = [environment.example(config.train_seed, n, "train") for n in range(episodes)]
+    again = [environment.example(config.train_seed, n, "train") for n in range(episodes)]
+    yield _law("examples", examples == again, "one seed makes one example")
+
+    async def played() -> list[TriedEpisode]:
+        own = (part_for(environment, config, example).environment for example in examples)
+        return [
+            await try_episode(environment, config, example, checking_policy(part, example), turns)
+            for example, part in zip(examples, own, strict=True)
+        ]
+
+    try:
+        first = asyncio.run(played())
+    except RewardFault as error:
+        yield _law("plays", False, str(error))
+        return
+    ended = sum(episode.ended for episode in first)
+    yield _law("plays", True, f"{ended} of {episodes} ended themselves, others after {turns} turns")
+    yield _serialized(first)
+    rewards = ", ".join(f"{episode.reward:g}" for episode in first)
+    yield _law("rewards", True, f"finite: {rewards}")  # others are faults already
+    if isinstance(environment, Replayable) and not environment.replayable:
+        yield _law("replay", True, "not played again: the environment says `replayable = False`")
+    else:
+        yield from _replayed(first, played)
+    seconds = [step for episode in first for step in episode.seconds[1:]]
+    mean, most = sum(seconds) / len(seconds), max(seconds)
+    yield _law("time", True, f"{mean:.3f} s a step, {most:.3f} s at most")
+
+
+def _replayed(
+    first: Sequence[TriedEpisode], played: Callable[[], Awaitable[list[TriedEpisode]]]
+) -> Iterator[LawFinding]:
+    async def again() -> list[TriedEpisode]:
+        return await played()
+
+    try:
+        second = asyncio.run(again())
+    except RewardFault as error:
+        yield _law("replay", False, str(error))
+        return
+    pairs = list(zip(first, second, strict=True))
+    alike = sum(one.start == other.start for one, other in pairs)
+    yield _law("start", alike == len(pairs), f"{alike} of {len(pairs)} start as before")
+    equal = sum(one == other for one, other in pairs)
+    yield _law("replay", equal == len(pairs), f"{equal} of {len(pairs)} equal by the same actions")
+
+
+def _serialized(episodes: Sequence[TriedEpisode]) -> LawFinding:
+    try:
+        orjson.dumps([[e.start, e.tools, [result for _, result in e.steps]] for e in episodes])
+    except TypeError as error:
+        return _law("json", False, f"messages, tools and info: {error}")
+    return _law("json", True, "messages, tools and info are JSON")
+
+
+def _law(law: str, passed: bool, detail: str) -> LawFinding:  # noqa: FBT001 - as it is shown
+    return LawFinding(law=law, passed=passed, detail=detail)
