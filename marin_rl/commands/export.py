@@ -49,7 +49,7 @@ def export(
 
         if chosen is not None and len(chosen) > 1:
             raise ConfigError(f"--round: expected one checkpoint with --hf, found {rounds!r}")
-        exported = export_hf(run, chosen and chosen[0], hf)
+        exported = export_hf(run, chosen[0] if chosen else None, hf)
         digest = exported.parameters_digest
         if as_json:
             tell_json({"folder": str(hf), "round": exported.round, "parameters": digest})
