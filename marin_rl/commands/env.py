@@ -13,6 +13,7 @@ from marin_rl.commands.options import (
     AsJsonLines,
     Overrides,
     Trust,
+    key_named,
     load,
     out,
     tell,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from marin_rl.types import Message, Turn
 
 TURNS_MAX = 8
+VERDICTS = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "    "}
 
 EnvironmentName = Annotated[
     str, typer.Argument(metavar="NAME|CONFIG|RUN", help="name of an environment, or as CONFIG|RUN")
@@ -72,7 +74,8 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
     if url is None and as_json:
         raise ConfigError("--json goes with --url: what is played by hand is shown on the way")
     config, environment = _environment(name, overrides, trust=trust)
-    key = None if api_key_variable is None else os.environ.get(api_key_variable)
+    key_named(api_key_variable)
+    key = os.environ.get("MARIN_RL_API_KEY")
 
     async def play(number: int) -> "TriedEpisode":
         example = environment.example(config.environment.train_seed, number, "train")
@@ -124,11 +127,11 @@ def env_check(
     config, environment = _environment(name, overrides, trust=trust)
     failed = False
     for finding in check_laws(environment, config.environment, episodes=episodes, turns=turns):
-        failed = failed or not finding.passed
+        failed = failed or finding.passed is False
         if as_json:
             tell_json(asdict(finding))
             continue
-        out.print("[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]", end=" ")
+        out.print(VERDICTS[finding.passed], end=" ")
         tell(f"{finding.law:<8} {finding.detail}")
     if failed:
         raise typer.Exit(1)

@@ -89,10 +89,10 @@ async def endpoint_policy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LawFinding:
-    """Verdict on one law of environments, and what was measured."""
+    """Verdict on one law of environments, None where it is a measurement; and its detail."""
 
     law: str
-    passed: bool
+    passed: bool | None
     detail: str
 
 
@@ -180,17 +180,17 @@ def check_laws(
         yield _law("plays", False, str(error))
         return
     ended = sum(episode.ended for episode in first)
+    # A reward that is not finite is a fault, and ends the checks above.
     yield _law("plays", True, f"{ended} of {episodes} ended themselves, others after {turns} turns")
     yield _serialized(first)
-    rewards = ", ".join(f"{episode.reward:g}" for episode in first)
-    yield _law("rewards", True, f"finite: {rewards}")  # others are faults already
+    yield _law("rewards", None, ", ".join(f"{episode.reward:g}" for episode in first))
     if isinstance(environment, Replayable) and not environment.replayable:
-        yield _law("replay", True, "not played again: the environment says `replayable = False`")
+        yield _law("replay", None, "not played again: the environment says `replayable = False`")
     else:
         yield from _replayed(first, played)
     seconds = [step for episode in first for step in episode.seconds[1:]]
     mean, most = sum(seconds) / len(seconds), max(seconds)
-    yield _law("time", True, f"{mean:.3f} s a step, {most:.3f} s at most")
+    yield _law("time", None, f"{mean:.3f} s a step, {most:.3f} s at most")
 
 
 def _replayed(
@@ -219,5 +219,5 @@ def _serialized(episodes: Sequence[TriedEpisode]) -> LawFinding:
     return _law("json", True, "messages, tools and info are JSON")
 
 
-def _law(law: str, passed: bool, detail: str) -> LawFinding:  # noqa: FBT001 - as it is shown
+def _law(law: str, passed: bool | None, detail: str) -> LawFinding:  # noqa: FBT001 - as it is shown
     return LawFinding(law=law, passed=passed, detail=detail)
