@@ -390,7 +390,8 @@ def test_turns_of_a_member_have_seeds_of_their_own() -> None:
 def test_only_episodes_ask_the_client_for_samples() -> None:
     """One caller samples: rollouts of every kind go through the driver.
 
-    The canary asks for one completion to prove which weights an endpoint has.
+    The canary asks for one completion to prove which weights an endpoint has; `env try` plays
+    episodes of texts that belong to no run.
     """
     top = Path(__file__).parents[2]
     callers = {
@@ -400,4 +401,8 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "chat"
     }
-    assert callers == {"marin_rl/rollouts/episode.py", "marin_rl/serving/weights/canary.py"}
+    assert callers == {
+        "marin_rl/rollouts/episode.py",
+        "marin_rl/rollouts/trial.py",
+        "marin_rl/serving/weights/canary.py",
+    }
