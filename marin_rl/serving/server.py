@@ -43,7 +43,6 @@ from marin_rl.tokenizers import end_token_ids
 from marin_rl.training.model import LmHeadModel
 
 START_S = 30.0
-STOP_S = 5  # what clients get to take in their last bytes
 ALIVE_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ class PolicyServer:
         listener = listen(host, port)
         if warm_up:
             self.engine.warm_up()
-        self._uvicorn = uvicorn.Server(self._http())
+        self._uvicorn = self._http()
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
         )
@@ -164,24 +163,13 @@ class PolicyServer:
             )
         )
 
-    def _http(self) -> uvicorn.Config:
+    def _http(self) -> uvicorn.Server:
         connections = Connections(
             config=self._config,
             on_refused=self.telemetry.connection_refused,
             on_count=self.telemetry.connections_open,
         )
-        return uvicorn.Config(
-            self._app,
-            http=connections.protocol(),
-            ws="none",
-            loop="uvloop",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=STOP_S,
-        )
+        return connections.server_of(self._app)
 
     def _origins(self, host: str) -> Origins:
         return Origins(self._config, host, has_token=self._keys.api is not None)

@@ -21,7 +21,8 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 import orjson
-from starlette.types import Scope
+import uvicorn
+from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -37,6 +38,9 @@ FILES_RESERVED = 128
 # uvicorn writes a line for every malformed request, which is for the metrics to count
 _quiet = logging.getLogger(f"{__name__}.uvicorn")  # above no logger of ours
 _quiet.setLevel(logging.CRITICAL)
+
+
+STOP_S = 5  # what clients get to take in their last bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +65,23 @@ class Connections:
     def protocol(self) -> "type[BoundedProtocol]":
         """The protocol class that uvicorn makes an instance of for each connection."""
         return type("BoundProtocol", (BoundedProtocol,), {"shared": self})
+
+    def server_of(self, app: ASGIApp) -> uvicorn.Server:
+        """A server of `app` over these connections; it was not started."""
+        return uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=self.protocol(),
+                ws="none",
+                loop="uvloop",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
 
 
 class _Flow(FlowControl):

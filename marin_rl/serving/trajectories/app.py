@@ -33,7 +33,6 @@ from marin_rl.serving.http.connections import Connections
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.trajectories.receiver import Receiver
 
-STOP_S = 5
 RETRY_S = 1
 
 Kind = TypeVar("Kind")
@@ -291,20 +290,7 @@ def http_server(receiver: Receiver, host: str) -> uvicorn.Server:
     connections = Connections(
         config=config.server, on_refused=lambda _reason: None, on_count=lambda _count: None
     )
-    return uvicorn.Server(
-        uvicorn.Config(
-            trajectory_app(receiver, keys, host),
-            http=connections.protocol(),
-            ws="none",
-            loop="uvloop",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=STOP_S,
-        )
-    )
+    return connections.server_of(trajectory_app(receiver, keys, host))
 
 
 def serve_trajectories(

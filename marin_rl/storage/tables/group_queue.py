@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import ObjectMissing
-from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.commits import fingerprint
 from marin_rl.storage.layout import (
     group_of_piece,
     piece_name,
@@ -28,7 +28,8 @@ from marin_rl.storage.layout import (
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import TableReader, load, load_readable
-from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, identify_shard
+from marin_rl.storage.tables.pieces import commit_group
+from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION
@@ -150,32 +151,23 @@ class GroupQueue:
         group: RolloutGroup,
     ) -> bool:
         """Create a group at a place; False where the place was taken, or its shard is made."""
-        store, key, attempt = self._run.store, self._key(place), new_attempt()
-        data = encode_shard(
-            [group],
-            run_id=self._run.run_id,
+        stamp = {DIGEST: digest, ENVIRONMENT: str(environment)}
+        committed, _ = commit_group(
+            self._run,
+            self._key(place),
+            group,
             round=place.round,
             shard=place.shard,
-            attempt=attempt,
-            replica="",
             fingerprint=self._fingerprint,
             policy=policy,
-            stamp={DIGEST: digest, ENVIRONMENT: str(environment)},
-        )
-        committed = commit_object(
-            store,
-            key,
-            data,
-            attempt=attempt,
-            fingerprint=self._fingerprint,
-            identify=lambda other: identify_shard(other, store.url_of(key)),
+            stamp=stamp,
         )
         self.accepted = place.number + 1
         # Another server may have filled this place, and gc may have taken it since: what is
         # created below a shard that is committed is read by no one.
         kept = self._collected(place) or self._stamp(place, committed)
         self._remember(place, kept)
-        return kept == {DIGEST: digest, ENVIRONMENT: str(environment)}
+        return kept == stamp
 
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
         """The group that the shard of a place has there; None while that is not committed."""

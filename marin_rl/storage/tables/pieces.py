@@ -6,7 +6,7 @@ names are private, so that readers see committed shards alone, and gc deletes th
 that are committed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import commit_object, new_attempt
@@ -20,6 +20,44 @@ from marin_rl.storage.tables.rollouts import (
     identify_shard,
 )
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
+
+
+def commit_group(
+    run: Run,
+    key: str,
+    group: RolloutGroup,
+    *,
+    round: int,
+    shard: int,
+    fingerprint: str,
+    policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
+) -> tuple[bytes, bool]:
+    """Create a group at a key; the bytes that are committed there, and True if they are these.
+
+    Raises CommitConflict, CommitUnknown, StorageError.
+    """
+    attempt = new_attempt()
+    data = encode_shard(
+        [group],
+        run_id=run.run_id,
+        round=round,
+        shard=shard,
+        attempt=attempt,
+        replica="",
+        fingerprint=fingerprint,
+        policy=policy,
+        stamp=stamp,
+    )
+    committed = commit_object(
+        run.store,
+        key,
+        data,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        identify=lambda other: identify_shard(other, run.store.url_of(key)),
+    )
+    return committed, committed == data
 
 
 class ShardPieces:
@@ -63,26 +101,16 @@ class ShardPieces:
         number = self._counts.get(group.group_id, 0)
         self._counts[group.group_id] = number + 1
         key = f"{self._folder}/{piece_name(group.group_id.rpartition('/')[2], number)}"
-        attempt = new_attempt()
-        data = encode_shard(
-            [group],
-            run_id=self._run.run_id,
+        committed, ours = commit_group(
+            self._run,
+            key,
+            group,
             round=self._round,
             shard=self._shard,
-            attempt=attempt,
-            replica="",
             fingerprint=self._fingerprint,
             policy=self._policy,
         )
-        committed = commit_object(
-            self._run.store,
-            key,
-            data,
-            attempt=attempt,
-            fingerprint=self._fingerprint,
-            identify=lambda other: identify_shard(other, self._run.store.url_of(key)),
-        )
-        groups = [group] if committed == data else self._decoded(key, committed)
+        groups = [group] if ours else self._decoded(key, committed)
         return {r.index_in_group: r for each in groups for r in each.rollouts}
 
     def _decoded(self, key: str, data: object) -> Sequence[RolloutGroup]:
