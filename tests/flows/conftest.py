@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import CrashStates, Recording, Undisturbed, outcome
-from support.flow_runs import Played, debug, latest_flow_run
+from support.flow_runs import ForkServer, Played, debug, latest_flow_run
 from support.quick_programs import quick_programs
 
 from flows.rl_loop import start
@@ -59,3 +59,11 @@ def api() -> Iterator[str]:
     """The URL of a Prefect API that flows inside the test report to."""
     with prefect_api(warm=ROOMS) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Forks runs that report to the API of this folder's tests."""
+    log = tmp_path_factory.mktemp("fork_server") / "said"
+    with ForkServer(log, PREFECT_API_URL=api) as fork_server:
+        yield fork_server

@@ -2,8 +2,7 @@
 
 import asyncio
 import random
-import shutil
-from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -71,6 +70,21 @@ def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(
     assert all(row["timing_s/trainer_idle"] >= 0 for row in rows.values())
 
 
+def test_an_interrupted_run_goes_on_to_the_same_bits(
+    undisturbed: tuple[Outcome, list[str]], tmp_path: Path
+) -> None:
+    config, stop = ahead(tmp_path, 2), Future[None]()
+
+    def listen(event: ProgressEvent) -> None:
+        if event.stage == "round" and not stop.done():
+            stop.set_result(None)
+
+    with listening(listen), pytest.raises(KeyboardInterrupt):
+        start(config, stop)
+    start(config)
+    assert undisturbed[0].same_as(outcome(config)) == []
+
+
 def test_sampled_rounds_are_trained_and_closed_before_an_error_of_sampling_ends_the_run(
     api: str, tmp_path: Path
 ) -> None:
@@ -123,14 +137,6 @@ def test_results_reach_those_who_wait_and_those_who_come_later() -> None:
     asyncio.run(exchange())
 
 
-@pytest.fixture(scope="module")
-def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Forks runs that report to the API of this folder's tests."""
-    log = tmp_path_factory.mktemp("fork_server") / "said"
-    with ForkServer(log, PREFECT_API_URL=api) as fork_server:
-        yield fork_server
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["kill-amid", "kill-after"])
@@ -140,18 +146,9 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(
     """Killed at eight operations that create something, started again each time."""
     expected, names = undisturbed
     creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
-    left = dict.fromkeys(random.Random(printed_seed()).sample(creates, 8), kind)
-    config, met = ahead(tmp_path, 2), tmp_path / "met"
-    starts, code = 0, -9
-    while code == -9:
-        met.write_text("")
-        (code,) = fork_server.run(config, faults=left, met=met)
-        came = met.read_text().splitlines()
-        assert (code, bool(came)) in ((-9, True), (0, False)), fork_server.said()
-        for name in came:
-            del left[name]
-        starts += 1
+    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 8), kind)
+    config = ahead(tmp_path / "killed", 2)
+    starts, left = fork_server.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
     assert starts > 4
     assert expected.same_as(outcome(config)) == []
-    shutil.rmtree(tmp_path / config.run_id)

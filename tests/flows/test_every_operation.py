@@ -123,15 +123,6 @@ def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
 # --- real kills ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Forks runs that report to the API of this folder's tests."""
-    with ForkServer(
-        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=api
-    ) as fork_server:
-        yield fork_server
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(ALL_S_MAX)
 def test_kills_at_operations(
@@ -140,17 +131,9 @@ def test_kills_at_operations(
     """One run that is killed amid everything it creates or writes, one start after the other."""
 
     def killed(group: Sequence[Case]) -> tuple[Config, list[str]]:
-        folder = tmp_path / str(uuid.uuid4())
-        config, met = debug(folder), folder.with_suffix(".met")
-        left, code = {name: kind for kind, name in group}, -9
-        while code == -9:
-            met.write_text("")
-            (code,) = fork_server.run(config, faults=left, met=met)
-            came = met.read_text().splitlines()
-            assert (code, bool(came)) in ((-9, True), (0, False)), fork_server.said()
-            for name in came:
-                del left[name]
-        return config, list(left)
+        config = debug(tmp_path / str(uuid.uuid4()))
+        _, left = fork_server.run_until_all_came(config, {name: kind for kind, name in group})
+        return config, left
 
     names = chosen([name for name in undisturbed.names if not READS.match(name)], 10**6)
     kinds = KILLS if ONE_BY_ONE else KILLS[:1]

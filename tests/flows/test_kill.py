@@ -6,7 +6,7 @@ run knows nothing of being tested. One run is killed in one stage after the othe
 
 import random
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,15 +38,6 @@ TRACES: Mapping[str, str] = {
     "train": "checkpoints/round-00002/*",
     "publish": "checkpoints/round-00003/manifest.json",
 }
-
-
-@pytest.fixture(scope="module")
-def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Forks runs that report to the API of this folder's tests."""
-    with ForkServer(
-        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=api
-    ) as fork_server:
-        yield fork_server
 
 
 def summaries(config: Config) -> dict[str, object]:

@@ -188,6 +188,22 @@ class ForkServer:
         ends, self.cpu_s, self.others_killed = json.loads(answer)
         return ends
 
+    def run_until_all_came(
+        self, config: Config, faults: Mapping[str, str]
+    ) -> tuple[int, list[str]]:
+        """Start a run again after each fault that kills it; the starts, and what never came."""
+        met, left = Path(config.root).with_suffix(".met"), dict(faults)
+        starts, code = 0, -9
+        while code == -9:
+            met.write_text("")
+            (code,) = self.run(config, faults=left, met=met)
+            came = met.read_text().splitlines()
+            assert (code, bool(came)) in ((-9, True), (0, False)), self.said()
+            for name in came:
+                del left[name]
+            starts += 1
+        return starts, list(left)
+
     def said(self) -> str:
         """The end of what the runs printed."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
