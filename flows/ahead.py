@@ -134,7 +134,7 @@ class _Rounds:
 
     async def last(self) -> SlotRef:
         """The checkpoint after the last round."""
-        return await self._version(self._rounds.stop)
+        return await self._version(max(self._first, self._rounds.stop))
 
     async def _sample_rounds(self) -> None:
         with _reported(self._sampled, self._evaluated):

@@ -148,8 +148,14 @@ def _environment(
     if name in known_environments() or parse_spec(name) is not None:
         tree = override({"run_id": "env", "environment": {"name": name}}, overrides or ())
         config = parse_config(pin_code(tree, Path()), name)
-    else:
+        return config, loaded_environment(config.environment)
+    try:
         config = load(Path(name), overrides, trust=trust)
+    except ConfigError as error:
+        if Path(name).suffix or Path(name).exists():
+            raise
+        hint = f"{name!r} is no environment: `marin-rl env list` names those that there are"
+        raise ConfigError(f"{hint}; {error}") from None
     return config, loaded_environment(config.environment)
 
 

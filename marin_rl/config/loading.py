@@ -191,7 +191,7 @@ def _describe(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_nearest(key)}"
     shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"
-    return f"{key}: {item['msg']}{shown}"
+    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _nearest(key: str) -> str:
