@@ -6,7 +6,6 @@ tokens is in logprobs.py.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import PolicyConfig
+from marin_rl.digests import digest_of
 from marin_rl.errors import InputError
 from marin_rl.model_folders import read_hf_config, weight_files
 from marin_rl.tokenizer_files import check_vocabulary
@@ -173,16 +173,6 @@ def matrix_mask(model: eqx.Module) -> dict[str, bool]:
 def parameters_digest(model: eqx.Module) -> str:
     """SHA-256 over path, dtype, shape and bytes of every parameter, as hex."""
     return digest_of(named_parameters(model))
-
-
-def digest_of(parameters: Mapping[str, Any]) -> str:
-    """`parameters_digest` of parameters that are already keyed by their paths."""
-    digest = hashlib.sha256()
-    for path in sorted(parameters):
-        array = np.ascontiguousarray(np.asarray(parameters[path]))
-        digest.update(f"{path} {array.dtype.name} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- Hugging Face folders

@@ -1,0 +1,49 @@
+"""LoRA adapters (arXiv:2106.09685) as plain arrays: settings, checks, digests, merging, PEFT files.
+
+Knows nothing of models, JAX or servers: a base is its parameters' shapes by path, as
+`training.model.parameter_shapes` gives them. Adapters are trained in `training`, served by
+`inference`.
+"""
+
+from marin_rl.lora.adapter import (
+    Adapter,
+    adapter_of,
+    check_adapter_name,
+    initial_arrays,
+    merged,
+    merged_weight,
+    policy_digest,
+)
+from marin_rl.lora.peft import read_peft, write_peft
+from marin_rl.lora.spec import (
+    ALL_LINEAR,
+    LinearShape,
+    LoraModule,
+    LoraSpec,
+    Shapes,
+    a_name,
+    b_name,
+    linear_shapes,
+    module_name,
+)
+
+__all__ = [
+    "ALL_LINEAR",
+    "Adapter",
+    "LinearShape",
+    "LoraModule",
+    "LoraSpec",
+    "Shapes",
+    "a_name",
+    "adapter_of",
+    "b_name",
+    "check_adapter_name",
+    "initial_arrays",
+    "linear_shapes",
+    "merged",
+    "merged_weight",
+    "module_name",
+    "policy_digest",
+    "read_peft",
+    "write_peft",
+]

@@ -1,0 +1,306 @@
+"""PEFT's folders: adapter_config.json and adapter_model.safetensors, read and written.
+
+PEFT names every layer by itself (`base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`,
+[r, in]); here they are stacked. A folder may come from anywhere: sizes are looked at before data,
+nothing in it is executed, and what would be computed otherwise than PEFT does is refused by name.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save_file
+
+from marin_rl.errors import InputError
+from marin_rl.lora.adapter import Adapter, adapter_of
+from marin_rl.lora.spec import (
+    LinearShape,
+    LoraModule,
+    Shapes,
+    a_name,
+    b_name,
+    check_rank,
+    linear_shapes,
+    module_name,
+)
+from marin_rl.model_folders import check_model_folder, read_object
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+HEADER_BYTES_MAX = 2**24
+
+_KEY = re.compile(
+    r"base_model\.model\.model\.layers\.(0|[1-9]\d{0,3})\.([a-z_]+\.[a-z_]+)\.lora_([AB])\.weight"
+)
+# Names with dots, as PEFT writes them; a regular expression of a stranger may run for hours.
+_PATTERN = re.compile(r"\^?[\w.\\]+\$?")
+
+# What is read, and keys that change no number whatever they are.
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
+_WITHOUT_EFFECT = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "layers_pattern",
+    "loftq_config", "eva_config", "corda_config", "megatron_config", "megatron_core",
+    "runtime_config", "qalora_group_size",
+}  # fmt: skip
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+
+
+def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
+    """Read an adapter for a base whose parameters have these shapes; float32, layers stacked.
+
+    Raises InputError for a folder that is no adapter of this base, that is damaged or too large, or
+    that asks for what is not computed here (DoRA, biases, modules saved whole, …).
+    """
+    path = Path(folder)
+    config = _checked_config(path)
+    tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
+    layers, names = linear_shapes(shapes), _by_name(shapes)
+    parts: dict[str, dict[tuple[int, str], np.ndarray]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in names:
+            raise InputError(
+                f"{path / WEIGHTS_FILE}: tensor {key!r:.200} belongs to no linear layer of the "
+                f"base: expected lora_A and lora_B of {', '.join(names)}"
+            )
+        parts.setdefault(names[match[2]], {})[int(match[1]), match[3]] = tensor
+    modules, arrays = {}, {}
+    for weight in (weight for weight in layers if weight in parts):
+        modules[weight], a, b = _stacked(path, config, weight, layers[weight], parts[weight])
+        arrays |= {a_name(weight): a, b_name(weight): b}
+    if not modules:
+        raise InputError(f"{path / WEIGHTS_FILE} holds no tensor: expected lora_A and lora_B")
+    return adapter_of(modules, arrays, shapes)
+
+
+def _by_name(shapes: Shapes) -> dict[str, str]:
+    return {module_name(path): path for path in linear_shapes(shapes)}
+
+
+# ---------------------------------------------------------------- adapter_config.json
+
+
+def _checked_config(folder: Path) -> Mapping[str, Any]:
+    """Read adapter_config.json. Raises InputError for what cannot be computed as it says."""
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise InputError(
+            f"no adapter at {folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as "
+            "PEFT's save_pretrained writes it"
+        )
+    check_model_folder(folder)
+    file = folder / CONFIG_FILE
+    config = read_object(file)
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{file}: expected peft_type LORA, found {config.get('peft_type')!r:.80}")
+    start = config.get("init_lora_weights", True)
+    if not any(start is known or start == known for known in _INITIALISATIONS):
+        raise InputError(
+            f"{file}: init_lora_weights {start!r:.80} changes the base's weights; expected one of "
+            f"{_INITIALISATIONS}: convert the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    known = {*_READ, *_WITHOUT_EFFECT, "init_lora_weights"}
+    for key in sorted(set(config) - known):
+        if not any(config[key] == neutral for neutral in _NEUTRAL):
+            raise InputError(
+                f"{file}: {key} is {config[key]!r:.80}, which is not supported; expected null or "
+                "false: only A and B of linear layers are read"
+            )
+    _check_numbers(file, config)
+    return config
+
+
+def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError unless rank, alpha, their patterns and the kind of scale have their types"""
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise InputError(f"{file}: expected use_rslora true or false")
+    for key, pattern, kinds in (
+        ("r", "rank_pattern", (int,)),
+        ("lora_alpha", "alpha_pattern", (int, float)),
+    ):
+        patterns = config.get(pattern) or {}
+        if not isinstance(patterns, dict):
+            raise InputError(f"{file}: expected {pattern} to be an object")
+        for name, value in {key: config.get(key), **patterns}.items():
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise InputError(f"{file}: expected a number for {name!r:.80}, found {value!r:.80}")
+            if name != key and not _PATTERN.fullmatch(name):
+                raise InputError(
+                    f"{file}: {pattern} has the pattern {name!r:.80}; expected names of modules, "
+                    "such as model.layers.0.self_attn.q_proj: write them out"
+                )
+
+
+def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
+    """Return what a pattern gives a module, else the setting of all."""
+    for text, value in (config.get(pattern) or {}).items():
+        plain = text.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if name == plain or (not text.startswith("^") and name.endswith(f".{plain}")):
+            return value
+    return config[key]
+
+
+# ---------------------------------------------------------------- adapter_model.safetensors
+
+
+def _read_tensors(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
+    """Tensors of a file by name, float32. Raises InputError for one that is damaged or too large.
+
+    No file of an adapter is larger than A and B of full rank.
+    """
+    full = sum(
+        math.prod(layer.a_shape(layer.rank_max)) + math.prod(layer.b_shape(layer.rank_max))
+        for layer in linear_shapes(shapes).values()
+    )
+    size, bytes_max = file.stat().st_size, HEADER_BYTES_MAX + 4 * full
+    if size > bytes_max:
+        raise InputError(
+            f"{file}: expected at most {bytes_max} bytes for an adapter of this base, found {size}"
+        )
+    data = file.read_bytes()
+    header = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or header > min(HEADER_BYTES_MAX, len(data) - 8):
+        raise InputError(
+            f"{file}: expected a header of at most {min(HEADER_BYTES_MAX, len(data))} bytes, found "
+            f"one of {header}: the file is damaged; copy it again"
+        )
+    try:
+        entries = deserialize(data)
+    except SafetensorError as error:
+        raise InputError(f"cannot read {file}: {error}; copy it again") from error
+    return {name: _tensor(file, name, entry) for name, entry in entries}
+
+
+def _tensor(file: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
+    dtype, shape = entry["dtype"], entry["shape"]
+    if dtype == "BF16":
+        # The upper half of a float32; NumPy has no such dtype.
+        wide = np.frombuffer(entry["data"], "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape)
+    if dtype not in _DTYPES:
+        raise InputError(f"{file}: tensor {name!r:.200} is {dtype}: expected F32, F16 or BF16")
+    return np.frombuffer(entry["data"], _DTYPES[dtype]).astype(np.float32).reshape(shape)
+
+
+def _stacked(
+    folder: Path,
+    config: Mapping[str, Any],
+    weight: str,
+    layer: LinearShape,
+    parts: Mapping[tuple[int, str], np.ndarray],
+) -> tuple[LoraModule, np.ndarray, np.ndarray]:
+    """A and B of all layers of one kind, and their rank and alpha.
+
+    Layers of a smaller rank are filled up with zeros, and those of another scale have it in B.
+    """
+    name, count = module_name(weight), layer.layers
+    if sorted(parts) != sorted((index, side) for index in range(count) for side in "AB"):
+        raise InputError(
+            f"{folder / WEIGHTS_FILE}: expected lora_A and lora_B of {name} in each of the "
+            f"{count} layers of the base, found {len(parts)} tensors; use the base that the "
+            "adapter was made for, or copy the file again"
+        )
+    single = [_module(config, f"model.layers.{index}.{name}") for index in range(count)]
+    for index, module in enumerate(single):
+        check_rank(f"model.layers.{index}.{name}", module, layer)
+        _check_shapes(folder, f"model.layers.{index}.{name}", module, layer, parts, index)
+    widest = max(single, key=lambda module: module.rank)
+    a = np.zeros((count, widest.rank, math.prod(layer.inputs)), np.float32)
+    b = np.zeros((count, math.prod(layer.outputs), widest.rank), np.float32)
+    for index, module in enumerate(single):
+        a[index, : module.rank] = parts[index, "A"]
+        b[index, :, : module.rank] = parts[index, "B"]
+        if module.scale != widest.scale:
+            b[index] *= np.float32(module.scale / widest.scale)
+    return widest, a.reshape(layer.a_shape(widest.rank)), b.reshape(layer.b_shape(widest.rank))
+
+
+def _module(config: Mapping[str, Any], name: str) -> LoraModule:
+    return LoraModule(
+        rank=_setting(config, "r", "rank_pattern", name),
+        alpha=float(_setting(config, "lora_alpha", "alpha_pattern", name)),
+        rslora=config.get("use_rslora", False),
+    )
+
+
+def _check_shapes(
+    folder: Path,
+    name: str,
+    module: LoraModule,
+    layer: LinearShape,
+    parts: Mapping[tuple[int, str], np.ndarray],
+    index: int,
+) -> None:
+    """Raise InputError unless A and B of one layer have its dimensions and its rank."""
+    inputs, outputs = math.prod(layer.inputs), math.prod(layer.outputs)
+    for side, shape in (("A", (module.rank, inputs)), ("B", (outputs, module.rank))):
+        if parts[index, side].shape != shape:
+            raise InputError(
+                f"{folder}: lora_{side} of {name} expected {shape}, found "
+                f"{parts[index, side].shape}; use the base that the adapter was made for"
+            )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_peft(folder: str | Path, adapter: Adapter, base: str | None = None) -> None:
+    """Write a folder that PEFT, vLLM and SGLang load; `base` is the name of the base model.
+
+    Raises InputError where the folder exists.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError as error:
+        raise InputError(f"{path} exists: expected a new folder; nothing is overwritten") from error
+    tensors = {key: np.ascontiguousarray(tensor) for key, tensor in _peft_tensors(adapter)}
+    save_file(tensors, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
+    text = json.dumps(_peft_config(adapter, base), indent=2, sort_keys=True)
+    (path / CONFIG_FILE).write_text(text + "\n", "utf-8")
+
+
+def _peft_tensors(adapter: Adapter) -> Iterator[tuple[str, np.ndarray]]:
+    for weight, module in adapter.modules.items():
+        a = np.asarray(adapter.arrays[a_name(weight)], np.float32)
+        b = np.asarray(adapter.arrays[b_name(weight)], np.float32)
+        for index in range(len(a)):
+            key = f"base_model.model.model.layers.{index}.{module_name(weight)}"
+            yield f"{key}.lora_A.weight", a[index].reshape(module.rank, -1)
+            yield f"{key}.lora_B.weight", b[index].reshape(-1, module.rank)
+
+
+def _peft_config(adapter: Adapter, base: str | None) -> dict[str, Any]:
+    """adapter_config.json; modules that differ from the first have patterns."""
+    first, *_ = adapter.modules.values()
+    names = {module_name(weight): module for weight, module in adapter.modules.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": first.rank,
+        "lora_alpha": _plain(first.alpha),
+        "rank_pattern": {n: m.rank for n, m in names.items() if m.rank != first.rank},
+        "alpha_pattern": {n: _plain(m.alpha) for n, m in names.items() if m.alpha != first.alpha},
+        "target_modules": sorted(name.rpartition(".")[2] for name in names),
+        "use_rslora": first.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+    }
+
+
+def _plain(alpha: float) -> float | int:
+    """Return an integer where alpha is one: vLLM takes no other."""
+    return int(alpha) if alpha.is_integer() else alpha
