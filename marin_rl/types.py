@@ -151,6 +151,18 @@ class Turn:
     inference_metadata: InferenceMetadata | None = None
     timing: TurnTiming = field(default_factory=TurnTiming)
 
+    @property
+    def message(self) -> Message:
+        """The turn as a chat message."""
+        return Message(
+            role=self.role,
+            content=self.content,
+            tool_calls=self.tool_calls,
+            tool_call_id=self.tool_call_id,
+            name=self.tool_name if self.role == "tool" else None,
+            cut=self.cut,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:

@@ -33,11 +33,12 @@ BRIEF = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilter:
-    """Conditions on a rollout; None and 0 ask for nothing."""
+    """Conditions on a rollout; None and 0 ask for nothing. Turns are those of the model."""
 
     tool: str | None = None
     finish_reason: str | None = None
     min_turns: int = 0
+    max_turns: int | None = None
 
     def passes(self, row: Mapping[str, Any]) -> bool:
         """Return True if a row of the table `rollouts` fulfils all conditions."""
@@ -45,7 +46,8 @@ class RolloutFilter:
             return False
         if self.tool is not None and self.tool not in tools_of(row["turns"]):
             return False
-        return not self.min_turns or len(model_turns(row["turns"])) >= self.min_turns
+        n_turns = len(model_turns(row["turns"]))
+        return self.min_turns <= n_turns and (self.max_turns is None or n_turns <= self.max_turns)
 
     @property
     def asks(self) -> bool:

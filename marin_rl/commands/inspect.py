@@ -171,6 +171,9 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     min_turns: Annotated[
         int, typer.Option("--min-turns", min=0, help="only those with as many turns of the model")
     ] = 0,
+    max_turns: Annotated[
+        int | None, typer.Option("--max-turns", min=0, help="only those with no more turns")
+    ] = None,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
@@ -181,7 +184,9 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     from marin_rl.analysis.dialogues import RolloutFilter, rollout_named, sample_rollouts
     from marin_rl.storage.runs import Run
 
-    where = RolloutFilter(tool=tool, finish_reason=finish_reason, min_turns=min_turns)
+    where = RolloutFilter(
+        tool=tool, finish_reason=finish_reason, min_turns=min_turns, max_turns=max_turns
+    )
     run = Run.open(root, run_name)
     if rollout is not None:
         if where.asks or worst or limit is not None:

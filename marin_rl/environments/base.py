@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.types import Example, RewardComponent, Split
+from marin_rl.types import Example, Message, RewardComponent, Split
 
 # Functions that a configuration may name without another's code being imported.
 _ANSWERS = ("exact_match", "number_match", "last_number")
@@ -110,6 +110,7 @@ class FoldsSeeds(Protocol):
 
 
 GroupScore = tuple[RewardComponent, ...] | RewardFault
+Dialogues = Sequence[Sequence[Message]]
 
 
 @runtime_checkable
@@ -131,8 +132,13 @@ class ScoresGroups(Protocol):
         example: Example,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> Sequence[GroupScore]:
-        """A score or a fault per completion, in order. May raise any exception."""
+        """A score or a fault per completion, in order. May raise any exception.
+
+        A dialogue is all that followed the prompt: the model's turns, of which `completions` are
+        the last, and what the environment answered.
+        """
         ...
 
 

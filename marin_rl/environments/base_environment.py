@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.types import Example, Message, RewardComponent, Split
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -26,6 +27,7 @@ class BaseEnvironment(ABC):
     size: int | None = None
     workers: int = 1
     replayable: bool = True
+    wants_completion_ids: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Name an environment after its class, unless it has a name."""
@@ -49,6 +51,26 @@ class BaseEnvironment(ABC):
     @abstractmethod
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Named components of the reward of one completion."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """True where the class has a `score_group` of its own."""
+        return type(self).score_group is not BaseEnvironment.score_group
+
+    def score_group(
+        self,
+        example: Example,
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
+    ) -> Sequence[GroupScore]:
+        """Components for each member of a group, compared with one another, in one call.
+
+        By default members are scored by themselves, by `score`. `dialogues` have what followed the
+        prompt, and `completions` the last turn of each; `completion_ids` are its token ids where
+        the class says `wants_completion_ids`.
+        """
+        return [self.score(example, completion) for completion in completions]
 
     def make_example(
         self,

@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from marin_rl.config import CodeName, Section
-from marin_rl.environments.base import SHIPPED, GroupScore, number
+from marin_rl.environments.base import SHIPPED, Dialogues, GroupScore, number
 from marin_rl.environments.reward_functions import Part, RewardFunction
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import ConfigError, RewardFault
-from marin_rl.types import Example, RewardComponent
+from marin_rl.types import Example, Message, RewardComponent
 from marin_rl.user_code import check_importable, load, parse_spec
 
 NOT_APPLICABLE = "None: the function does not apply, so this rollout has no reward"
@@ -119,7 +119,8 @@ class FunctionScored:
         """Reward components by the user's functions. Raises what a function raises."""
         assert self._rewards, "load_scorer comes before score"
         if self.scores_groups:
-            (score,) = self.score_group(example, [completion], [()])
+            alone = [(Message(role="assistant", content=completion),)]
+            (score,) = self.score_group(example, [completion], [()], alone)
         else:
             score = _joined([self._of_completion(i, example, completion) for i in self._places])
         if isinstance(score, RewardFault):
@@ -131,6 +132,7 @@ class FunctionScored:
         example: Example,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> list[GroupScore]:
         """Score the completions of one example, in one call of each function of TRL's convention.
 
@@ -138,7 +140,8 @@ class FunctionScored:
         """
         assert self._rewards, "load_scorer comes before score"
         by_function = [
-            self._of_group(place, example, completions, completion_ids) for place in self._places
+            self._of_group(place, example, completions, completion_ids, dialogues)
+            for place in self._places
         ]
         return [_joined(scores) for scores in zip(*by_function, strict=True)]
 
@@ -152,11 +155,12 @@ class FunctionScored:
         example: Example,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> list[GroupScore]:
         """Scores by one of the functions; () where it does not apply."""
         function = self._rewards[place]
         if function.convention == "trl":
-            values = function.of_group(example, completions, completion_ids)
+            values = function.of_group(example, completions, completion_ids, dialogues)
             return [self._of_value(place, value) for value in values]
         scores: list[GroupScore] = []
         for completion in completions:

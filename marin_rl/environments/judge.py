@@ -19,7 +19,7 @@ import httpx
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import GroupScore
+from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.environments.chat import Chat, ChatOptions
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault
@@ -126,11 +126,12 @@ class Judge(Chat):
         example: Example,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> list[GroupScore]:
         """Ask for a verdict on each completion, side by side; a fault where there is none."""
         others: Sequence[GroupScore] = [()] * len(completions)
         if self._judge.function_weight:
-            others = self._by_function(example, completions, completion_ids)
+            others = self._by_function(example, completions, completion_ids, dialogues)
         deadline = time.monotonic() + 0.9 * self._timeout_s * len(completions)
         with ThreadPoolExecutor(self._judge.concurrency) as threads:
             judged = list(
@@ -139,11 +140,15 @@ class Judge(Chat):
         return [_joined(other, verdict) for other, verdict in zip(others, judged, strict=True)]
 
     def _by_function(
-        self, example: Example, completions: Sequence[str], ids: Sequence[Sequence[int]]
+        self,
+        example: Example,
+        completions: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> list[GroupScore]:
         """Return the components of the reward function, with its factor in their weights."""
         factor = self._judge.function_weight
-        scores = super().score_group(example, completions, ids)
+        scores = super().score_group(example, completions, ids, dialogues)
         return [
             score
             if isinstance(score, RewardFault)

@@ -7,13 +7,14 @@ limits that it runs under (`scoring`), and the name that its errors carry.
 
 import asyncio
 import inspect
+import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from marin_rl.environments.base import number
+from marin_rl.environments.base import Dialogues, number
 from marin_rl.environments.prompt_rows import (
     COMPLETION,
     CONVERSATIONAL,
@@ -21,7 +22,7 @@ from marin_rl.environments.prompt_rows import (
     value_at,
 )
 from marin_rl.errors import InputError
-from marin_rl.types import Example
+from marin_rl.types import Example, Message
 
 Convention = Literal["example", "trl", "verl"]
 
@@ -91,13 +92,14 @@ class RewardFunction:
         example: Example,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
     ) -> list[Any]:
         """Return the values of a group as the function gives them, one per completion.
 
         Raises ValueError for another number of them, or as the function.
         """
         n = len(completions)
-        arguments = _group_arguments(example, completions, completion_ids)
+        arguments = _group_arguments(example, completions, completion_ids, dialogues)
         if missing := self._required - set(arguments):
             raise ValueError(
                 f"it takes {_names(missing)}, which the row does not have; it has "
@@ -182,9 +184,15 @@ def typed_answer(example: Example) -> Any:
 
 
 def _group_arguments(
-    example: Example, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    example: Example,
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    dialogues: Dialogues,
 ) -> dict[str, list[Any]]:
-    """Return TRL's arguments: one entry per completion; messages where the prompt is a list."""
+    """Return TRL's arguments: one entry per completion.
+
+    Where the prompt is a list of messages, completions are the messages that followed it.
+    """
     conversational = example.metadata.get(CONVERSATIONAL) is True
     columns = {"answer": example.answer, **example.metadata}
     arguments = {
@@ -195,12 +203,25 @@ def _group_arguments(
     if conversational:
         prompt = [{"role": m.role, "content": m.content} for m in example.messages]
         prompts = [[dict(message) for message in prompt] for _ in completions]
-        replies = [[{"role": "assistant", "content": text}] for text in completions]
+        replies = [[_as_trl_has_it(message) for message in dialogue] for dialogue in dialogues]
     else:
         prompts = [example.messages[-1].content for _ in completions]
         replies = list(completions)
     ids = [list(one) for one in completion_ids]
     return {**arguments, "prompts": prompts, "completions": replies, "completion_ids": ids}
+
+
+def _as_trl_has_it(message: Message) -> dict[str, Any]:
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return body | ({"name": message.name} if message.name is not None else {})
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -23,6 +23,7 @@ import orjson
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import (
+    Dialogues,
     Environment,
     GroupScore,
     NamesReward,
@@ -34,7 +35,7 @@ from marin_rl.environments.base import (
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerLimits, WorkerPool
 from marin_rl.isolated.processes import clean_environment
-from marin_rl.types import Example, RewardComponent
+from marin_rl.types import Example, Message, RewardComponent
 from marin_rl.user_code import packed_sources
 
 ANSWER_BYTES_MAX = 4 << 20
@@ -49,7 +50,11 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def score_here(
-    environment: Environment, example: Example, completions: Sequence[str], ids: CompletionIds = ()
+    environment: Environment,
+    example: Example,
+    completions: Sequence[str],
+    ids: CompletionIds = (),
+    dialogues: Dialogues = (),
 ) -> Iterator[Score]:
     """Score in this process, without a time limit; faults are yielded.
 
@@ -64,10 +69,15 @@ def score_here(
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
                 yield fault_of(error, where)
         return
+    n = len(completions)
     try:
-        scores = environment.score_group(example, completions, _lists(ids, len(completions)))
+        ids = _lists(ids, n)
+        dialogues = dialogues or [(Message(role="assistant", content=c),) for c in completions]
+        scores = list(environment.score_group(example, completions, ids, dialogues))
+        if len(scores) != n:
+            raise ValueError(f"expected {n} scores of a group, found {len(scores)}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-        scores = [fault_of(error)] * len(completions)
+        scores = [fault_of(error)] * n
     for score in scores:
         yield _checked_score(score, where)
 
@@ -158,16 +168,22 @@ class Scorer:
             self._threads = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
     async def score(
-        self, example: Example, completions: Sequence[str], ids: CompletionIds = ()
+        self,
+        example: Example,
+        completions: Sequence[str],
+        ids: CompletionIds = (),
+        dialogues: Dialogues = (),
     ) -> list[Score]:
         """Score each completion; `ids` are their token ids, for rewards that read them.
 
-        Raises InputError where no worker can be started at all.
+        `dialogues` have all messages after the prompt, of which `completions` are the last of the
+        model; they are left out where they are that one. Raises InputError where no worker can be
+        started at all.
         """
         if self._pool is None:
-            return list(score_here(self._environment, example, completions, ids))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._score, example, completions, ids)
+            return list(score_here(self._environment, example, completions, ids, dialogues))
+        loop, call = asyncio.get_running_loop(), (example, completions, ids, dialogues)
+        return await loop.run_in_executor(self._threads, self._score, *call)
 
     async def scores_groups(self) -> bool:
         """Return True where a score may depend on the other members. Raises InputError."""
@@ -200,7 +216,11 @@ class Scorer:
             self._pool.close()
 
     def _score(
-        self, example: Example, completions: Sequence[str], ids: CompletionIds
+        self,
+        example: Example,
+        completions: Sequence[str],
+        ids: CompletionIds,
+        dialogues: Dialogues,
     ) -> list[Score]:
         """Score in a worker: completion by completion, or in one call that has the time of all."""
         by_group, wants_ids = self._call_style()
@@ -208,7 +228,7 @@ class Scorer:
         calls: list[dict[str, Any]] = [{"completions": [text], "ids": []} for text in completions]
         if by_group and n:
             ids = _lists(ids, n) if wants_ids else []
-            calls = [{"completions": list(completions), "ids": ids}]
+            calls = [{"completions": completions, "ids": ids, "dialogues": dialogues}]
         where = f"{reward_name(self._environment)}, example {example.example_id}"
         wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []

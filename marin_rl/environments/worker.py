@@ -59,7 +59,8 @@ def _answer(environment: Environment, common: bytes, item: bytes) -> bytes:
     example, call = orjson.loads(common), orjson.loads(item)
     messages = tuple(map(message_of, example.pop("messages")))
     example = Example(messages=messages, **example)
-    scores = score_here(environment, example, call["completions"], call["ids"])
+    dialogues = [tuple(map(message_of, messages)) for messages in call.get("dialogues", ())]
+    scores = score_here(environment, example, call["completions"], call["ids"], dialogues)
     return orjson.dumps(
         [
             {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}

@@ -8,15 +8,19 @@ from collections.abc import Iterator
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import FixedSet, HasNotices
+from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
+
+# Tokens of a context from which on continued dialogues are measurably faster (bench/episodes.py).
+CACHED_FROM = 512
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Return what the environments say of their data, and held-out sets that are too small.
+    """Return what environments say of their data, small held-out sets, and dialogues uncached.
 
     Reads the prompts, once per process. Raises ConfigError, InputError as `loaded_environment`.
     """
@@ -25,7 +29,7 @@ def data_warnings(config: Config) -> list[str]:
         environment = loaded_environment(chosen)
         if isinstance(environment, HasNotices):
             warnings += [notice for notice in environment.notices() if notice not in warnings]
-    return [*warnings, *_small_sets(config)]
+    return [*warnings, *_small_sets(config), *_uncached_dialogues(config)]
 
 
 def _own(config: Config) -> dict[str, EnvironmentConfig]:
@@ -41,6 +45,25 @@ def _environments(config: Config) -> Iterator[EnvironmentConfig]:
     if config.policy.init == "sft" and config.sft.environment is not None:
         chosen.append(config.sft.environment)
     yield from (environment for environment in chosen if environment.name not in GENERATORS)
+
+
+def _uncached_dialogues(config: Config) -> Iterator[str]:
+    """Yield the advice to continue long dialogues from the engine's cache, unless that is set."""
+    inference = config.inference
+    if inference.endpoints or inference.engine.prefix_cache is not None:
+        return
+    if config.policy.context_length < CACHED_FROM:
+        return
+    for chosen in _own(config).values():
+        several = chosen.name not in GENERATORS and chosen.turns_max != 1
+        if several and isinstance(loaded_environment(chosen), HasEpisodes):
+            yield (
+                f"episodes of {chosen.name.partition('#')[0]} have several turns and up to "
+                f"{config.policy.context_length} tokens, which every turn computes again: "
+                "inference.engine.prefix_cache: true continues a turn from the cache of the last "
+                "one, false says that none shall be kept"
+            )
+            return
 
 
 def _small_sets(config: Config) -> Iterator[str]:

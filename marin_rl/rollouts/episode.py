@@ -203,6 +203,12 @@ class Trajectory:
         return float(sum(rewards)) if rewards else None
 
     @property
+    def dialogue(self) -> tuple[Message, ...]:
+        """Messages from the model's first turn to its last."""
+        said = [m for t in self.turns for m in (_as_message(t.completion), *t.result.messages)]
+        return tuple(said[: len(said) - len(self.turns[-1].result.messages)])
+
+    @property
     def scored(self) -> bool:
         """True where the environment scores the finished episode."""
         return self.reward is None or any(turn.result.scored for turn in self.turns)
@@ -557,7 +563,8 @@ async def score_group(
     finished = [t for t in trajectories if t.fault is None and t.scored]
     texts = [t.text for t in finished]
     ids = [t.turns[-1].completion.token_ids for t in finished]
-    scored = iter(await scorer.score(example, texts, ids) if finished else [])
+    dialogues = [t.dialogue for t in finished] if any(len(t.turns) > 1 for t in finished) else []
+    scored = iter(await scorer.score(example, texts, ids, dialogues) if finished else [])
     scores: list[Score] = []
     for trajectory in trajectories:
         if trajectory.fault is not None:

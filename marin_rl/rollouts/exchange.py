@@ -23,7 +23,7 @@ from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
 from marin_rl.storage.runs import Run, progress
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
-from marin_rl.types import Message, Rollout, RolloutGroup, Turn
+from marin_rl.types import Rollout, RolloutGroup, Turn
 
 UNTRAINED_LABEL = -100.0  # of atropos's masks, as PyTorch's cross entropy ignores it
 UNTRAINED_LOGPROB = 1.0  # of atropos: no logprob is above 0
@@ -129,20 +129,9 @@ def _span(turns: Sequence[Turn], start: int, end: int) -> tuple[int, int]:
     return first, after
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as a chat message in OpenAI's shape."""
-    message = Message(
-        role=turn.role,
-        content=turn.content,
-        tool_calls=turn.tool_calls,
-        tool_call_id=turn.tool_call_id,
-        name=turn.tool_name if turn.role == "tool" else None,
-    )
-    return message_body(message)
-
-
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    return [_message(turn) for turn in turns]
+    """Return turns as chat messages in OpenAI's shape."""
+    return [message_body(turn.message) for turn in turns]
 
 
 Members = Sequence[Rollout]
@@ -292,7 +281,7 @@ def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, A
         mask = rollout.loss_mask[done:end] == 1
         yield {
             "parent": first + number - 1 if number else None,
-            "message": _flat_calls(_message(turn)),
+            "message": _flat_calls(message_body(turn.message)),
             "sampled": end > done,
             "timestamp": rollout.timing.finished_at.timestamp(),
             "token_ids": rollout.token_ids[done:end],

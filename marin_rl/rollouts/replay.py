@@ -7,17 +7,16 @@ step, which `training.replay` plays again.
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from marin_rl.config import Config
-from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import StepResult
 from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_episodes
+from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError
-from marin_rl.inference.client.protocol import Completion
 from marin_rl.rollouts.episode import (
     ENVIRONMENT_ERROR,
     LENGTH,
@@ -27,7 +26,7 @@ from marin_rl.rollouts.episode import (
     end_of,
     last_completion,
 )
-from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
 from marin_rl.storage.provenance import code_version
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
@@ -110,11 +109,8 @@ def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Repl
         wanted = {rollout_id}
         groups = [g for g in groups if any(r.rollout_id == rollout_id for r in g.rollouts)]
     environment = loaded_environment(player.config.environment)
-    if isinstance(environment, Replayable) and not environment.replayable:
-        raise InputError(
-            f"environment {environment.name!r} says `replayable = False`: its steps have effects "
-            "outside of their process, or answers that differ"
-        )
+    parts = [part_for(environment, player.config.environment, group.example) for group in groups]
+    _check_replayable(parts)
     recorded_code = {name: str(value) for name, value in manifest.code.items()}
     code = {name: str(value) for name, value in code_version().items()}
     changed = {
@@ -122,29 +118,46 @@ def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Repl
         for name, then in recorded_code.items()
         if code.get(name) != then
     }
-    versions = sorted({group.example.environment_version for group in groups})
-    if versions != [environment.version]:
-        changed["environment version"] = ", ".join(versions), environment.version
-    episodes = asyncio.run(_Replayer(player.config, environment).groups(groups, wanted))
+    for group, part in zip(groups, parts, strict=True):
+        then, now = group.example.environment_version, part.environment.version
+        if then != now:
+            changed["environment version" + (part.label and f" of {part.label}")] = then, now
+    episodes = asyncio.run(_replayed(player.config, groups, parts, wanted))
     return Replays(round=round, episodes=tuple(episodes), changed=changed)
 
 
+def _check_replayable(parts: Iterable[Part]) -> None:
+    """Raise InputError for an environment that cannot be played again."""
+    for environment in (part.environment for part in parts):
+        if isinstance(environment, Replayable) and not environment.replayable:
+            raise InputError(
+                f"environment {environment.name!r} says `replayable = False`: its steps have "
+                "effects outside of their process, or answers that differ"
+            )
+
+
+async def _replayed(
+    config: Config, groups: Sequence[RolloutGroup], parts: Sequence[Part], wanted: set[str]
+) -> list[ReplayedEpisode]:
+    """The wanted rollouts in order, each played by the environment of its group."""
+    places = asyncio.Semaphore(SIDE_BY_SIDE)
+    players = {part.label: _Replayer(config, part, places) for part in parts}
+    pairs = zip(groups, parts, strict=True)
+    replayed = await all_of(players[part.label].group(group, wanted) for group, part in pairs)
+    return [episode for group in replayed for episode in group]
+
+
 class _Replayer:
-    def __init__(self, config: Config, environment: Environment) -> None:
-        self._config, self._environment = config, environment
-        self._tool_turns = ToolTurns(config.policy, config.environment)
+    """Plays the episodes of one environment again; `places` bounds those at once."""
+
+    def __init__(self, config: Config, part: Part, places: asyncio.Semaphore) -> None:
+        self._environment, self._settings, self._places = part.environment, part.config, places
+        self._tool_turns = ToolTurns(config.policy, part.config)
         learned = config.environment.reward_model
         self._by_steps = {"steps"} if learned is None else {"steps", learned.name}
-        self._places = asyncio.Semaphore(SIDE_BY_SIDE)
 
-    async def groups(
-        self, groups: Sequence[RolloutGroup], wanted: set[str]
-    ) -> list[ReplayedEpisode]:
-        """The wanted rollouts, in order."""
-        replayed = await all_of(self._group(group, wanted) for group in groups)
-        return [episode for group in replayed for episode in group]
-
-    async def _group(self, group: RolloutGroup, wanted: set[str]) -> list[ReplayedEpisode]:
+    async def group(self, group: RolloutGroup, wanted: set[str]) -> list[ReplayedEpisode]:
+        """The wanted rollouts of a group, in order."""
         chosen = [rollout for rollout in group.rollouts if rollout.rollout_id in wanted]
         episodes = await all_of(self._rollout(group, rollout) for rollout in chosen)
         scores = await self._scores(group)
@@ -155,9 +168,7 @@ class _Replayer:
 
     async def _rollout(self, group: RolloutGroup, rollout: Rollout) -> ReplayedEpisode:
         async with self._places:
-            (episode,) = open_episodes(
-                self._environment, self._config.environment, group.example, 1
-            )
+            (episode,) = open_episodes(self._environment, self._settings, group.example, 1)
             try:
                 turns = [turn async for turn in self._turns(episode, rollout)]
             finally:
@@ -183,38 +194,14 @@ class _Replayer:
                 return
             last = number == len(exchanges)
             try:
-                result = await episode.step(self._action(rollout, turn, start.tools, number - 1))
+                action = self._tool_turns.recorded(rollout, turn, start.tools, number - 1)
+                result = await episode.step(action)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
                 difference = _fault_difference(rollout, error, last=last)
             else:
                 result = replace(result, messages=tuple(map(self._limited, result.messages)))
                 difference = _step_difference(rollout, turn, observed, result, last=last)
             yield ReplayedTurn(turn=number, difference=difference)
-
-    def _action(self, rollout: Rollout, turn: Turn, tools: Sequence[Tool], number: int) -> Turn:
-        """The turn as the environment got it: the calls of tools are read from its ids again.
-
-        Raises InputError for calls of a rollout without ids.
-        """
-        if not tools:
-            return turn
-        if turn.start is None or not len(rollout.token_ids):
-            if turn.tool_calls or turn.tool_name is None:
-                return turn
-            raise InputError("calls of tools cannot be read again: the rollout has no token ids")
-        source = turn.inference_metadata
-        assert turn.logprobs is not None, "sampled turns have them"
-        assert source is not None, "sampled turns have it"
-        completion = Completion(
-            text=turn.content,
-            token_ids=rollout.token_ids[turn.start : turn.end],
-            logprobs=turn.logprobs,
-            finish_reason=source.finish_reason,
-        )
-        read = self._tool_turns.read(completion, source.sampling.stop, tools, number)
-        return replace(
-            turn, content=read.text, tool_calls=read.tool_calls, malformed=read.malformed
-        )
 
     def _limited(self, message: Message) -> Message:
         return self._tool_turns.limited(message) if message.role == "tool" else message
@@ -230,8 +217,9 @@ class _Replayer:
         texts = [last_completion(rollout) or "" for rollout in scored]
         lasts = [[t for t in r.turns if t.role == "assistant"][-1] for r in scored]
         ids = [r.token_ids[t.start : t.end] for r, t in zip(scored, lasts, strict=True)]
-        scorer = scorer_for(self._environment, self._config.environment)
-        scores = await scorer.score(group.example, texts, ids) if scored else []
+        scorer = scorer_for(self._environment, self._settings)
+        dialogues = recorded_dialogues(self._tool_turns, scored)
+        scores = await scorer.score(group.example, texts, ids, dialogues) if scored else []
         return {r.rollout_id: score for r, score in zip(scored, scores, strict=True)}
 
 

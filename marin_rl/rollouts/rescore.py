@@ -21,6 +21,7 @@ from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.rollouts.episode import last_completion
+from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_records import keep_code
 from marin_rl.storage.runs import Run
@@ -83,7 +84,8 @@ def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
         options={"path": "no file: rollouts have their examples", "reward": function},
         reward_timeout_s=run.config.environment.reward_timeout_s,
     )
-    return pa.Table.from_pylist(asyncio.run(_scored(groups, config)), schema=REWARDS)
+    tool_turns = ToolTurns(run.config.policy, run.config.environment)
+    return pa.Table.from_pylist(asyncio.run(_scored(groups, config, tool_turns)), schema=REWARDS)
 
 
 def _compared(table: RewardTable, rows: pa.Table) -> Rescored:
@@ -125,7 +127,9 @@ def source_digest(function: str) -> str:
         ) from error
 
 
-async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> list[dict]:
+async def _scored(
+    groups: Sequence[RolloutGroup], config: EnvironmentConfig, tool_turns: ToolTurns
+) -> list[dict]:
     scorer = Scorer(construct(config), config)
     try:
         rows: list[dict] = []
@@ -133,7 +137,8 @@ async def _scored(groups: Sequence[RolloutGroup], config: EnvironmentConfig) -> 
             answered = [rollout for rollout in group.rollouts if _answer(rollout) is not None]
             texts = [_answer(rollout) or "" for rollout in answered]
             ids = [_answer_ids(rollout) for rollout in answered]
-            scores = await scorer.score(group.example, texts, ids) if texts else []
+            dialogues = recorded_dialogues(tool_turns, answered)
+            scores = await scorer.score(group.example, texts, ids, dialogues) if texts else []
             by_id = {r.rollout_id: s for r, s in zip(answered, scores, strict=True)}
             rows += [_row(rollout, by_id.get(rollout.rollout_id)) for rollout in group.rollouts]
         return rows

@@ -21,7 +21,7 @@ from marin_rl.environments.episode import Tool
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.protocol import Completion
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
-from marin_rl.types import Message
+from marin_rl.types import Message, Rollout, Turn
 
 # transformers takes seconds to import, and few episodes have tools
 if TYPE_CHECKING:
@@ -99,6 +99,41 @@ class ToolTurns:
             sampled_text=text,
         )
 
+    def recorded(self, rollout: Rollout, turn: Turn, tools: Sequence[Tool], number: int) -> Turn:
+        """Return a recorded turn as its environment got it: with calls read from its ids again.
+
+        Raises InputError for calls of a rollout without ids.
+        """
+        if not tools:
+            return turn
+        if turn.start is None or not len(rollout.token_ids):
+            if turn.tool_calls or turn.tool_name is None:
+                return turn
+            raise InputError("calls of tools cannot be read again: the rollout has no token ids")
+        source = turn.inference_metadata
+        assert turn.logprobs is not None, "sampled turns have them"
+        assert source is not None, "sampled turns have it"
+        completion = Completion(
+            text=turn.content,
+            token_ids=rollout.token_ids[turn.start : turn.end],
+            logprobs=turn.logprobs,
+            finish_reason=source.finish_reason,
+        )
+        read = self.read(completion, source.sampling.stop, tools, number)
+        return replace(
+            turn, content=read.text, tool_calls=read.tool_calls, malformed=read.malformed
+        )
+
+    def dialogue(self, rollout: Rollout) -> tuple[Message, ...]:
+        """Return a recorded rollout's messages from the model's first turn to its last."""
+        turns = list(rollout.turns)
+        while turns and turns[0].inference_metadata is None:
+            del turns[0]
+        return tuple(
+            self.recorded(rollout, turn, _named(turn), number).message
+            for number, turn in enumerate(turns)
+        )
+
     def limited(self, message: Message) -> Message:
         """Return a tool's result within the limits, cut after a whole token and marked if so."""
         if message.role != "tool":
@@ -153,6 +188,21 @@ class ToolTurns:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets: Any = encoded["offset_mapping"]
         return [end for _, end in offsets]
+
+
+def recorded_dialogues(
+    tool_turns: ToolTurns, rollouts: Sequence[Rollout]
+) -> list[tuple[Message, ...]]:
+    """Return the dialogues of recorded rollouts; none where each is one turn."""
+    sampled = [sum(t.inference_metadata is not None for t in r.turns) for r in rollouts]
+    if max(sampled, default=0) < 2:
+        return []
+    return [tool_turns.dialogue(rollout) for rollout in rollouts]
+
+
+def _named(turn: Turn) -> list[Tool]:
+    """Return tools with the names that a turn calls, which are all that reading it takes."""
+    return [{"type": "function", "function": {"name": call.name}} for call in turn.tool_calls]
 
 
 def _names(tools: Sequence[Tool]) -> list[str]:

@@ -126,7 +126,8 @@ async def try_episode(
     reward = sum(received)
     if not received or any(result.scored for _, result in steps):
         scorer = scorer_for(part.environment, part.config)
-        (score,) = await scorer.score(example, [steps[-1][0].content])
+        after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
+        (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
         if isinstance(score, MarinRLError):
             raise score
         reward += reward_of(score)

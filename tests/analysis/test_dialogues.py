@@ -51,6 +51,8 @@ def invoke(run: Run, *arguments: str, columns: int = 100):
         (RolloutFilter(finish_reason="max_turns"), [GUESS]),
         (RolloutFilter(min_turns=2), [SEARCH, GUESS]),
         (RolloutFilter(min_turns=3), [GUESS]),
+        (RolloutFilter(min_turns=2, max_turns=2), [SEARCH]),
+        (RolloutFilter(max_turns=0), []),
         (RolloutFilter(min_turns=2, finish_reason="stop"), [SEARCH]),
     ],
 )
@@ -171,7 +173,13 @@ def test_json_of_one_has_what_the_dialogue_has(run: Run) -> None:
 
 
 def test_one_rollout_and_a_choice_among_several_exclude_each_other(run: Run) -> None:
-    for choice in (["--tool", "search"], ["--worst"], ["--limit", "3"], ["--min-turns", "2"]):
+    for choice in (
+        ["--tool", "search"],
+        ["--worst"],
+        ["--limit", "3"],
+        ["--min-turns", "2"],
+        ["--max-turns", "2"],
+    ):
         refused = invoke(run, "rollouts", "--id", SEARCH, *choice)
         assert isinstance(refused.exception, ConfigError), choice
 

@@ -15,7 +15,7 @@ from marin_rl.environments.base import reward_of
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, RewardFault
-from marin_rl.types import RewardComponent
+from marin_rl.types import Message, RewardComponent
 
 
 class Endpoint:
@@ -90,7 +90,8 @@ def scored(folder: Path, endpoint: Endpoint, *texts: str, **options: Any) -> lis
     environment.load_examples()
     environment.load_scorer()
     example = environment.example(0, 0, "train")
-    return list(environment.score_group(example, texts, [()] * len(texts)))
+    dialogues = [(Message(role="assistant", content=text),) for text in texts]
+    return list(environment.score_group(example, texts, [()] * len(texts), dialogues))
 
 
 def test_a_rubric_judge_scores_on_its_scale_and_its_reply_is_kept(

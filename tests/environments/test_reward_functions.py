@@ -12,7 +12,7 @@ from marin_rl.environments.registry import construct
 from marin_rl.environments.reward_functions import Part, RewardFunction, typed_answer
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.types import Example, Message, RewardComponent
+from marin_rl.types import Example, Message, RewardComponent, ToolCall
 
 USER = {"role": "user", "content": "2 + 2?"}
 
@@ -28,6 +28,11 @@ def example(answer: str | None = "4", /, **metadata: Any) -> Example:
         answer=answer,
         metadata=metadata,
     )
+
+
+def said(*texts: str) -> list[tuple[Message, ...]]:
+    """Dialogues of one turn."""
+    return [(Message(role="assistant", content=text),) for text in texts]
 
 
 def wrapped(function: Callable[..., Any]) -> RewardFunction:
@@ -108,27 +113,57 @@ def test_trl_gets_columns_and_texts_or_messages() -> None:
 
     function = wrapped(reward)
     row = example(solution=4, level="easy", completion="4")
-    assert function.of_group(row, ["a", "b"], [[1], [2, 3]]) == [1.0, None]
+    assert function.of_group(row, ["a", "b"], [[1], [2, 3]], said("a", "b")) == [1.0, None]
     assert seen["prompts"] == ["2 + 2?"] * 2
     assert seen["completions"] == ["a", "b"]
     assert seen["ids"] == [[1], [2, 3]]
     assert seen["solution"] == [4, 4]
     assert seen["columns"] == {"answer": ["4", "4"], "level": ["easy", "easy"]}
-    function.of_group(example(solution=4, conversational=True), ["a"], [[]])
+    function.of_group(example(solution=4, conversational=True), ["a"], [[]], said("a"))
     assert seen["prompts"] == [[USER]]
     assert seen["completions"] == [[{"role": "assistant", "content": "a"}]]
+
+
+def test_trl_gets_whole_dialogues_with_their_tools() -> None:
+    def calls(completions, **columns):
+        return [sum(len(m.get("tool_calls", ())) for m in messages) for messages in completions]
+
+    seen: list[Any] = []
+    call = ToolCall(id="c1", name="add", arguments='{"a": 1}')
+    dialogue = (
+        Message(role="assistant", content="", tool_calls=(call, call)),
+        Message(role="tool", content="2", tool_call_id="c1", name="add"),
+        Message(role="assistant", content="2"),
+    )
+    row = example(conversational=True)
+    values = wrapped(calls).of_group(row, ["2", "3"], [[], []], [dialogue, *said("3")])
+    assert values == [2, 0]
+    wrapped(lambda completions: seen.append(completions[0]) or [0]).of_group(
+        row, ["2"], [[]], [dialogue]
+    )
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert seen == [
+        [
+            {"role": "assistant", "content": "", "tool_calls": [called, called]},
+            {"role": "tool", "content": "2", "name": "add"},
+            {"role": "assistant", "content": "2"},
+        ]
+    ]
 
 
 def test_a_trl_function_without_keywords_gets_what_it_takes() -> None:
     def exact(completions, answer):
         return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
-    assert wrapped(exact).of_group(example(level=1), ["4", "5"], [[], []]) == [1.0, 0.0]
+    assert wrapped(exact).of_group(example(level=1), ["4", "5"], [[], []], said("4", "5")) == [
+        1.0,
+        0.0,
+    ]
 
     async def later(completions, **columns):
         return [len(text) for text in completions]
 
-    assert wrapped(later).of_group(example(), ["a", "bb"], [[], []]) == [1, 2]
+    assert wrapped(later).of_group(example(), ["a", "bb"], [[], []], said("a", "bb")) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +177,9 @@ def test_a_trl_function_without_keywords_gets_what_it_takes() -> None:
 )
 def test_unfit_returns_of_a_group(returned: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        wrapped(lambda completions, **_: returned).of_group(example(), ["a", "b"], [[], []])
+        wrapped(lambda completions, **_: returned).of_group(
+            example(), ["a", "b"], [[], []], said("a", "b")
+        )
 
 
 def test_a_column_that_the_row_does_not_have() -> None:
@@ -150,7 +187,7 @@ def test_a_column_that_the_row_does_not_have() -> None:
     def verl(data_source, solution_str, ground_truth): ...
 
     with pytest.raises(ValueError, match=r"takes solutions, which the row .*level"):
-        wrapped(reward).of_group(example(level=1), ["a"], [[]])
+        wrapped(reward).of_group(example(level=1), ["a"], [[]], said("a"))
     with pytest.raises(ValueError, match=r"takes data_source, which.*it has level"):
         wrapped(verl).of_completion(example(level=1), "a")
 

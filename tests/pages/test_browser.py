@@ -370,7 +370,9 @@ def test_a_dialogue_is_read_turn_by_turn_with_its_tool_folded(
         assert not opened.said
 
 
-def test_turns_are_a_column_and_stop_reasons_a_filter(browser: Any, tmp_path: Path) -> None:
+def test_turns_are_a_column_and_stop_reasons_tools_and_turns_filters(
+    browser: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "talks.html"
     path.write_text(report_html(RunPage(dialogue_run(tmp_path)).page()), encoding="utf-8")
     with Opened(browser, path.as_uri(), SIZES[0]) as opened:
@@ -378,3 +380,11 @@ def test_turns_are_a_column_and_stop_reasons_a_filter(browser: Any, tmp_path: Pa
         opened.page.select_option("#f-stop", "max_turns")
         assert opened.count() == "1 of 4 rollouts"
         assert "truncated (max_turns)" in opened.page.locator("#table tbody").inner_text()
+        opened.page.click("#filters button[type=reset]")
+        opened.page.select_option("#f-tool", "search")
+        assert opened.count() == "1 of 4 rollouts"
+        opened.page.select_option("#f-tool", "")
+        opened.page.fill("#f-least", "2")
+        assert opened.count() == "2 of 4 rollouts"
+        opened.page.fill("#f-most", "2")
+        assert opened.count() == "1 of 4 rollouts"

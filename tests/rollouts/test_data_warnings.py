@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.rollouts.data_warnings import data_warnings
 
@@ -37,3 +39,23 @@ def test_evaluation_sets_are_named(tmp_path: Path) -> None:
     assert "evaluation.sets.hard holds out 2 of its 2 rows" in warnings
     assert "1 of 2 rows have a column tools" in warnings
     assert "1 of 2 rows have no answer" in warnings
+
+
+@pytest.mark.parametrize(
+    ("override", "count"),
+    [
+        ("policy.context_length=512", 1),
+        ("policy.context_length=511", 0),
+        ("inference.engine.prefix_cache=false", 0),
+        ("inference.engine.prefix_cache=true", 0),
+        ("environment.turns_max=1", 0),
+        ("environment.name=echo", 0),
+        ("inference.endpoints=[http://127.0.0.1:1/v1]", 0),
+    ],
+)
+def test_long_dialogues_are_advised_to_keep_their_cache(override: str, count: int) -> None:
+    long = ["policy.context_length=4096", "batching.length_buckets=[4096]"]
+    game = "environment={name: game, eval_seed: 2000000000}"
+    warnings = data_warnings(load_config("configs/debug.yaml", [*long, game, override]))
+    assert [w for w in warnings if "inference.engine.prefix_cache: true" in w] == warnings
+    assert len(warnings) == count

@@ -235,6 +235,19 @@ def test_a_dialogue_goes_on_from_the_exact_ids_of_the_turns_before(
     assert all(episode.closed for episode in environment.made)
 
 
+def test_an_endpoint_without_the_chat_route_for_ids_is_asked_for_plain_completions() -> None:
+    """As vLLM's own server: the same turns, by its route of completions."""
+    with FakePolicyServer(MODEL, has_chat_tokens=False) as server:
+        group = play(server, Dialogue(TwoTurns))
+    for rollout in group.rollouts:
+        check_two_turns(rollout, group.example)
+    later = [body for body in server.requests if "prompt" in body]
+    assert len(later) == 3
+    assert {body["logprobs"] for body in later} == {0}
+    # each member that asked before the first refusal came asked twice
+    assert len(server.requests) <= 1 + 2 * len(later)
+
+
 def test_a_dialogue_comes_back_from_a_shard(server: FakePolicyServer) -> None:
     group = play(server, Dialogue(TwoTurns))
     data = encode_shard(

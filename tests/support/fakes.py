@@ -79,6 +79,7 @@ class FakePolicyServer:
         context_length: int = 4096,
         delay_s: float = 0.0,
         api_key: str | None = None,
+        has_chat_tokens: bool = True,
     ) -> None:
         self.model = model
         self.script = script
@@ -86,6 +87,7 @@ class FakePolicyServer:
         self.context_length = context_length
         self.delay_s = delay_s
         self.api_key = api_key
+        self.has_chat_tokens = has_chat_tokens
         self.extra: dict[str, Any] = {}
         self.error_headers: dict[str, str] = {}
         self.error_code: str | None = None
@@ -137,6 +139,25 @@ class FakePolicyServer:
         if fault != "missing-prompt":
             answer["prompt_token_ids"] = ids
         return answer | self.extra
+
+    def plain_answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The plain completion of a prompt of ids, as vLLM gives it: without compact logprobs."""
+        last = bytes(i for i in body["prompt"] if i != END).decode().rpartition("<user>")[2]
+        asked = {
+            "tokens": body["prompt"],
+            "messages": [{"role": "user", "content": last.removesuffix("<assistant>")}],
+            "max_tokens": body["max_tokens"],
+            "seed": body["seed"],
+        }
+        answer = self.answer(asked, None)
+        for choice in answer["choices"]:
+            chat = choice.pop("logprobs")["content"]
+            choice["text"] = choice.pop("message")["content"]
+            choice["prompt_token_ids"] = answer["prompt_token_ids"]
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {"token_logprobs": [item["logprob"] for item in chat]}
+        del answer["prompt_token_ids"]
+        return answer
 
     def _choice(
         self, index: int, text: str, body: Mapping[str, Any], fault: str | None
@@ -230,8 +251,12 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.server.fake
         if fake.api_key and self.headers["authorization"] != f"Bearer {fake.api_key}":
             self._error(401, f"wrong key {self.headers['authorization']}")
+        elif self.path.endswith("/tokens") and not fake.has_chat_tokens:
+            self._send(404, {"detail": "Not Found"})
         elif body["model"] != fake.model:
             self._error(404, f"The model `{body['model']}` does not exist", param="model")
+        elif self.path == "/v1/completions":
+            self._send(200, fake.plain_answer(body))
         elif len(prompt_ids(body["messages"])) + body["max_tokens"] > fake.context_length:
             self._error(400, "the prompt is too long", code="context_length_exceeded")
         else:

@@ -31,9 +31,11 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.protocol import (
+    CHAT_TOKENS_PATH,
     UPDATE_WEIGHTS_ROUTE,
     ChatAnswer,
     ChatRequest,
+    PlainRequest,
     TurnsRequest,
     decode_answer,
     decode_turns,
@@ -87,6 +89,7 @@ class PolicyClient:
         self._attempts_max = attempts_max
         self._in_flight = asyncio.Semaphore(in_flight_max)
         self._turn = itertools.count()
+        self._has_chat_tokens = True  # until an endpoint says that it has no such route
         self._turns = TurnBatches(self._ask_turns, turns_per_request)
         self._endpoints = tuple(endpoints)
         self._not_before = [0.0] * len(self._endpoints)
@@ -131,9 +134,22 @@ class PolicyClient:
         )
         if self._turns.takes(request):
             answer = await self._turns.ask(request)
+        elif prompt_ids is not None and n == 1:
+            answer = await self._go_on(request, prompt_ids)
         else:
             answer = decode_answer(await self._send("POST", request.path, request.body()))
         self._check(answer, n)
+        return answer
+
+    async def _go_on(self, request: ChatRequest, prompt_ids: Int32[np.ndarray, " P"]) -> ChatAnswer:
+        """Answer to exact ids: by the chat route for them, else by that of plain completions."""
+        if self._has_chat_tokens:
+            try:
+                return decode_answer(await self._send("POST", request.path, request.body()))
+            except _NoSuchRoute:
+                self._has_chat_tokens = False
+        plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
+        (answer, *_) = decode_turns(await self._send("POST", plain.path, plain.body()))
         return answer
 
     async def _ask_turns(self, request: TurnsRequest) -> list[ChatAnswer]:
@@ -274,9 +290,9 @@ class PolicyClient:
             if error.status_code in _ASKS_TO_WAIT:
                 wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
                 self._not_before[index] = time.monotonic() + wait_s
-            raise self._refusal(url, error) from None
+            raise self._refusal(url, path, error) from None
 
-    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
+    def _refusal(self, url: str, path: str, error: "openai.APIStatusError") -> InferenceError:
         """Error for a status other than 2xx."""
         # openai's own prefix repeats the status that is said here.
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
@@ -288,7 +304,8 @@ class PolicyClient:
         if error.status_code == 404 and _is_about_the_model(error.body):
             return StalePolicy(f"{message} (asked for {self._model!r})")
         if error.status_code == 404:
-            return RequestRejected(f"{message}: no such route; does the base URL end in /v1?")
+            missing = _NoSuchRoute if path == CHAT_TOKENS_PATH else RequestRejected
+            return missing(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
                 f"{message}: set the variable that inference.api_key_variable names, for new "
@@ -303,6 +320,10 @@ class PolicyClient:
         for key in filter(None, (self._api_key, self._admin_key)):
             text = text.replace(key, "***")
         return text[:MESSAGE_CHARACTERS_MAX]
+
+
+class _NoSuchRoute(RequestRejected):
+    """An endpoint does not have the chat route for ids."""
 
 
 class _Connections:

@@ -24,6 +24,7 @@ from marin_rl.types import Message, Sampling, ToolCall
 MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
 CHAT_TOKENS_ROUTE = "/v1/chat/completions/tokens"
+CHAT_TOKENS_PATH = CHAT_TOKENS_ROUTE.removeprefix("/v1")  # below the base URL of an endpoint
 COMPLETIONS_ROUTE = "/v1/completions"
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"
@@ -82,8 +83,7 @@ class ChatRequest:
     @property
     def path(self) -> str:
         """The route, below the base URL of an endpoint."""
-        route = CHAT_ROUTE if self.prompt_ids is None else CHAT_TOKENS_ROUTE
-        return route.removeprefix("/v1")
+        return CHAT_ROUTE.removeprefix("/v1") if self.prompt_ids is None else CHAT_TOKENS_PATH
 
     def body(self) -> dict[str, Any]:
         """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
@@ -150,6 +150,36 @@ class TurnsRequest:
             "prompt": [prompt.tolist() for prompt in self.prompts],
             "seeds": list(self.seeds),
             **_sampling_fields(self.sampling),
+            "return_token_ids": True,
+            "compact_logprobs": True,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRequest:
+    """A sample that goes on from exact ids, by the route of plain completions.
+
+    For endpoints without the chat route for ids, as vLLM's own server.
+    """
+
+    model: str
+    prompt: Int32[np.ndarray, " P"]
+    sampling: Sampling
+
+    @property
+    def path(self) -> str:
+        """The route, below the base URL of an endpoint."""
+        return COMPLETIONS_ROUTE.removeprefix("/v1")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body; `logprobs: 0` asks for those of the sampled tokens."""
+        seed = self.sampling.seed
+        return {
+            "model": self.model,
+            "prompt": self.prompt.tolist(),
+            **_sampling_fields(self.sampling),
+            **({} if seed is None else {"seed": seed}),
+            "logprobs": 0,
             "return_token_ids": True,
             "compact_logprobs": True,
         }
@@ -230,7 +260,10 @@ def decode_answer(data: bytes) -> ChatAnswer:
 
 
 def decode_turns(data: bytes) -> list[ChatAnswer]:
-    """Read the answer to a `TurnsRequest`: one completion per prompt, in order. BadResponse."""
+    """Read the answer to a `TurnsRequest` or a `PlainRequest`: one completion per prompt, in order.
+
+    Raises BadResponse.
+    """
     body, choices = read_choices(data)
     return [
         ChatAnswer(
@@ -323,21 +356,28 @@ def _decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
 def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
     values = choice.get("token_logprobs")
     if values is None:
-        content = _mapping(choice.get("logprobs") or {}, "logprobs").get("content")
-        if content is None:
-            raise BadResponse(
-                "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
-            )
-        try:
-            values = [item["logprob"] for item in content]
-        except (TypeError, KeyError) as error:
-            raise BadResponse("expected logprobs.content[].logprob") from error
+        values = _openai_logprobs(_mapping(choice.get("logprobs") or {}, "logprobs"))
     wide = _flat(values, "iuf", "logprobs")
     if not np.isfinite(wide).all() or (wide > LOGPROB_SLACK).any():
         raise BadResponse(
             f"expected finite logprobs of at most 0, found {wide.min()} to {wide.max()}"
         )
     return wide.astype(np.float32)
+
+
+def _openai_logprobs(logprobs: Mapping[str, Any]) -> object:
+    """Return one logprob per token: a chat's `content`, or a plain completion's list."""
+    content, plain = logprobs.get("content"), logprobs.get("token_logprobs")
+    if content is None and plain is None:
+        raise BadResponse(
+            "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
+        )
+    if content is None:
+        return plain
+    try:
+        return [item["logprob"] for item in content]
+    except (TypeError, KeyError) as error:
+        raise BadResponse("expected logprobs.content[].logprob") from error
 
 
 def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:

@@ -114,11 +114,14 @@ function showCount() {
 const numberIn = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
 
 function passes(card) {
-  const { text, from, to, low, high, fate, status, stop, environment, place } = state.filters;
+  const { text, from, to, low, high, least, most, fate, status, stop, environment, tool, place } = state.filters;
   if (from !== null && card.round < from) return false;
   if (to !== null && card.round > to) return false;
   if (low !== null && !(card.reward >= low)) return false;
   if (high !== null && (card.reward === null || card.reward > high)) return false;
+  if (least !== null && card.n_turns < least) return false;
+  if (most !== null && card.n_turns > most) return false;
+  if (tool && !card.tools.includes(tool)) return false;
   if (fate && card.fate.kind !== fate) return false;
   if (status && card.status !== status) return false;
   if (stop && card.finish !== stop) return false;
@@ -136,8 +139,9 @@ function haystack(card, group) {
 function readFilters() {
   state.filters = {
     text: byId("f-text").value.trim().toLowerCase(), from: numberIn("f-from"), to: numberIn("f-to"),
-    low: numberIn("f-low"), high: numberIn("f-high"), fate: byId("f-fate").value,
-    status: byId("f-status").value, stop: byId("f-stop").value, environment: byId("f-environment").value, place: byId("f-place").value,
+    low: numberIn("f-low"), high: numberIn("f-high"), least: numberIn("f-least"), most: numberIn("f-most"), fate: byId("f-fate").value,
+    status: byId("f-status").value, stop: byId("f-stop").value, environment: byId("f-environment").value,
+    tool: byId("f-tool").value, place: byId("f-place").value,
   };
 }
 
@@ -147,6 +151,10 @@ function fillFilters(cards, groups) {
   fillSelect(byId("f-status"), distinct(cards.map((card) => card.status)), "any");
   fillSelect(byId("f-stop"), distinct(cards.map((card) => card.finish).filter(Boolean)), "any");
   fillSelect(byId("f-environment"), distinct(groups.map((group) => group.environment)), "any");
+  const tools = distinct(cards.flatMap((card) => card.tools));
+  fillSelect(byId("f-tool"), tools, "any");
+  byId("f-tool-label").hidden = !tools.length;
+  byId("f-turns").hidden = !cards.some((card) => card.n_turns > 1);
   readFilters();
 }
 
