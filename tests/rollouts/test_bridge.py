@@ -440,7 +440,10 @@ OPENINGS = (
 COMPOSED = st.builds(
     "{}{{% for m in messages %}}{}{}{}{{% endfor %}}"
     "{{% if add_generation_prompt %}}{}{{% endif %}}".format,
-    *map(st.sampled_from, (PREFIXES, HEADS, CONTENTS, TAILS, OPENINGS)),
+    *(  # the first of each has a bridge: half of all parts are such
+        st.just(parts[0]) | st.sampled_from(parts)
+        for parts in (PREFIXES, HEADS, CONTENTS, TAILS, OPENINGS)
+    ),
 )
 
 
