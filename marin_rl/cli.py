@@ -54,7 +54,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Move": {
         "fork": ("storage:fork", "Make a run that shares its first rounds with another."),
-        "export": ("export:export", "Write a run as one file, or a checkpoint for others."),
+        "export": ("export:export", "Write a run as one file, or what others read of it."),
         "pairs": ("export:pairs", "Write preference pairs from the groups of a run."),
         "gc": ("storage:gc", "Delete unreferenced files and old checkpoints."),
     },

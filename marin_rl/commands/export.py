@@ -1,4 +1,4 @@
-"""Commands that write a file out of a run: `export`, `pairs`."""
+"""Commands that write files out of a run or a configuration: `export`, `pairs`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, Root, RunName, tell, tell_json
+from marin_rl.commands.options import (
+    AsJson,
+    Overrides,
+    Root,
+    RunName,
+    Trust,
+    complain,
+    load,
+    tell,
+    tell_json,
+)
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +25,7 @@ if TYPE_CHECKING:
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
 
 
-def export(
+def export(  # noqa: PLR0913 - each is an option of the command
     run_name: RunName,
     *,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="default: RUN.tar")] = None,
@@ -27,34 +37,37 @@ def export(
         str | None,
         typer.Option("--format", help="instead: rollouts as trl, verl, atropos or traces has them"),
     ] = None,
+    verl: Annotated[
+        Path | None,
+        typer.Option("--verl", help="instead: a folder with which verl trains on CONFIG|RUN"),
+    ] = None,
     rounds: Annotated[
         str | None,
         typer.Option("--round", help="with --hf one, the latest; with --format like 0-9, all"),
     ] = None,
+    overrides: Overrides = None,
+    trust: Trust = False,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
-    """Write a run as one file, or a checkpoint for others.
+    """Write a run as one file, or what others read of it.
 
     `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
-    a Hugging Face folder instead; with --format, rollouts are written as another library has them.
+    a Hugging Face folder instead; with --format, rollouts are written as another library has them;
+    with --verl, what runs the environment of a configuration under verl's trainer.
     """
+    if verl is not None:
+        _export_verl(run_name, verl, overrides, root, trust=trust, as_json=as_json)
+        return
+    if overrides:
+        raise ConfigError("--set changes a configuration: expected --verl too")
     chosen = _numbers("--round", rounds)
     from marin_rl.display import size
     from marin_rl.storage.runs import Run
 
     run = Run.open(root, run_name)
     if hf is not None:
-        from marin_rl.serving.weights.checkpoint_loader import export_hf
-
-        if chosen is not None and len(chosen) > 1:
-            raise ConfigError(f"--round: expected one checkpoint with --hf, found {rounds!r}")
-        exported = export_hf(run, chosen[0] if chosen else None, hf)
-        digest = exported.parameters_digest
-        if as_json:
-            tell_json({"folder": str(hf), "round": exported.round, "parameters": digest})
-            return
-        tell(f"{hf}: checkpoint {exported.round}, parameters {digest}")
+        _export_hf(run, hf, chosen, as_json=as_json)
         return
     if rollouts is not None:
         _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
@@ -69,6 +82,39 @@ def export(
         return
     tell(f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}")
     tell(f"root hash {archive.root_hash}")
+
+
+def _export_hf(run: "Run", folder: Path, rounds: list[int] | None, *, as_json: bool) -> None:
+    from marin_rl.serving.weights.checkpoint_loader import export_hf
+
+    if rounds is not None and len(rounds) > 1:
+        raise ConfigError(f"--round: expected one checkpoint with --hf, found {len(rounds)}")
+    exported = export_hf(run, rounds[0] if rounds else None, folder)
+    digest = exported.parameters_digest
+    if as_json:
+        tell_json({"folder": str(folder), "round": exported.round, "parameters": digest})
+        return
+    tell(f"{folder}: checkpoint {exported.round}, parameters {digest}")
+
+
+def _export_verl(
+    name: str, folder: Path, overrides: list[str] | None, root: str, *, trust: bool, as_json: bool
+) -> None:
+    config = load(Path(name), overrides, trust=trust, root=None if root == "runs" else root)
+    from marin_rl.rollouts.verl.export import export_verl
+
+    written = export_verl(config, folder)
+    if as_json:
+        tell_json(asdict(written) | {"folder": str(folder)})
+        return
+    tell(f"{folder}: {written.train} prompts to train on, {written.val} held out")
+    if written.unmapped:
+        complain(["verl has no counterpart of:"], style="yellow")
+        complain([f"  {each}" for each in written.unmapped], style="yellow")
+    tell(
+        f"PYTHONPATH={folder.absolute()} python -m verl.trainer.main_ppo "
+        f"--config-path {folder.absolute()} --config-name verl"
+    )
 
 
 def _export_rollouts(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -43,7 +43,6 @@ from marin_rl.errors import (
     StalePolicy,
     ToolFault,
 )
-from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.types import (
@@ -83,6 +82,25 @@ Bridge = Callable[
 ]
 # Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
 Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
+
+
+@runtime_checkable
+class ChatClient(Protocol):
+    """Client of a policy; `gives_ids` is False for endpoints of texts."""
+
+    gives_ids: bool
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> ChatAnswer:
+        """`n` samples of one conversation; see `PolicyClient.chat`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +242,7 @@ class EpisodeDriver:
     ends the episode there.
     """
 
-    client: PolicyClient
+    client: ChatClient
     policy: ServedPolicy
     environment: Environment
     settings: EnvironmentConfig

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -78,6 +79,11 @@ class TableWriter:
         """Write the footer; the bytes of the file."""
         self._writer.close()
         return self._sink.getvalue().to_pybytes()
+
+
+def write_plain(path: Path, table: pa.Table) -> None:
+    """Write a table for other libraries: a file of any schema, without a stamp of ours."""
+    pq.write_table(table, path)
 
 
 class PartWriter:

@@ -1,0 +1,1 @@
+"""Our environments under verl's trainer: data, reward, agent loop and configuration in a folder."""
