@@ -100,7 +100,7 @@ def side_by_side(
     `threads` are reused where given; else one core takes the lanes one after the other. Raises what
     the first lane that failed raised.
     """
-    if count == 1 or (threads is None and cores() == 1):
+    if count == 1 or cores() == 1:
         return [run(lane) for lane in range(count)]
     # Programs that one thread starts run one after the other, so each lane has a thread.
     with nullcontext(threads) if threads else ThreadPoolExecutor(count, "cpu-stream") as pool:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -213,6 +214,22 @@ def test_a_flipped_bit_is_never_read_as_if_nothing_had_happened(place: int, bit:
     # A flip in the footer's statistics or names of unread things is no page's: then the values
     # must still be right. The manifest's SHA-256 catches those too.
     assert table.equals(clean)
+
+
+def test_statistics_of_another_type_than_the_column_end_no_process() -> None:
+    """Pyarrow's metadata objects end the process over them, in code that catches no exception."""
+    data = _encoded([group("g", [1.0])])
+    clean, refused = decode_shard(data), 0
+    of_texts = [found.start() + 1 for found in re.finditer(b"\x15\x0c%", data)]
+    assert len(of_texts) > 20
+    for place in of_texts:
+        flipped = bytearray(data)
+        flipped[place] = 8  # the schema says FLOAT where BYTE_ARRAY is
+        try:
+            assert decode_shard(bytes(flipped)).equals(clean)
+        except CorruptObject:
+            refused += 1
+    assert refused > 20
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -100, -1])

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from marin_rl.storage.tables.footers import ColumnChunk
 from schemas import Malformed
 
 FACTOR_MAX = 1000  # a shard of ours becomes 5 to 50 times its size
 FLOOR_BYTES = 64 * 2**20
 CEILING_BYTES = 4 * 2**30
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+# Bytes of a value by parquet.thrift's types: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE.
+_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
 
 
 def limit_of(size: int) -> int:
@@ -27,25 +29,25 @@ def limit_of(size: int) -> int:
 
 
 def check_decoded(
-    buffer: pa.Buffer, file: pq.ParquetFile, groups: Iterable[int], columns: Sequence[str]
+    buffer: pa.Buffer,
+    chunks: Sequence[Sequence[ColumnChunk]],
+    groups: Iterable[int],
+    columns: Sequence[str],
 ) -> None:
     """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
 
-    Nothing that grows is decoded to find out.
+    `chunks` are the file's column chunks by row group. Nothing that grows is decoded to find out.
     """
     limit, wanted = limit_of(buffer.size), set(columns)
     for group in groups:
         exact, doubtful = 0, dict[str, int]()
-        metadata = file.metadata.row_group(group)
-        for index in range(metadata.num_columns):
-            chunk = metadata.column(index)
-            path = chunk.path_in_schema
-            if path.partition(".")[0] not in wanted:
+        for chunk in chunks[group]:
+            if chunk.path.partition(".")[0] not in wanted:
                 continue
             width = _WIDTHS.get(chunk.physical_type)
-            exact += max(chunk.total_uncompressed_size, chunk.num_values * (width or 4))
-            if width is None and chunk.has_dictionary_page:
-                doubtful[path] = chunk.num_values * chunk.total_uncompressed_size
+            exact += max(chunk.uncompressed_bytes, chunk.values * (width or 4))
+            if width is None and chunk.has_dictionary:
+                doubtful[chunk.path] = chunk.values * chunk.uncompressed_bytes
         _check(exact, limit, group)
         if exact + sum(doubtful.values()) > limit:
             _check(exact + sum(_text_bytes(buffer, group, doubtful)), limit, group)

@@ -8,9 +8,11 @@ naming the file.
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from marin_rl.storage.commits import part_of
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file, explained
 from marin_rl.storage.tables.decoded_size import check_decoded
+from marin_rl.storage.tables.footers import ColumnChunk, column_chunks
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Part
 from schemas.migrations import Ladder
@@ -155,6 +158,13 @@ class TableReader:
             self.stamp = _stamp(self._file, source, ladder)
             self.schema = self._file.schema_arrow
 
+    @cached_property
+    def _chunks(self) -> list[list[ColumnChunk]]:
+        chunks = column_chunks(self._buffer)
+        if len(chunks) != self.row_groups:
+            raise Malformed("the footer lists its row groups more than once")
+        return chunks
+
     @property
     def rows(self) -> int:
         """Rows of the file."""
@@ -191,7 +201,7 @@ class TableReader:
         values = {key: value for key, value in self.stamp.items() if key != "format"}
         writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
         with corruption_named(self.source):
-            check_decoded(self._buffer, self._file, range(self.row_groups), self.schema.names)
+            check_decoded(self._buffer, self._chunks, range(self.row_groups), self.schema.names)
             tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
         for table in tables:
             writer.write(table.replace_schema_metadata())
@@ -203,13 +213,14 @@ class TableReader:
         stored = set(self.schema.names)
         columns = [name for name in schema.names if name in stored]
         with corruption_named(self.source):
-            check_decoded(self._buffer, self._file, groups, columns)
+            check_decoded(self._buffer, self._chunks, groups, columns)
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
-        columns_read = set(table.column_names)
-        missing = [name for name in schema.names if name not in columns_read]
-        if missing:
-            raise CorruptObject(f"{self.source}: columns {', '.join(missing)} are missing")
+        columns_read = Counter(table.column_names)
+        wrong = [name for name in schema.names if columns_read[name] != 1]
+        if wrong:
+            problem = "stand there twice" if columns_read[wrong[0]] else "are missing"
+            raise CorruptObject(f"{self.source}: columns {', '.join(wrong)} {problem}")
         table = table.select(schema.names).replace_schema_metadata()
         if not table.schema.equals(schema.remove_metadata()):
             raise CorruptObject(
