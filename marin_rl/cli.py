@@ -87,6 +87,8 @@ WITHDRAWN_COMMANDS = {
 WITHDRAWN_OPTIONS = {
     ("fork", "--from-round"): "--round",
     ("pairs", "--out"): "--output",
+    ("pairs", "--rounds"): "--round",
+    ("try", "--url"): "--endpoint",
     ("serve", "--run"): "serve RUN",
     ("evaluate", "--option"): "--set environment.options.KEY=VALUE",
     ("replay-step", "N"): "--round N",  # a number by itself
@@ -141,6 +143,8 @@ def command_named(name: str) -> Any:
     module, _, attribute = COMMANDS[name].partition(":")
     found = getattr(importlib.import_module(f"marin_rl.commands.{module}"), attribute)
     if isinstance(found, typer.Typer):  # a group of commands
+        for one in found.registered_commands:
+            one.cls = Command
         return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command(name, cls=Command)(found)

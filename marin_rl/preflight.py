@@ -1,7 +1,8 @@
 """Checks of a run by its files, before Prefect, JAX and transformers are imported.
 
 Owns the checks that read files alone, and whether a run is locked, finished, or of another content.
-The checks of `doctor` that need the libraries come after that, at the start of a flow.
+A loss of the user's own is called too, which takes JAX but no Prefect. The checks of `doctor` that
+need the other libraries come after that, at the start of a flow.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from marin_rl.doctor import (
     demonstrations,
     endpoints,
     environment,
+    loss,
     pairs,
     preflight,
     prompts,
@@ -24,6 +26,7 @@ from marin_rl.doctor import (
 )
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import InputError
+from marin_rl.machine import share_one_heap
 from marin_rl.model_folders import check_model_folder
 from marin_rl.planning import architecture_of
 from marin_rl.storage.layout import POLICY_SLOTS, evals_slot, metrics_key, round_of
@@ -168,10 +171,17 @@ def own_reward(config: Config) -> str:
     return "a reward for an example"
 
 
+def own_loss(config: Config) -> str:
+    """Check a loss of the user's own on a small batch; JAX is imported for it alone."""
+    if config.objective.loss is not None:
+        share_one_heap()  # as a flow does, before JAX starts its threads
+    return loss(config)
+
+
 BEFORE_ENGINES: dict[str, tuple[Check, ...]] = {
     "rl-loop": (
         storage, policy_source, tokenizer_files, reward_model_slot, environment, prompts, tools,
-        canary, own_reward, endpoints,
+        canary, own_reward, own_loss, endpoints,
     ),
     "sft": (storage, policy_source, tokenizer_files, environment, demonstrations, prompts),
     "reward-model": (storage, policy_source, tokenizer_files, pairs),

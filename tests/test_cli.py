@@ -218,6 +218,8 @@ def test_a_command_of_an_earlier_version_is_answered_with_the_present_one(
         ("fork run --from-round 3 --run-id new", "--from-round is no longer understood"),
         ("fork run --from-round 3 --run-id new", "it is `--round` now"),
         ("pairs run --out=pairs.jsonl", "it is `--output` now"),
+        ("pairs run -o pairs.jsonl --rounds 0-9", "it is `--round` now"),
+        ("env try game --url http://127.0.0.1:9/v1", "it is `--endpoint` now"),
         ("serve --run run", "it is `serve RUN` now"),
         ("evaluate run --option min=3", "it is `--set environment.options.KEY=VALUE` now"),
         ("replay-step run 3", "3 is no longer understood: it is `--round N` now"),
@@ -422,7 +424,7 @@ def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Pa
     ):
         refused = invoke("pairs", "run", *given, "--root", str(tmp_path))
         assert told in str(refused.exception)
-    refused = invoke("pairs", "run", "--output", str(file), "--rounds", "3-1")
-    assert "Invalid value for '--rounds'" in refused.output
+    refused = invoke("pairs", "run", "--output", str(file), "--round", "3-1")
+    assert "Invalid value for '--round'" in refused.output
     same = invoke("pairs", name, "--output", str(file), "--root", root)
     assert "in no group of 2 sealed rounds" in str(same.exception)

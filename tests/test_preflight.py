@@ -154,6 +154,52 @@ def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) 
         before_engines(config, "rl-loop")
 
 
+LOSSES = """
+import jax.numpy as jnp
+def good(logprobs, advantages): return -logprobs * advantages
+def text(logprobs): return "loss"
+def shape(logprobs): return logprobs[0]
+def nan(logprobs): return jnp.log(logprobs)
+def parameters(logprobs, entropies): return logprobs
+def raises(logprobs): raise KeyError("no such thing")
+"""
+LOSSES_REFUSED = """
+import sys
+from marin_rl.config import load_config
+from marin_rl.preflight import before_engines
+from marin_rl.errors import MarinRLError
+for name in sys.argv[3:]:
+    chosen = [f"root={sys.argv[2]}", f"objective.loss=losses.py:{name}"]
+    try:
+        print(before_engines(load_config(sys.argv[1], chosen), "rl-loop"))
+    except MarinRLError as error:
+        print(error)
+print(*sorted(name for name in sys.modules if "." not in name))
+"""
+
+
+def test_a_loss_of_ones_own_is_refused_before_prefect_and_the_model(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    (tmp_path / "run.yaml").write_text(DEBUG.read_text())
+    names = ("good", "text", "shape", "nan", "parameters", "raises")
+    command = [sys.executable, "-c", LOSSES_REFUSED, "run.yaml", str(tmp_path / "runs"), *names]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    *lines, modules = done.stdout.splitlines()
+    expected = (
+        "None",
+        "losses.py:text returned 'loss'",
+        "losses.py:shape returned an array of shape",
+        "losses.py:nan: its value is not finite",
+        "losses.py:parameters takes (logprobs, entropies)",
+        "losses.py:raises failed: KeyError: 'no such thing'",
+    )
+    assert len(lines) == len(expected)
+    assert all(words in line for words, line in zip(expected, lines, strict=True)), lines
+    engines = {*ENGINES, "optax", "haliax"} - {"jax"}
+    assert not engines & set(modules.split())
+    assert not (tmp_path / "runs/debug").exists()
+
+
 def test_a_run_is_finished_once_its_last_checkpoint_is_evaluated(tmp_path: Path) -> None:
     run = whole_run(str(tmp_path), rounds=2)
     config = run.config.model_copy(update={"rounds": 2})

@@ -11,6 +11,7 @@ import typer
 from marin_rl.commands.options import (
     ApiKeyVariable,
     AsJsonLines,
+    ConfigRoot,
     Overrides,
     Trust,
     key_named,
@@ -54,7 +55,9 @@ def env_list(*, as_json: AsJsonLines = False) -> None:
 def env_try(  # noqa: PLR0913 - each is an option of the command
     name: EnvironmentName,
     *,
-    url: Annotated[str | None, typer.Option(help="OpenAI base URL; without it you play")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="OpenAI base URL, ending in /v1; without it you play")
+    ] = None,
     model: Annotated[str, typer.Option(help="model to ask the endpoint for")] = "policy",
     api_key_variable: ApiKeyVariable = None,
     episodes: Episodes = 3,
@@ -62,6 +65,7 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
     overrides: Overrides = None,
     trust: Trust = False,
     as_json: AsJsonLines = False,
+    root: ConfigRoot = None,
 ) -> None:
     """Play episodes with an endpoint, or by hand.
 
@@ -71,17 +75,17 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
 
     from marin_rl.rollouts.trial import endpoint_policy, try_episode
 
-    if url is None and as_json:
-        raise ConfigError("--json goes with --url: what is played by hand is shown on the way")
-    config, environment = _environment(name, overrides, trust=trust)
+    if endpoint is None and as_json:
+        raise ConfigError("--json goes with --endpoint: what is played by hand is shown on the way")
+    config, environment = _environment(name, overrides, root, trust=trust)
     key_named(api_key_variable)
     key = os.environ.get("MARIN_RL_API_KEY")
 
     async def play(number: int) -> "TriedEpisode":
         example = environment.example(config.environment.train_seed, number, "train")
-        if url is None:
+        if endpoint is None:
             return await try_episode(environment, config.environment, example, _by_hand, turns)
-        async with endpoint_policy(url, model, key, config.sampling.max_tokens) as policy:
+        async with endpoint_policy(endpoint, model, key, config.sampling.max_tokens) as policy:
             return await try_episode(environment, config.environment, example, policy, turns)
 
     for number in range(episodes):
@@ -120,11 +124,12 @@ def env_check(
     overrides: Overrides = None,
     trust: Trust = False,
     as_json: AsJsonLines = False,
+    root: ConfigRoot = None,
 ) -> None:
     """Check the laws of an environment; exit code 1 where one does not hold."""
     from marin_rl.rollouts.trial import check_laws
 
-    config, environment = _environment(name, overrides, trust=trust)
+    config, environment = _environment(name, overrides, root, trust=trust)
     failed = False
     for finding in check_laws(environment, config.environment, episodes=episodes, turns=turns):
         failed = failed or finding.passed is False
@@ -138,7 +143,7 @@ def env_check(
 
 
 def _environment(
-    name: str, overrides: list[str] | None, *, trust: bool
+    name: str, overrides: list[str] | None, root: str | None, *, trust: bool
 ) -> "tuple[Config, Environment]":
     """A configuration, or one of nothing but an environment's name; and the environment."""
     from marin_rl.config import override, parse_config, pin_code
@@ -150,7 +155,7 @@ def _environment(
         config = parse_config(pin_code(tree, Path()), name)
         return config, loaded_environment(config.environment)
     try:
-        config = load(Path(name), overrides, trust=trust)
+        config = load(Path(name), overrides, root=root, trust=trust)
     except ConfigError as error:
         if Path(name).suffix or Path(name).exists():
             raise

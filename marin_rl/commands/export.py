@@ -140,7 +140,9 @@ def pairs(
     margin: Annotated[
         float, typer.Option(min=0, help="least difference of best and worst in a group")
     ] = 0.0,
-    rounds: Annotated[str | None, typer.Option(help="like 3 or 0-9; default: all")] = None,
+    rounds: Annotated[
+        str | None, typer.Option("--round", help="like 3 or 0-9; default: all")
+    ] = None,
     as_json: AsJson = False,
     root: Root = "runs",
 ) -> None:
@@ -152,7 +154,7 @@ def pairs(
         raise ConfigError(
             f"--output {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
         )
-    chosen = _numbers("--rounds", rounds)
+    chosen = _numbers("--round", rounds)
     from marin_rl.rollouts.pairs import pairs_of_run
     from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs

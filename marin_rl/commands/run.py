@@ -32,7 +32,7 @@ from marin_rl.commands.options import (
     try_next,
 )
 from marin_rl.config import Config
-from marin_rl.errors import InputError, StorageError
+from marin_rl.errors import ConfigError, InputError, StorageError
 
 if TYPE_CHECKING:
     from marin_rl.types import SlotRef
@@ -203,16 +203,21 @@ def _print_plan(config: Config, *, as_json: bool) -> None:
 
 
 def _print_data_warnings(config: Config) -> None:
-    """Print what is unexpected in the prompts, where they can be read, and in their reward."""
-    from marin_rl.preflight import own_reward
+    """Print what is unexpected in the prompts, where they can be read, and in reward and loss."""
+    from marin_rl.preflight import own_loss, own_reward
     from marin_rl.rollouts.data_warnings import data_warnings
 
     try:
         for text in data_warnings(config):
             tell(f"! {text}")
-        own_reward(config)
     except InputError as error:
         tell(f"! {error}")
+        return
+    for check in (own_reward, own_loss):
+        try:
+            check(config)
+        except (InputError, ConfigError) as error:
+            tell(f"! {error}")
 
 
 def _print_result(config: Config, again: str, *, as_json: bool) -> None:

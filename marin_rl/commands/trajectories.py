@@ -33,7 +33,7 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     host: Annotated[
         str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
     as_json: AsJsonLines = False,
 ) -> None:
     """Receive rollouts from environments of atropos.

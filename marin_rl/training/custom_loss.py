@@ -2,7 +2,8 @@
 
 It is a function of arrays [B, T], each asked for by its name, that returns the loss of each token,
 or one number, and if it likes metrics. It is traced into the compiled step. Leaves out what is
-added to it (KL, entropy) and how tokens become one number (step_loss.py).
+added to it (KL, entropy) and how tokens become one number (step_loss.py). Imports JAX and nothing
+of Levanter, for `run` checks such a function before it starts anything.
 
 Axes: B rows, T positions. Arrays are 0 where nothing is trained on; logprobs are in nats.
 """
@@ -10,47 +11,59 @@ Axes: B rows, T positions. Arrays are 0 where nothing is trained on; logprobs ar
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import ConfigError
 from marin_rl.training.losses import on_mask
-from marin_rl.training.step_types import StepArrays
 from marin_rl.user_code import load
 
 METRICS = "loss/custom/"  # beginning of the names of its metrics
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,63}")
-ARRAYS = ("logprobs", "old_logprobs", "policy_logprobs", "advantages", "mask", "segment_ids")
+
+
+class LossArrays(NamedTuple):
+    """The arrays that a loss may take, by the names of its parameters."""
+
+    logprobs: Float[Array, "B T"]
+    old_logprobs: Float[Array, "B T"]
+    policy_logprobs: Float[Array, "B T"]
+    advantages: Float[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    segment_ids: Int32[Array, "B T"]
+
+
+ARRAYS = LossArrays._fields
 
 
 def custom_losses(
-    objective: ObjectiveConfig, logprobs: Array, old_logprobs: Array, rows: StepArrays
+    objective: ObjectiveConfig, arrays: LossArrays
 ) -> tuple[Float[Array, "B T"], dict[str, Array]]:
     """Return the loss of each token, 0 off the mask, and the function's metrics by their names.
 
     One number counts for each trained token. Raises ConfigError as `check_loss`.
     """
-    mask = rows.mask
+    mask = arrays.mask
     given = {
         # Masked before the call: exp of padding's numbers may be infinite, and its gradient NaN.
-        "logprobs": on_mask(logprobs, mask),
-        "old_logprobs": on_mask(old_logprobs, mask),
-        "policy_logprobs": on_mask(rows.policy_logprobs, mask),
-        "advantages": on_mask(rows.advantages, mask),
+        "logprobs": on_mask(arrays.logprobs, mask),
+        "old_logprobs": on_mask(arrays.old_logprobs, mask),
+        "policy_logprobs": on_mask(arrays.policy_logprobs, mask),
+        "advantages": on_mask(arrays.advantages, mask),
         "mask": mask.astype(jnp.float32),
-        "segment_ids": rows.segment_ids,
+        "segment_ids": arrays.segment_ids,
     }
     function, names = _function(objective)
     returned = function(**{name: given[name] for name in names}, **(objective.loss_options or {}))
     pair = isinstance(returned, tuple) and len(returned) == 2
     loss, metrics = returned if pair else (returned, {})
-    losses = _loss_of(objective, loss, logprobs.shape)
-    return on_mask(jnp.broadcast_to(losses, logprobs.shape), mask), _metrics_of(objective, metrics)
+    losses = _loss_of(objective, loss, mask.shape)
+    return on_mask(jnp.broadcast_to(losses, mask.shape), mask), _metrics_of(objective, metrics)
 
 
 def _function(objective: ObjectiveConfig) -> tuple[Callable[..., Any], list[str]]:
@@ -135,15 +148,16 @@ def check_loss(objective: ObjectiveConfig) -> str:
     Raises ConfigError for parameters, a shape or a number that cannot be used, and for a loss whose
     gradient is 0 or not finite; InputError where the function itself raises.
     """
-    rows, logprobs, old = _tiny_batch()
+    batch = _tiny_batch()
 
-    @jax.jit
-    def total(values: Array) -> tuple[Array, dict[str, Array]]:
-        losses, metrics = custom_losses(objective, values, old, rows)
-        return jnp.sum(losses) / jnp.sum(rows.mask), metrics
+    def total(logprobs: Array) -> tuple[Array, dict[str, Array]]:
+        losses, metrics = custom_losses(objective, batch._replace(logprobs=logprobs))
+        return jnp.sum(losses) / jnp.sum(batch.mask), metrics
 
     try:
-        (value, metrics), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
+        # One program: the gradient of a compiled function would be two.
+        compiled = jax.jit(jax.value_and_grad(total, has_aux=True))
+        (value, metrics), gradient = compiled(batch.logprobs)
     except ConfigError:
         raise
     except Exception as error:  # the function's own, or that of a trace through it
@@ -169,7 +183,7 @@ def check_loss(objective: ObjectiveConfig) -> str:
     return f"{_shown(objective)}: {float(value):.4g} on a small batch" + (names and f"; {names}")
 
 
-def _tiny_batch() -> tuple[StepArrays, Array, Array]:
+def _tiny_batch() -> LossArrays:
     """Rows with advantages of both signs, ratios near 1, padding, and a row without tokens."""
     random = np.random.default_rng(0)
     shape = (3, 8)
@@ -178,15 +192,15 @@ def _tiny_batch() -> tuple[StepArrays, Array, Array]:
     logprobs = -random.uniform(0.1, 3.0, shape).astype(np.float32)
     old = logprobs + random.normal(0, 0.1, shape).astype(np.float32)
     signs = np.asarray([[1.0], [-1.0], [0.0]], np.float32)
-    rows = StepArrays(
-        token_ids=np.zeros(shape, np.int32),
-        mask=mask,
-        segment_ids=np.repeat(np.asarray([[1], [1], [0]], np.int32), shape[1], axis=1),
-        positions=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+    arrays = LossArrays(
+        logprobs=logprobs,
+        old_logprobs=old,
         policy_logprobs=old + random.normal(0, 0.01, shape).astype(np.float32),
         advantages=np.broadcast_to(signs, shape).astype(np.float32),
+        mask=mask,
+        segment_ids=np.repeat(np.asarray([[1], [1], [0]], np.int32), shape[1], axis=1),
     )
-    return jax.tree.map(jnp.asarray, rows), jnp.asarray(logprobs), jnp.asarray(old)
+    return jax.tree.map(jnp.asarray, arrays)
 
 
 def _shown(objective: ObjectiveConfig) -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses
-from marin_rl.training.custom_loss import custom_losses
+from marin_rl.training.custom_loss import LossArrays, custom_losses
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     correction_weights,
@@ -97,9 +97,26 @@ def surrogate_losses(
 ) -> Array:
     """Return the surrogate of each token of rows [B, T]: the user's own, or that of its name."""
     if objective.loss is not None:
-        return custom_losses(objective, logprobs, old, rows)[0]
+        return own_losses(objective, logprobs, old, rows)[0]
     mask = rows.mask.astype(jnp.float32)
     return policy_losses(objective, logprobs, old, rows.advantages, mask, rows.segment_ids)
+
+
+def own_losses(
+    objective: ObjectiveConfig, logprobs: Array, old: Array, rows: StepArrays
+) -> tuple[Array, dict[str, Array]]:
+    """Return the user's own loss of each token of rows [B, T], and its metrics."""
+    return custom_losses(
+        objective,
+        LossArrays(
+            logprobs=logprobs,
+            old_logprobs=old,
+            policy_logprobs=rows.policy_logprobs,
+            advantages=rows.advantages,
+            mask=rows.mask,
+            segment_ids=rows.segment_ids,
+        ),
+    )
 
 
 def old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) -> Array:

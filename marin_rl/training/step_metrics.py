@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import value_metrics
-from marin_rl.training.custom_loss import custom_losses
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     accepted_tokens,
@@ -34,6 +33,7 @@ from marin_rl.training.step_loss import (
     critic_targets,
     in_rows,
     old_logprobs,
+    own_losses,
     step_loss,
     surrogate_losses,
 )
@@ -83,7 +83,7 @@ def step_metrics(
         metrics |= _mismatch_metrics(logprobs, rows)
         if objective.loss is not None:
             old = old_logprobs(objective, logprobs, rows)
-            metrics |= custom_losses(objective, logprobs, old, rows)[1]
+            metrics |= own_losses(objective, logprobs, old, rows)[1]
     if objective is not None and ref_logprobs is not None and coefficient is not None:
         references = in_rows(ref_logprobs)
         estimate = kl_estimate(logprobs, references, objective.kl_estimator)
