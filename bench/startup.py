@@ -1,12 +1,13 @@
-"""CPU seconds until a command of `marin-rl` has answered, next to what Python and typer take.
+"""CPU seconds until a command of `marin-rl` has answered, next to limits, and to Python and typer.
 
     python bench/startup.py [--repeat 7]
 
 Makes a small run, then starts every command --repeat times in a process of its own, one after the
 other so that a slower moment of the machine meets all. Prints the least and the median of user and
-system seconds, and how many times the least of `python -c "import typer"` the least is; the last
-number holds on another machine too. The least is what a command takes alone: other processes only
-add to it. A first start of each, which writes the caches of Python's compiler, does not count.
+system seconds, how many times the least of `python -c "import typer"` the least is, which holds on
+another machine too, and the limit of the command, which may be exceeded on a slow machine. The
+least is what a command takes alone: other processes only add to it. A first start of each, which
+writes the caches of Python's compiler, does not count.
 """
 
 import argparse
@@ -28,6 +29,9 @@ PYTHON = (sys.executable, "-c")
 MARIN_RL = (sys.executable, "-m", "marin_rl")
 RUN = "started"
 
+LIMITS_S = {"--help": 0.3, "--version": 0.3}
+READER_LIMIT_S = 0.6  # of a command that reads a run
+
 
 def commands(root: str) -> dict[str, tuple[str, ...]]:
     """Command lines by name, the baselines first."""
@@ -40,6 +44,8 @@ def commands(root: str) -> dict[str, tuple[str, ...]]:
         "status RUN": (*MARIN_RL, "status", RUN, *place),
         "rollouts RUN": (*MARIN_RL, "rollouts", RUN, *place),
         "lineage RUN": (*MARIN_RL, "lineage", RUN, *place),
+        "audit RUN": (*MARIN_RL, "audit", RUN, *place),
+        "diff RUN RUN": (*MARIN_RL, "diff", RUN, RUN, *place),
         'sql RUN "select 1"': (*MARIN_RL, "sql", RUN, "select 1", *place),
         "config validate CONFIG": (*MARIN_RL, "config", "validate", "configs/debug.yaml", *place),
     }
@@ -79,10 +85,17 @@ def main() -> None:
     unit = min(spent[BASELINE])
     for name, seconds in spent.items():
         least, median = min(seconds), statistics.median(seconds)
+        limit = f"  limit {limit_of(name)}" if limit_of(name) < float("inf") else ""
+        verdict = f"{limit}, EXCEEDED" if least > limit_of(name) else limit
         print(
             f"{name:<24} {least:6.2f} CPU s  (median {median:.2f})  "
-            f"{least / unit:5.1f} x {BASELINE!r}"
+            f"{least / unit:5.1f} x {BASELINE!r}{verdict}"
         )
+
+
+def limit_of(name: str) -> float:
+    """Return the limit of a command's CPU seconds; infinity where none is set."""
+    return READER_LIMIT_S if " RUN" in name else LIMITS_S.get(name, float("inf"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.deferred import import_postponing, postpone
+from marin_rl.deferred import import_postponing, postpone, withhold
 from marin_rl.errors import ConfigError, MarinRLError
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
@@ -73,7 +73,19 @@ UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
 
 # Commands that read a run and run no code of a user: they spare what libraries would load as well.
 READERS = frozenset(
-    {"audit", "diff", "fsck", "lineage", "report", "rollouts", "sql", "status", "verify", "view"}
+    {
+        "audit",
+        "diff",
+        "fsck",
+        "lineage",
+        "pairs",
+        "report",
+        "rollouts",
+        "sql",
+        "status",
+        "verify",
+        "view",
+    }
 )
 
 IMPORTED_OBJECTS = 100_000  # new objects before the collector looks at them
@@ -188,6 +200,8 @@ def marin_rl(
 def _spare_imports() -> None:
     """Leave out what a reader does not use: a tenth of the CPU time that its answer takes."""
     postpone("unittest.mock", "patch")  # of jaxtyping's hook for tests; it imports asyncio
+    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
+    withhold("pandas")
     # Pydantic looks for plugins of its models in the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Deferred(ModuleType):
@@ -88,3 +88,25 @@ def postpone(module: str, item: str) -> None:
     if module not in sys.modules:
         sys.modules[module] = proxy = ModuleType(module)
         vars(proxy)[item] = _Postponed(item, (), {"__module__": module, "_proxy": proxy})
+
+
+class _Withheld:
+    """Finder by which chosen packages look as if they were not installed."""
+
+    names: ClassVar[set[str]] = set()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
+        """Raise ModuleNotFoundError for one of `names`; other finders look for the rest."""
+        if name in cls.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def withhold(package: str) -> None:
+    """Let a package that is not loaded yet seem to be absent, for libraries that only may use it.
+
+    For a process that is this project's alone: code of a user may import the package.
+    """
+    _Withheld.names.add(package)
+    if _Withheld not in sys.meta_path:
+        sys.meta_path.insert(0, _Withheld)

@@ -115,6 +115,42 @@ def test_commands_that_read_a_run_import_little(root, command):
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("audit", "run"),
+        ("diff", "run", "run"),
+        ("report", "run", "-o", "page.html"),
+        ("pairs", "run", "-o", "pairs.jsonl"),
+        ("sql", "run", "select * from rollouts, metrics"),
+    ],
+)
+def test_no_reader_imports_pandas(root, command, tmp_path):
+    line = ["marin-rl", *command, "--root", root]
+    program = (
+        f"import sys; sys.argv = {line!r}\nfrom marin_rl.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in sys.modules if name.startswith('pandas')])"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_withheld_package_seems_to_be_absent_and_others_do_not():
+    program = (
+        "import importlib, sys; from marin_rl.deferred import withhold\n"
+        "withhold('pandas'); withhold('os')\n"
+        "import os, pyarrow as pa, polars as pl\n"
+        "print(pa.array([1, None]).to_pylist(), pl.DataFrame({'a': [1]}).to_dicts())\n"
+        "try:\n    import pandas\nexcept ModuleNotFoundError as error:\n    print(error.name)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == ["[1, None] [{'a': 1}]", "pandas"]
+
+
 def test_a_postponed_function_is_the_real_one_at_its_first_use():
     program = (
         "import sys; from marin_rl.deferred import postpone\n"
