@@ -5,12 +5,14 @@ a run: 64 and 19 MB of every process that loads a model here, and no run of ours
 """
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 import threading
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 
 class Deferred(ModuleType):
@@ -90,23 +92,30 @@ def postpone(module: str, item: str) -> None:
         vars(proxy)[item] = _Postponed(item, (), {"__module__": module, "_proxy": proxy})
 
 
-class _Withheld:
-    """Finder by which chosen packages look as if they were not installed."""
+class _Withheld(importlib.abc.Loader):
+    """Finder and loader of packages that cannot be imported, though they seem to be installed."""
 
-    names: ClassVar[set[str]] = set()
+    def __init__(self) -> None:
+        self.names: set[str] = set()
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ModuleNotFoundError for one of `names`; other finders look for the rest."""
-        if name in cls.names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return a spec whose module cannot be loaded; None for other names than `names`."""
+        return ModuleSpec(name, self) if name in self.names else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Raise ImportError, as Python does for a package that is not installed."""
+        raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+
+
+_withheld = _Withheld()
 
 
 def withhold(package: str) -> None:
-    """Let a package that is not loaded yet seem to be absent, for libraries that only may use it.
+    """Let imports of a package fail, for libraries that import it only where it is installed.
 
-    For a process that is this project's alone: code of a user may import the package.
+    A package that is loaded stays. For a process that is this project's alone: code of a user may
+    import the package.
     """
-    _Withheld.names.add(package)
-    if _Withheld not in sys.meta_path:
-        sys.meta_path.insert(0, _Withheld)
+    _withheld.names.add(package)
+    if _withheld not in sys.meta_path:
+        sys.meta_path.insert(0, _withheld)

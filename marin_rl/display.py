@@ -245,13 +245,14 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 
 
 def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
-    """Rounds with their main metrics; of many rounds, an even selection with the last one."""
+    """Rounds with their main metrics; of many, an even selection of the evaluated ones."""
     several = any(row.get("eval/mean_turns") is not None for row in rows)
     columns = [_TURNS_FOR.get(name, name) if several else name for name in COLUMNS]
     headings = (_HEADINGS.get(name, METRICS[name][0]) for name in columns)
     table = _table(title, ("round", *headings))
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
-    for row in evenly(evaluated if len(evaluated) >= 2 else rows, limit):
+    chosen = evaluated if len(rows) > limit and len(evaluated) >= 2 else rows
+    for row in evenly(chosen, limit):
         table.add_row(str(row["round"]), *(_round_cell(name, row) for name in columns))
     return table
 

@@ -121,7 +121,6 @@ def test_commands_that_read_a_run_import_little(root, command):
         ("audit", "run"),
         ("diff", "run", "run"),
         ("report", "run", "-o", "page.html"),
-        ("pairs", "run", "-o", "pairs.jsonl"),
         ("sql", "run", "select * from rollouts, metrics"),
     ],
 )
@@ -143,6 +142,7 @@ def test_a_withheld_package_seems_to_be_absent_and_others_do_not():
         "withhold('pandas'); withhold('os')\n"
         "import os, pyarrow as pa, polars as pl\n"
         "print(pa.array([1, None]).to_pylist(), pl.DataFrame({'a': [1]}).to_dicts())\n"
+        "import transformers  # asks whether it is installed\n"
         "try:\n    import pandas\nexcept ModuleNotFoundError as error:\n    print(error.name)\n"
     )
     ended = subprocess.run(

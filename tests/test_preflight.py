@@ -112,7 +112,7 @@ def test_an_evaluation_whose_prompts_are_gone_is_refused(tmp_path: Path) -> None
     before_evaluation(config)
     prompts.unlink()
     again = debug(tmp_path / "others", f"environment={json.dumps(environment | {'train_seed': 1})}")
-    with pytest.raises(InputError, match=str(prompts)):
+    with pytest.raises(InputError, match=f"no file prompts.jsonl in {tmp_path}"):
         before_evaluation(again)
 
 

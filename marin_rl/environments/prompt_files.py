@@ -4,6 +4,7 @@ Rows stay as the file has them, as lines or Arrow columns, and become Python obj
 so that many rows take about the memory of their file. Leaves out what a row means (`prompt_rows`).
 """
 
+import difflib
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -121,9 +122,21 @@ def open_rows(path: str) -> Rows:
         return _arrow_rows(files)
     if place.is_dir():
         return _arrow_rows(_files_of_folder(place))
+    if not place.exists():
+        raise _missing(place)
     if place.suffix in (".parquet", ".arrow"):
         return _arrow_rows([place])
     return JsonLines(place)
+
+
+def _missing(path: Path) -> InputError:
+    """Return the error for a file that is not there, with the folder that it was sought in."""
+    folder = path.parent.absolute()
+    names = [other.name for other in folder.iterdir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
+    start = "" if path.is_absolute() else ", and a relative path begins where the command is run"
+    return InputError(f"{KEY}: no file {path.name} in {folder}{start}{hint}")
 
 
 def _files_of_folder(folder: Path) -> list[Path]:

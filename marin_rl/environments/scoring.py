@@ -273,7 +273,7 @@ class Scorer:
 
 def _explained(fault: WorkerFault, wall_s: float) -> str:
     if fault.limit == "wall":
-        return f"took longer than {wall_s:g} s"
+        return f"took longer than {wall_s:g} s; environment.reward_timeout_s sets the limit"
     if fault.limit == "answer":
         expected = "expected an answer to this group"
         return f"wrote to the scorer's own pipe: {expected}, found {fault.message}"

@@ -372,7 +372,7 @@ def test_unfit_prompt_files(tmp_path: Path, rewards: str, text: str, words: str)
 
 
 def test_missing_and_broken_files(tmp_path: Path, rewards: str) -> None:
-    with pytest.raises(InputError, match=r"cannot read .*nothing\.jsonl"):
+    with pytest.raises(InputError, match=r"no file nothing\.jsonl in"):
         make_environment(configured("chat", path=str(tmp_path / "nothing.jsonl"), reward=rewards))
     (tmp_path / "p.parquet").write_bytes(b"PAR1 but not really PAR1")
     with pytest.raises(InputError, match="as Parquet"):

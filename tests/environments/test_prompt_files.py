@@ -97,6 +97,18 @@ def test_folders_that_leave_a_choice_are_refused(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "outer" / "*.parquet"))
 
 
+def test_a_missing_file_is_named_with_its_folder_and_a_close_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    relative = f"no file promts.jsonl in {tmp_path}, and a relative path begins where"
+    with pytest.raises(InputError, match=f"{relative}.*did you mean prompts.jsonl"):
+        open_rows("promts.jsonl")
+    with pytest.raises(InputError, match=f"no file x.parquet in {tmp_path}/nowhere$"):
+        open_rows(f"{tmp_path}/nowhere/x.parquet")
+
+
 def test_files_whose_columns_do_not_fit_are_refused(tmp_path: Path) -> None:
     for number, value in enumerate([["a"], "a"]):
         table = pa.Table.from_pylist([{"prompt": value}])

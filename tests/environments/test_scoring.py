@@ -20,6 +20,8 @@ from marin_rl.errors import InputError, RewardFault
 from marin_rl.isolated.pool import WorkerLimits, WorkerPool
 from marin_rl.types import Example
 
+LIMIT = "environment.reward_timeout_s sets the limit"
+
 REWARDS = """
 import os, re, subprocess, sys, time
 import numpy as np
@@ -176,7 +178,7 @@ def test_a_hanging_group_costs_the_time_of_its_completions_once(
 ) -> None:
     impatient = of_group(config, reward_timeout_s=1.0)
     scorer = Scorer(make_environment(impatient), impatient)
-    slow = f"my_rewards:by_group, example {example.example_id}: took longer than 3 s"
+    slow = f"my_rewards:by_group, example {example.example_id}: took longer than 3 s; {LIMIT}"
     assert rewards(score(scorer, example, "hang", "b", "c")) == [slow] * 3
     scorer.close()
 
@@ -195,7 +197,7 @@ def test_a_hanging_function_is_interrupted(
     impatient: Scorer, example: Example, trouble: str
 ) -> None:
     told = rewards(score(impatient, example, "before", trouble, "after it"))
-    slow = f"my_rewards:reward, example {example.example_id}: took longer than 3 s"
+    slow = f"my_rewards:reward, example {example.example_id}: took longer than 3 s; {LIMIT}"
     assert told == [6.0, slow, 8.0]  # it would hang for ever
 
 
@@ -307,5 +309,5 @@ def test_reasoning_gym_is_scored_in_a_worker() -> None:
     scorer = Scorer(environment, config)
     example = environment.example(0, 5, "train")
     told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    assert told == [1.0, f"reasoning_gym, example {example.example_id}: took longer than 6 s"]
+    assert told == [1.0, f"reasoning_gym, example {example.example_id}: took longer than 6 s; {LIMIT}"]
     scorer.close()

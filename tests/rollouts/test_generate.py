@@ -266,7 +266,7 @@ def test_a_faulty_reward_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.M
     assert errors == {
         "fine": "",
         "good": "",
-        "hang": f"{where}: took longer than 1 s",
+        "hang": f"{where}: took longer than 1 s; environment.reward_timeout_s sets the limit",
         "raise": f"{where}: ArithmeticError: by design (faulty_rewards.py, line 7)",
     }
     assert {(r.status, r.reward) for r in rollouts} == {("error", None), ("complete", 1.0)}
