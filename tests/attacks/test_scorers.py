@@ -126,7 +126,7 @@ def test_children_of_a_reward_end_at_the_time_limit(
     scorer = Scorer(make_environment(config), config)
     found = rewards(scorer, example, "a", f"family and hang:{tmp_path / 'ids'}", "abc")
     assert found[0::2] == [1.0, 3.0]
-    assert str(found[1]).endswith("took longer than 4 s; environment.reward_timeout_s sets the limit")
+    assert "took longer than 4 s; environment.reward_timeout_s" in str(found[1])
     wait_until_gone(family(tmp_path / "ids"))
     scorer.close()
 

@@ -309,5 +309,6 @@ def test_reasoning_gym_is_scored_in_a_worker() -> None:
     scorer = Scorer(environment, config)
     example = environment.example(0, 5, "train")
     told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    assert told == [1.0, f"reasoning_gym, example {example.example_id}: took longer than 6 s; {LIMIT}"]
+    slow = f"reasoning_gym, example {example.example_id}: took longer than 6 s; {LIMIT}"
+    assert told == [1.0, slow]
     scorer.close()
