@@ -121,3 +121,19 @@ def test_many_rounds_are_thinned_but_the_first_and_last_stay():
     assert numbers[0] == "0"
     assert numbers[-1] == "99"
     assert len(numbers) == 5
+
+
+def test_few_rounds_are_all_shown_and_many_only_where_they_were_evaluated():
+    few = [{"round": 0, "eval/accuracy": 0.1}, {"round": 1, "reward": 0.3}]
+    few += [{"round": 2, "eval/accuracy": 0.2}]
+    many = [
+        {"round": n, "reward": 0.1} | ({} if n % 2 else {"eval/accuracy": 0.1}) for n in range(30)
+    ]
+
+    def numbers(rows):
+        lines = [line.split() for line in text_of(rounds_table(rows, "rounds")).splitlines()]
+        return [int(line[0]) for line in lines if line and line[0].isdigit()]
+
+    assert numbers(few) == [0, 1, 2]
+    assert len(numbers(many)) == 12
+    assert not [number for number in numbers(many) if number % 2]

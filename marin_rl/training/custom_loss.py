@@ -23,6 +23,8 @@ from marin_rl.errors import ConfigError
 from marin_rl.training.losses import on_mask
 from marin_rl.user_code import load
 
+FloatBT = Float[Array | np.ndarray, "B T"]
+
 METRICS = "loss/custom/"  # beginning of the names of its metrics
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,63}")
 
@@ -30,12 +32,12 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,63}")
 class LossArrays(NamedTuple):
     """The arrays that a loss may take, by the names of its parameters."""
 
-    logprobs: Float[Array, "B T"]
-    old_logprobs: Float[Array, "B T"]
-    policy_logprobs: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    segment_ids: Int32[Array, "B T"]
+    logprobs: FloatBT
+    old_logprobs: FloatBT
+    policy_logprobs: FloatBT
+    advantages: FloatBT
+    mask: Bool[Array | np.ndarray, "B T"]
+    segment_ids: Int32[Array | np.ndarray, "B T"]
 
 
 ARRAYS = LossArrays._fields
