@@ -22,6 +22,7 @@
     ├── InferenceError
     │   ├── EndpointUnavailable  refused, timed out, 429, 5xx                         (passes)
     │   ├── RequestRejected      the endpoint refuses what was asked
+    │   │   └── NoSuchRoute      the endpoint does not know the route, or what it names
     │   ├── BadResponse          the endpoint answered something we cannot train on
     │   └── StalePolicy          the endpoint serves other weights than the round's
     └── TrainingError
@@ -128,6 +129,10 @@ class EndpointUnavailable(InferenceError):
 
 class RequestRejected(InferenceError):
     """The endpoint refuses the request itself (4xx); asking again would not help."""
+
+
+class NoSuchRoute(RequestRejected):
+    """The endpoint answered 404: it does not have the route, or what the request names."""
 
 
 class BadResponse(InferenceError):

@@ -1,5 +1,6 @@
 """`marin-rl serve`: an OpenAI-compatible server of a run's checkpoints or of a model folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,12 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     *,
     round_number: LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="NAME=PATH", help="PEFT folder served as model NAME; repeatable"
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option("--config", envvar="MARIN_RL_CONFIG", help="YAML file; inference.* counts"),
@@ -63,6 +70,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     for flag, chosen in (("--follow", follow), ("--round", round_number is not None)):
         if chosen and run_name is None:
             raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
+    adapters = adapters_named(adapter or ())
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
     from marin_rl.serving.http.auth import check_address
@@ -82,13 +90,35 @@ def serve(  # noqa: PLR0913 - each is an option that people type
             host,
             port,
             config=config,
+            adapters=adapters,
             follow=follow,
             poll_s=poll_s,
             report=report,
         )
         raise typer.Exit(code)
     if model is not None:
-        raise typer.Exit(serve_folder(model, config, host, port, report=report))
+        code = serve_folder(model, config, host, port, adapters=adapters, report=report)
+        raise typer.Exit(code)
+
+
+def adapters_named(options: Sequence[str]) -> dict[str, Path]:
+    """PEFT folders by the names they are served under, before JAX is imported.
+
+    Raises ConfigError for what is not NAME=PATH or a name given twice, InputError for a name with a
+    path in it and for a folder without an adapter.
+    """
+    from marin_rl.lora import check_adapter_folder, check_adapter_name
+
+    folders: dict[str, Path] = {}
+    for option in options:
+        name, separator, path = option.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"expected --adapter NAME=PATH, a PEFT folder, found {option!r}")
+        if check_adapter_name(name) in folders:
+            raise ConfigError(f"--adapter {name} is given twice: every adapter has its own name")
+        folders[name] = Path(path)
+        check_adapter_folder(folders[name])
+    return folders
 
 
 def check_folder(model: Path) -> None:

@@ -58,6 +58,20 @@ class EngineConfig(Section):
         "continue dialogues from it; prompts are then computed as if decoded, with other last bits "
         "than without; worth its while for dialogues of hundreds of tokens; null: false"
     )
+    adapters_max: int | None = optional_field(
+        ge=0,
+        le=1024,
+        description="adapters (LoRA) that are loaded at the same time, each sequence with its own "
+        "or with none; up to adapters_max * adapter_rank_max = 64 all of them are applied at every "
+        "step, beyond each sequence reads its own; null: 0, or what the run or the command line "
+        "needs",
+    )
+    adapter_rank_max: int | None = optional_field(
+        ge=1,
+        le=1024,
+        description="largest rank of an adapter that is loaded; null: 16, or what the run or the "
+        "command line needs",
+    )
 
 
 class ServerConfig(Section):
@@ -202,9 +216,11 @@ class InferenceConfig(Section):
         default="MARIN_RL_API_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token",
     )
-    publish: Literal["none", "update_weights_from_disk"] = runtime_field(
+    publish: Literal["none", "update_weights_from_disk", "lora_adapter"] = runtime_field(
         default="none",
-        description="how remote endpoints receive new weights: by SGLang's route, or not at all",
+        description="how remote endpoints receive new weights: by SGLang's route "
+        "update_weights_from_disk; the adapter alone, of a run with policy.lora, by vLLM's route "
+        "load_lora_adapter or SGLang's; or not at all",
     )
     publish_root: str | None = runtime_field(
         default=None,

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.generation import (
     STOP_TOKENS_MAX,
     Delta,
@@ -42,6 +43,7 @@ class Job:
 
     request: GenerationRequest
     future: "Future[GenerationResult]"
+    adapter: LoadedAdapter | None = None  # None: the base model
     on_delta: Callable[[Delta], None] | None = None
     on_scheduled: Callable[[Any], None] | None = None  # given the policy
     seed: int
@@ -64,6 +66,16 @@ class Job:
         """Samples that have no sequence slot yet."""
         return self.request.n - self.handed_out
 
+    @property
+    def row(self) -> int:
+        """Row of the adapter in the engine's bank; 0 for the base model."""
+        return 0 if self.adapter is None else self.adapter.row
+
+    @property
+    def load(self) -> int:
+        """Number of the adapter's load; 0 for the base model."""
+        return 0 if self.adapter is None else self.adapter.number
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsKey:
@@ -77,7 +89,8 @@ class PrefixKey(NamedTuple):
     """Conditions under which cached keys and values are the same bits.
 
     `owner` bounds their use: it is the key of the request that they were computed for, whose other
-    samples start from them.
+    samples start from them. `adapter` is the number of its load, never its row, which another
+    adapter may have had before.
     """
 
     owner: object
@@ -140,6 +153,7 @@ class SlotInputs(NamedTuple):
     remaining_S: Int32[Array | np.ndarray, " S"]
     stops_SN: Int32[Array | np.ndarray, "S N"]
     sampling: SlotSampling
+    adapter_S: Int32[Array | np.ndarray, " S"] | None = None  # rows of the bank, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +181,13 @@ class RunningBatch:
     """The sequence slots and what is in them. Used by the engine's thread alone."""
 
     def __init__(
-        self, slots: int, vocabulary: int, decode: Decode | None, extras: ExtraRows
+        self,
+        slots: int,
+        vocabulary: int,
+        decode: Decode | None,
+        extras: ExtraRows,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._decode = decode
@@ -189,6 +209,7 @@ class RunningBatch:
                 min_p_S=np.zeros(slots, np.float32),
                 seed_S2=np.zeros((slots, 2), np.uint32),
             ),
+            adapter_S=np.zeros(slots, np.int32) if has_adapters else None,
         )
 
     @property
@@ -201,12 +222,12 @@ class RunningBatch:
         empty = [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
         return sorted(empty, key=self._kept.used_S.__getitem__)
 
-    def kept_for(self, request: GenerationRequest, weights: WeightsKey) -> tuple[int, int] | None:
+    def kept_for(self, job: Job, weights: WeightsKey) -> tuple[int, int] | None:
         """The free slot that has most of a request's prompt, and how many of its positions.
 
         Of these weights and this adapter alone; None where no slot has any.
         """
-        return self._kept.longest(request.prompt_ids, weights, request.adapter)
+        return self._kept.longest(job.request.prompt_ids, weights, job.load)
 
     def forget_prefixes(self, except_of: WeightsKey | None = None) -> None:
         """Drop what finished sequences left in the cache, but for what these weights computed."""
@@ -259,6 +280,8 @@ class RunningBatch:
         inputs.token_S[seq_slot] = prompt[-1]
         inputs.position_S[seq_slot] = len(prompt) - 1
         inputs.remaining_S[seq_slot] = sampling.max_tokens
+        if inputs.adapter_S is not None:
+            inputs.adapter_S[seq_slot] = job.row
         # NO_TOKEN equals no id, so unused places stop nothing
         inputs.stops_SN[seq_slot] = NO_TOKEN
         inputs.stops_SN[seq_slot, : len(job.stop_tokens)] = job.stop_tokens
@@ -401,7 +424,7 @@ def _delta(
 ) -> Delta:
     """The first `kept` tokens of a row; copies, so that the chunk's large arrays can go."""
     # a lane reports on all its rows as soon as one request wants it: only that one gets them
-    request = running.job.request
+    request, adapter = running.job.request, running.job.adapter
     raw = top_ids = top_logprobs = None
     if report is not None and request.raw_logprobs:
         raw = np.array(report.raw_S[:kept, seq_slot])
@@ -415,8 +438,11 @@ def _delta(
         raw_logprobs=raw,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        weight_version=chunk.weight_version,
-        parameters_digest=chunk.parameters_digest,
+        weight_version=chunk.weight_version if adapter is None else adapter.weight_version,
+        parameters_digest=(
+            chunk.parameters_digest if adapter is None else adapter.parameters_digest
+        ),
+        adapter_name="" if adapter is None else adapter.name,
         finish_reason=running.finish_reason,
         prompt_scores=None if running.deltas else running.job.prompt_scores,
     )

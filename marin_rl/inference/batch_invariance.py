@@ -60,7 +60,8 @@ class Invariance:
     of a prefill, alone or among others. `shared`: a prompt's cache read once for several slots, or
     by each on its own. `continued`: a position that is decoded, or computed in a piece of a prompt
     however that is cut; only engines with a prefix cache try it, and where it fails
-    try pieces of one position each: `continued_singly`.
+    try pieces of one position each: `continued_singly`. `adapters`: a sequence on an adapter in any
+    row of the bank, whatever is in the others; only engines with room for adapters try it.
     """
 
     slots: bool
@@ -68,6 +69,7 @@ class Invariance:
     shared: bool
     continued: bool = False
     continued_singly: bool = False
+    adapters: bool = False
 
 
 # On a mesh nothing is proven, so nothing is promised.
@@ -86,6 +88,8 @@ class Shapes:
     sharing: bool
     dtype: str
     prefix_cache: bool = False
+    adapters: int = 0
+    adapter_rank: int = 0
 
     @property
     def cache(self) -> Cache:
@@ -125,13 +129,16 @@ def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
 
 def _facts(shapes: Shapes) -> dict[str, Any]:
     """Facts that an outcome depends on, as JSON types."""
+    shape_facts = asdict(shapes)
+    if not shapes.adapters:  # as records of engines without adapters always were
+        del shape_facts["adapters"], shape_facts["adapter_rank"]
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,
         "machine": machine_facts(),
         "libraries": {name: version(name) for name in ("jax", "jaxlib")},
         "settings": {name: str(jax.config.values[name]) for name in settings},
-        "shapes": asdict(shapes),
+        "shapes": shape_facts,
     }
 
 
@@ -150,7 +157,8 @@ def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
     try:
         record = json.loads(file.read_bytes())
         names = {item.name for item in fields(Invariance)}
-        outcome, facts = record["equal"], record["facts"]
+        # records of engines without adapters do not have this one
+        outcome, facts = {"adapters": False} | record["equal"], record["facts"]
         valid = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
         if valid and all(type(value) is bool for value in outcome.values()):
             return facts, Invariance(**outcome)
@@ -202,7 +210,8 @@ class Prover:
         rows = ExtraRows(Lanes(1, S), self._length, V, put)
         request = ReportRequest(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
         self._extras = rows.on_device(0)._replace(request=put(request))
-        self._inputs = RunningBatch(S, V, None, rows).inputs
+        adapters = bool(shapes.adapters)
+        self._inputs = RunningBatch(S, V, None, rows, has_adapters=adapters).inputs
         self._steps = min(STEPS, shapes.chunk_steps)
         shape = lambda leaf: (1, *leaf.shape[1:])
         self._columns = jax.tree.map(lambda leaf: self._rng.normal(size=shape(leaf)), shapes.cache)
@@ -217,23 +226,57 @@ class Prover:
             shared=self._shapes.sharing and self._shared_alike(),
             continued=continued,
             continued_singly=wanted and not continued and self._continued_alike(1),
+            adapters=self._shapes.adapters > 0 and self._adapters_alike(),
         )
 
     def _slots_alike(self) -> bool:
-        """One sequence in all slots; then several, of which each is also computed alone."""
+        """One sequence in all slots; then several, of which each is also computed alone.
+
+        The one is on adapter 1, the several on one each; those that are not computed are on none.
+        """
         S, last = self._shapes.slots, self._length - self._steps - 1
-        same = self._run(np.full(S, 1), np.full(S, last))
+        same = self._run(np.full(S, 1), np.full(S, last), adapter_S=np.full(S, 1))
         if not all(_equal(slot, same[0]) for slot in same):
             return False
         positions_S = last - np.arange(S) % 3
         positions_S[S // 2] = min(5, last)  # blocks past its end are read for the others alone
         tokens_S = self._tokens(S)
-        together = self._run(tokens_S, positions_S)
+        rows_S = self._rows(S)
+        together = self._run(tokens_S, positions_S, adapter_S=rows_S)
         alone = sorted({0, S // 2, S - 1})
         return all(
-            _equal(self._run(tokens_S, positions_S, only=slot)[slot], together[slot])
+            _equal(
+                self._run(
+                    tokens_S,
+                    positions_S,
+                    only=slot,
+                    adapter_S=np.where(np.arange(S) == slot, rows_S, 0),
+                )[slot],
+                together[slot],
+            )
             for slot in alone
         )
+
+    def _adapters_alike(self) -> bool:
+        """One sequence on one adapter: among others in the bank, and in every row of it at once."""
+        S, last = self._shapes.slots, self._length - self._steps - 1
+        sequence = np.full(S, 1), np.full(S, last)
+        among_others = self._run(*sequence, adapter_S=np.full(S, 1))[0]
+        random = self._fused
+        self._fused = _with_first_adapter_in_every_row(random)
+        try:
+            slots = [
+                slot
+                for first in range(0, self._shapes.adapters, S)
+                for slot in self._run(*sequence, adapter_S=self._rows(S, first))
+            ]
+        finally:
+            self._fused = random
+        return all(_equal(slot, among_others) for slot in slots)
+
+    def _rows(self, count: int, first: int = 0) -> np.ndarray:
+        """Rows of the bank for `count` sequences, in turn, from `first` on, counted from 0."""
+        return 1 + (first + np.arange(count)) % max(1, self._shapes.adapters)
 
     def _shared_alike(self) -> bool:
         """The same steps with every whole block shared, and with none."""
@@ -256,9 +299,14 @@ class Prover:
             shape = tile, bucket, self._shapes.spec.width
             others_RPD = self._rng.normal(size=shape).astype(self._shapes.dtype)
             same_RPD = np.repeat(others_RPD[-1:], tile, axis=0)
+            # the last one is on adapter 1 both times
+            rows_R = self._rows(tile)[::-1]
             same, others = (
-                products(self._shapes.spec, self._fused.layers[0], self._put(x_RPD))
-                for x_RPD in (same_RPD, others_RPD)
+                products(self._shapes.spec, self._fused.layers[0], self._put(x_RPD), row_R)
+                for x_RPD, row_R in (
+                    (same_RPD, self._adapter(np.full(tile, 1))),
+                    (others_RPD, self._adapter(rows_R)),
+                )
             )
             for alike, mixed in zip(map(np.asarray, same), map(np.asarray, others), strict=True):
                 if not (_equal(alike, alike[:1].repeat(tile, 0)) and _equal(mixed[-1], alike[0])):
@@ -271,7 +319,9 @@ class Prover:
         last = self._length - steps - 1
         positions_S = np.linspace(0, last, S).astype(np.int32)
         tokens_S = self._tokens(S)
-        decoded, sampled = self._decode(tokens_S, positions_S, np.full(S, True), steps=steps)
+        decoded, sampled = self._decode(
+            tokens_S, positions_S, np.full(S, True), steps=steps, adapter_S=self._rows(S)
+        )
         tokens_CS = np.concatenate([tokens_S[None], np.asarray(sampled.tokens_CS)[: steps - 1]])
         again = [Extension(slot, int(positions_S[slot]), tokens_CS[:, slot]) for slot in range(S)]
         prompt = [Extension(S // 2, 0, self._tokens(min(self._length, 2 * S + 3)))]
@@ -282,9 +332,16 @@ class Prover:
     def _extend(self, extensions: Sequence[Extension], size: int, first: int) -> Cache:
         """The cache after these extensions, whose first pieces have `first` positions."""
         shapes, cache = self._shapes, self._cache()
+        rows_S = self._adapter(self._rows(shapes.slots))
         for pieces in packed(extensions, shapes.slots, size, first):
-            cache = extend_slots(shapes.spec, self._fused, self._rotary, cache, pieces)
+            cache = extend_slots(shapes.spec, self._fused, self._rotary, cache, pieces, rows_S)
         return cache
+
+    def _adapter(self, rows: np.ndarray | None) -> np.ndarray | None:
+        """Rows of the bank as programs take them: None in an engine without adapters."""
+        if not self._shapes.adapters:
+            return None
+        return (np.zeros(self._shapes.slots) if rows is None else rows).astype(np.int32)
 
     def _tokens(self, count: int) -> np.ndarray:
         return self._rng.integers(0, self._shapes.spec.vocabulary, count).astype(np.int32)
@@ -296,6 +353,7 @@ class Prover:
         *,
         shared: int = 0,
         only: int | None = None,
+        adapter_S: np.ndarray | None = None,
     ) -> Sequence[list[np.ndarray]]:
         """Results of a chunk by slot: tokens, logprobs, reports, and the cache that it left.
 
@@ -306,7 +364,12 @@ class Prover:
         if only is not None:
             active_S = np.arange(shapes.slots) == only
         cache, sampled = self._decode(
-            tokens_S, positions_S, active_S, steps=self._steps, shared=shared
+            tokens_S,
+            positions_S,
+            active_S,
+            steps=self._steps,
+            shared=shared,
+            adapter_S=adapter_S,
         )
         by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
         by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
@@ -322,6 +385,7 @@ class Prover:
         *,
         steps: int,
         shared: int = 0,
+        adapter_S: np.ndarray | None = None,
     ) -> tuple[Cache, Sampled]:
         """The cache after a chunk of `steps` steps, and what it sampled."""
         shapes = self._shapes
@@ -329,6 +393,7 @@ class Prover:
             token_S=tokens_S.astype(np.int32),
             position_S=positions_S.astype(np.int32),
             remaining_S=np.where(active_S, steps, 0).astype(np.int32),
+            adapter_S=self._adapter(adapter_S),
         )
         limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
         return decode_chunk(
@@ -348,6 +413,19 @@ class Prover:
             np.ascontiguousarray(np.broadcast_to(column.astype(dtype), leaf.shape))
         )
         return jax.tree.map(fill, self._shapes.cache, self._columns)
+
+
+def _with_first_adapter_in_every_row(fused: Decoder) -> Decoder:
+    def repeated(leaf: jax.Array) -> jax.Array:
+        axis = leaf.ndim - 3  # of the adapters: behind the parts, where there are some
+        return leaf.take(np.zeros(leaf.shape[axis], np.int32), axis)
+
+    return fused._replace(
+        layers=tuple(
+            layer._replace(adapters=jax.tree.map(repeated, layer.adapters))
+            for layer in fused.layers
+        )
+    )
 
 
 def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:

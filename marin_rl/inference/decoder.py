@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.inference.attention import MASKED, Block, attend, attend_pieces
+from marin_rl.inference.low_rank import additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.weights import (
     Decoder,
@@ -82,12 +83,14 @@ def decode_step(
     tokens_S: Int32[Array, " S"],
     positions_S: Int32[Array, " S"],
     shared: Int32[Array, ""] | None = None,
+    adapter_S: Int32[Array, " S"] | None = None,
 ) -> tuple[Float32[Array, "S V"], Cache]:
     """Logits after `tokens_S`, which stand at `positions_S` (< the cache's length), and the cache.
 
     A slot whose position is negative writes nothing; its logits mean nothing. Below position
     `shared` the caches of every SHARE slots side by side are alike; None, where that is never so,
-    compiles to a smaller program.
+    compiles to a smaller program. `adapter_S` is the row of each slot's adapter, None in an engine
+    that has none.
     """
     x_SD = constrain(_embed(spec, decoder, tokens_S), SLOTS)
     cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
@@ -95,12 +98,12 @@ def decode_step(
     written = []
     for layer, blocks in zip(decoder.layers, cache, strict=True):
         normed = _rms_norm(spec, layer.attention_norm, x_SD)
-        query, key, value = _project(spec, layer, normed, cos_SH, sin_SH)
+        query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
         query = constrain(query, SLOTS, TENSOR)
         blocks = _write(blocks, key, value, positions_S)
         written.append(blocks)
         attended = attend(query, blocks, positions_S, longest, shared)
-        x_SD = constrain(_after_attention(spec, layer, x_SD, attended), SLOTS)
+        x_SD = constrain(_after_attention(spec, layer, x_SD, attended, adapter_S), SLOTS)
     return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
 
 
@@ -142,12 +145,10 @@ def _times(x: Array, matrix: Array, bias: Array | None = None) -> Array:
 
 
 def _project(
-    spec: DecoderSpec, layer: Layer, x: Array, cos: Array, sin: Array
+    spec: DecoderSpec, layer: Layer, x: Array, cos: Array, sin: Array, adapter_N: Array | None
 ) -> tuple[Array, Array, Array]:
     """Query [..., K, G, H], scaled, and key and value [..., K, H], rotated to their positions."""
-    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
-    joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
-    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+    query, key, value = _joined(spec, layer, x, adapter_N)
     if layer.query_norm is not None:
         query = _rms_norm(spec, layer.query_norm, query)
     if layer.key_norm is not None:
@@ -155,7 +156,24 @@ def _project(
     query = _rotate(query, cos[..., None, None, :], sin[..., None, None, :])
     key = _rotate(key, cos[..., None, :], sin[..., None, :])
     # the query is scaled and not the scores: H numbers of each head instead of one per position
-    return query * np.float32(H**-0.5).astype(query.dtype), key, value
+    return query * np.float32(spec.head_size**-0.5).astype(query.dtype), key, value
+
+
+def _joined(
+    spec: DecoderSpec, layer: Layer, x: Array, adapter_N: Array | None
+) -> tuple[Array, Array, Array]:
+    """Query [..., K, G, H], key and value [..., K, H] as projected."""
+    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
+    joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
+    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+    if layer.adapters is None or adapter_N is None:
+        return query, key, value
+    more_query, more_key, more_value = additions(layer.adapters.qkv, x, adapter_N)
+    return (
+        query + more_query.reshape(query.shape),
+        key + more_key.reshape(key.shape),
+        value + more_value.reshape(value.shape),
+    )
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
@@ -191,19 +209,45 @@ def _spread(block: Block) -> Block:
     return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
 
 
-def _after_attention(spec: DecoderSpec, layer: Layer, x: Array, attended: Array) -> Array:
+def _after_attention(
+    spec: DecoderSpec, layer: Layer, x: Array, attended: Array, adapter_N: Array | None
+) -> Array:
     """Output projection, MLP, and their residuals."""
-    out = _times(attended, layer.output, layer.output_bias)
+    out = _output(layer, attended, adapter_N)
     if layer.after_attention_norm is not None:
         out = _rms_norm(spec, layer.after_attention_norm, out)
     x = x + out
     normed = _rms_norm(spec, layer.mlp_norm, x)
-    gate, up = split_gate_up(_times(normed, layer.gate_up, layer.gate_up_bias))
+    gate, up = _gate_and_up(layer, normed, adapter_N)
     activate = ActivationFunctionEnum(spec.activation).to_jax_fn()
-    out = _times(activate(gate) * up, layer.down, layer.down_bias)
+    out = _down(layer, activate(gate) * up, adapter_N)
     if layer.after_mlp_norm is not None:
         out = _rms_norm(spec, layer.after_mlp_norm, out)
     return x + out
+
+
+def _output(layer: Layer, attended: Array, adapter_N: Array | None) -> Array:
+    out = _times(attended, layer.output, layer.output_bias)
+    if layer.adapters is None or adapter_N is None:
+        return out
+    (more,) = additions(layer.adapters.output, attended, adapter_N)
+    return out + more
+
+
+def _gate_and_up(layer: Layer, x: Array, adapter_N: Array | None) -> tuple[Array, Array]:
+    gate, up = split_gate_up(_times(x, layer.gate_up, layer.gate_up_bias))
+    if layer.adapters is None or adapter_N is None:
+        return gate, up
+    more_gate, more_up = additions(layer.adapters.gate_up, x, adapter_N)
+    return gate + more_gate, up + more_up
+
+
+def _down(layer: Layer, inner: Array, adapter_N: Array | None) -> Array:
+    out = _times(inner, layer.down, layer.down_bias)
+    if layer.adapters is None or adapter_N is None:
+        return out
+    (more,) = additions(layer.adapters.down, inner, adapter_N)
+    return out + more
 
 
 def prefill(
@@ -214,6 +258,7 @@ def prefill(
     tokens_RP: Int32[Array, "R P"],
     rows: Int32[Array, ""],
     source_S: Int32[Array, " S"],
+    adapter_R: Int32[Array, " R"] | None = None,
 ) -> Cache:
     """Run the first `rows` prompts and copy the cache of prompt `source_S[s]` into each slot s.
 
@@ -233,7 +278,10 @@ def prefill(
     def body(index, buffer):
         start = index * tile
         tokens = jax.lax.dynamic_slice_in_dim(tokens_RP, start, tile)
-        _, pairs = _prefill_tile(spec, decoder, rotary, tokens)
+        adapter = None
+        if adapter_R is not None:
+            adapter = jax.lax.dynamic_slice_in_dim(adapter_R, start, tile)
+        _, pairs = _prefill_tile(spec, decoder, rotary, tokens, adapter)
         return jax.tree.map(
             lambda rows_R, tile_R: jax.lax.dynamic_update_slice_in_dim(rows_R, tile_R, start, 0),
             buffer,
@@ -258,17 +306,22 @@ class Pieces(NamedTuple):
 
 
 def extend(
-    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, cache: Cache, pieces: Pieces
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    cache: Cache,
+    pieces: Pieces,
+    adapter_S: Int32[Array, " S"] | None = None,
 ) -> Cache:
     """Write the first `steps` steps of pieces into the cache, each slot after what it has there.
 
     The products have the shapes of `decode_step` where N x T is the number of slots, whose bits
-    these positions then have: as if their tokens had been sampled.
+    these positions then have: as if their tokens had been sampled. `adapter_S` is as there.
     """
 
     def body(index, cache):
         at = [jax.lax.dynamic_index_in_dim(jnp.asarray(a), index, 0, False) for a in pieces[:3]]
-        return _extend_step(spec, decoder, rotary, cache, *at)
+        return _extend_step(spec, decoder, rotary, cache, adapter_S, *at)
 
     return jax.lax.fori_loop(0, pieces.steps, body, cache)
 
@@ -278,25 +331,27 @@ def _extend_step(
     decoder: Decoder,
     rotary: Rotary,
     cache: Cache,
+    adapter_S: Array | None,
     tokens_NT: Array,
     positions_NT: Array,
     slot_N: Array,
 ) -> Cache:
     positions_M = positions_NT.reshape(-1)
     slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
+    adapter_M = None if adapter_S is None else adapter_S[slot_M]
     x_MD = _embed(spec, decoder, tokens_NT.reshape(-1))
     cos_MH, sin_MH = rotary.cos[positions_M], rotary.sin[positions_M]
     written = []
     for index, (layer, blocks) in enumerate(zip(decoder.layers, cache, strict=True)):
         normed = _rms_norm(spec, layer.attention_norm, x_MD)
-        query, key, value = _project(spec, layer, normed, cos_MH, sin_MH)
+        query, key, value = _project(spec, layer, normed, cos_MH, sin_MH, adapter_M)
         # all pieces before any attention: a later piece of a slot reads an earlier one of this step
         blocks = _write_at(blocks, key, value, slot_M, positions_M)
         written.append(blocks)
         # the cache needs the last layer's keys and values, but not its output
         if index < spec.layers - 1:
             attended = attend_pieces(query, blocks, slot_N, positions_M)
-            x_MD = _after_attention(spec, layer, x_MD, attended)
+            x_MD = _after_attention(spec, layer, x_MD, attended, adapter_M)
     return tuple(written)
 
 
@@ -326,6 +381,7 @@ def _prefill_tile(
     decoder: Decoder,
     rotary: Rotary,
     tokens_RP: Array,
+    adapter_R: Array | None,
     *,
     last_layer: bool = False,
 ) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
@@ -339,38 +395,44 @@ def _prefill_tile(
     pairs = []
     for index, layer in enumerate(decoder.layers):
         normed = _rms_norm(spec, layer.attention_norm, x)
-        query, key, value = _project(spec, layer, normed, cos, sin)
+        query, key, value = _project(spec, layer, normed, cos, sin, adapter_R)
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
         if last_layer or index < spec.layers - 1:
-            x = _after_attention(spec, layer, x, _attend_causally(query, keys, values))
+            attended = _attend_causally(query, keys, values)
+            x = _after_attention(spec, layer, x, attended, adapter_R)
     return x, tuple(pairs)
 
 
 def prompt_products(
-    spec: DecoderSpec, layer: Layer, x_RPD: Float[Array, "R P D"]
+    spec: DecoderSpec,
+    layer: Layer,
+    x_RPD: Float[Array, "R P D"],
+    adapter_R: Int32[Array, " R"] | None = None,
 ) -> tuple[Array, ...]:
     """Every product of `layer` on a tile of prompts, each of what the one before gave.
 
     For trials of whether a row's bits depend on the others: products are all that the shapes of a
     tile can change, and norms, rotations and activations between them are left out.
     """
-    R, P, _ = x_RPD.shape
-    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
-    joined = _times(x_RPD, layer.qkv).reshape(R, P, K, G + 2, H)
-    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+    layer = layer._replace(qkv_bias=None, output_bias=None, gate_up_bias=None, down_bias=None)
+    query, key, value = _joined(spec, layer, x_RPD, adapter_R)
     attended = _attend_causally(query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2))
-    out = _times(attended, layer.output)
-    gate, up = split_gate_up(_times(out, layer.gate_up))
-    return joined, attended, out, gate, up, _times(gate * up, layer.down)
+    out = _output(layer, attended, adapter_R)
+    gate, up = _gate_and_up(layer, out, adapter_R)
+    return query, key, value, attended, out, gate, up, _down(layer, gate * up, adapter_R)
 
 
 def hidden_states(
-    spec: DecoderSpec, decoder: Decoder, rotary: Rotary, tokens_RP: Int32[Array, "R P"]
+    spec: DecoderSpec,
+    decoder: Decoder,
+    rotary: Rotary,
+    tokens_RP: Int32[Array, "R P"],
+    adapter_R: Int32[Array, " R"] | None = None,
 ) -> Float[Array, "R P D"]:
     """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
-    return _prefill_tile(spec, decoder, rotary, tokens_RP, last_layer=True)[0]
+    return _prefill_tile(spec, decoder, rotary, tokens_RP, adapter_R, last_layer=True)[0]
 
 
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:

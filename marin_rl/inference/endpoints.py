@@ -1,7 +1,9 @@
 """Remote endpoints: sending them a checkpoint's weights, and the model id that they then serve.
 
 The weights travel as a Hugging Face folder on a file system that trainer and endpoints share, and
-each endpoint loads it on request. The canary proves that it did.
+each endpoint loads it on request. Of an adapter run only the adapter travels, as a PEFT folder,
+under a name for each version: prefix caches of servers are keyed by it. The canary proves that the
+endpoint samples with them.
 """
 
 import asyncio
@@ -12,22 +14,29 @@ from pathlib import Path
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError, StalePolicy
+from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_adapters
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
-from marin_rl.storage.runs import Run, round_name
+from marin_rl.storage.runs import Run, round_name, round_of
 from marin_rl.storage.stores.local import check_way
 
 Save = Callable[[Path], None]
+
+# Versions whose adapters stay at the endpoints: this round's, and the one before, on which
+# requests of other workers may still run.
+ADAPTERS_KEPT = 2
 
 
 def publish(run: Run, version: int, digest: str, save: Save) -> str:
     """Make every endpoint of a run serve these parameters; the model id they answer to.
 
-    `save` writes them as a Hugging Face folder. Without `inference.publish`, endpoints must serve
-    the model already. Raises StalePolicy where they do not, ConfigError without a shared folder,
-    and what the client raises.
+    `save` writes them as a Hugging Face folder, with `publish: lora_adapter` as a PEFT folder.
+    Without `inference.publish`, endpoints must serve the model already. Raises StalePolicy where
+    they do not, ConfigError without a shared folder, and what the client raises.
     """
     inference = run.config.inference
+    if inference.publish == "lora_adapter":
+        return asyncio.run(_load_adapter(run, version, digest, save))
     if inference.publish == "update_weights_from_disk":
         folder = _exported(run, version, digest, save)
         asyncio.run(_update(inference, folder, version, digest))
@@ -58,6 +67,35 @@ def _exports(run: Run) -> Path:
         )
     check_way(local / "below", "exports/below")
     return local.resolve()
+
+
+async def _load_adapter(run: Run, version: int, digest: str, save: Save) -> str:
+    """Unload what no request needs any more, then load this version under a name of its own."""
+    inference = run.config.inference
+    name = served_model_id(inference.model, version, digest)
+    old = _adapters_before(run, version)
+    async with _client(inference, inference.model) as client:
+        # first, so that there is room; only names of this run, for others may share the endpoints
+        await unload_adapters(client, old)
+        adapter = NewAdapter(
+            name=name,
+            folder=str(_exported(run, version, digest, save)),
+            weight_version=version,
+            parameters_digest=digest,
+        )
+        return await load_adapter(client, adapter, inference.model)
+
+
+def _adapters_before(run: Run, version: int) -> list[str]:
+    """Names of the adapters that this run has exported, but for the last ones."""
+    folders = [path.name for path in _exports(run).glob("round-*-*") if path.is_dir()]
+    parts = [name.rpartition("-") for name in folders]
+    versions = [(round_of(name), digest) for name, _, digest in parts]
+    return [
+        served_model_id(run.config.inference.model, other, digest)
+        for other, digest in versions
+        if other is not None and other + ADAPTERS_KEPT <= version
+    ]
 
 
 async def _update(inference: InferenceConfig, folder: Path, version: int, digest: str) -> None:

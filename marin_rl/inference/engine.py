@@ -15,7 +15,8 @@
 8. `RunningBatch.advance` appends the chunk to its sequences and finds those that ended (`batch`);
    `_emit` calls the listeners, and resolves the requests that are complete.
 
-New weights (`swap`) take the old ones' place between two steps, by a change of reference. Leaves
+New weights (`swap`) take the old ones' place between two steps, by a change of reference, and
+adapters are written into their bank there (`adapter_loads`). Leaves
 out what is computed (`runner` and what it calls) and HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
@@ -42,7 +43,8 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
-from marin_rl.errors import InferenceError
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.adapter_loads import AdapterLoads
 from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
 from marin_rl.inference.batch_invariance import Invariance
@@ -143,13 +145,17 @@ class Engine:
         self._policy = self._runner.policy(model, weight_version, parameters_digest)
         runner = self._runner
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
-        self._batch = RunningBatch(config.slots, self.spec.vocabulary, decode, extras)
+        has_adapters = runner.bank is not None
+        self._batch = RunningBatch(
+            config.slots, self.spec.vocabulary, decode, extras, has_adapters=has_adapters
+        )
         self._queue = JobQueue()
         # requests whose futures are not resolved yet, queued or running
         self._in_flight: dict[Job, None] = {}
         self._chunk_tokens = config.slots * config.chunk_steps
         self._some_cancelled = False
         self._changed = threading.Condition()
+        self.adapters = AdapterLoads(runner.bank, runner.bank_sizes, self._changed, self._in_flight)
         self._closing = False
         self._paused = False
         self._in_step = False
@@ -219,7 +225,8 @@ class Engine:
         the policy that will draw their first tokens; an exception in it fails the request before
         that.
 
-        Raises InputError for a request that could never be served, InferenceError once closed.
+        Raises InputError for a request that could never be served, AdapterGone for one on an
+        adapter that is not loaded, InferenceError once closed.
         """
         self._bounds.check(request)
         seed = request.sampling.seed
@@ -235,6 +242,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
+            job.adapter = self.adapters.get(request.adapter)
             self._queue.append(job)
             self._in_flight[job] = None
             # the caches are wanted again: a sleep that was asked for before this request is void
@@ -256,12 +264,14 @@ class Engine:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
 
         Requests that are queued or running go on. Raises, and keeps the old weights: InputError for
-        a model of another shape, VersionInUse for other weights of the same version while requests
-        run, which could not tell the tokens of one from those of the other.
+        a model of another shape, or where adapters are loaded on other weights; VersionInUse for
+        other weights of the same version while requests run, which could not tell the tokens of one
+        from those of the other.
         """
         policy = self._runner.policy(model, weight_version, parameters_digest)
         with self._changed:
             self._check_version(policy)
+            self._check_adapters(policy)
             self._policy = policy
             self.stats.swaps += 1
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
@@ -277,6 +287,15 @@ class Engine:
                 f"requests are running on other weights of version {old.weight_version} (expected "
                 f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
                 "another version"
+            )
+
+    def _check_adapters(self, policy: Policy) -> None:
+        ours, theirs = policy.parameters_digest, self._policy.parameters_digest
+        names = {one.name for one in (*self.adapters.loaded, *self.adapters.in_use)}
+        if names and ours != theirs:
+            raise InputError(
+                f"adapters are loaded on the weights {theirs[:16]} ({', '.join(sorted(names))}): "
+                f"unload them, and wait for their requests, before {ours[:16]} take their place"
             )
 
     def pause(self) -> None:
@@ -351,12 +370,14 @@ class Engine:
                 self._in_step = False
                 self._changed.notify_all()
                 self._fail(list(self._in_flight), "the engine was closed")
+                self.adapters.close()
 
     def _wait_for_work(self) -> bool:
         """Wait for requests, and for the end of a pause; False once the engine closes."""
         with self._changed:
             while not self._closing:
                 self._drop_cancelled()
+                self.adapters.write()
                 if self._paused or not (self._queue or self._batch.active):
                     self._idle()
                     continue
@@ -405,6 +426,8 @@ class Engine:
         with self._changed:
             policy = self._policy
             self._drop_cancelled()
+            # before anything is planned: requests may wait for what is written here
+            self.adapters.write()
             busy, tokens = self._batch.active > 0, PREFILL_CHUNKS * self._chunk_tokens
             budget = tokens if busy else math.inf
             lanes, bucket = self._runner.lanes, self._runner.bucket
@@ -448,7 +471,7 @@ class Engine:
             if job.on_scheduled is None or job.future.cancelled():
                 continue
             try:
-                job.on_scheduled(policy)
+                job.on_scheduled(policy.with_adapter(job.adapter))
             except Exception as error:  # noqa: BLE001 - a callback of the caller
                 self._fail([job], "it was refused when it got a slot", error)
 
@@ -493,7 +516,9 @@ class Engine:
 
     def _score_prompt(self, policy: Policy, job: Job) -> None:
         request = job.request
-        job.prompt_scores = self._runner.score(policy, request.prompt_ids, request.top_logprobs)
+        job.prompt_scores = self._runner.score(
+            policy, request.prompt_ids, request.top_logprobs, job.row
+        )
         job.scored_by = policy.key
         self.stats.scored_prompts += 1
 
@@ -501,12 +526,12 @@ class Engine:
         """Run each new prompt once in a lane, and copy its cache to where else it starts."""
         started = time.monotonic()
         if plan.prompts:
-            self._runner.prefill(policy, plan.prompts)
+            self._runner.prefill(policy, plan.prompts, self._batch.inputs.adapter_S)
             prompts = [ids for own in plan.prompts.values() for ids, _ in own]
             self.stats.prefilled_prompts += len(prompts)
             self.stats.prefilled_tokens += sum(map(len, prompts))
         if plan.extensions:
-            self._runner.extend(policy, plan.extensions)
+            self._runner.extend(policy, plan.extensions, self._batch.inputs.adapter_S)
             self.stats.prefilled_prompts += len(plan.extensions)
             self.stats.prefilled_tokens += sum(len(one.token_ids) for one in plan.extensions)
         self.stats.cached_tokens += plan.cached_tokens
@@ -568,11 +593,13 @@ class Engine:
         if job.request.score_prompt and job.scored_by is not policy.key:
             self._score_prompt(policy, job)  # scores in the result are by the weights it names
         now = time.monotonic()
+        policy = policy.with_adapter(job.adapter)
         version = policy.weight_version
         result = GenerationResult(
             samples=tuple(running.sample(version) for _, running in sorted(job.finished.items())),
             weight_version=version,
             parameters_digest=policy.parameters_digest,
+            adapter_name=policy.adapter_name,
             queue_s=job.started_at - job.submitted_at,
             prefill_s=job.prefilled_at - job.started_at,
             decode_s=now - job.prefilled_at,

@@ -52,8 +52,8 @@ class GenerationRequest:
     `top_logprobs` asks for that many likeliest tokens for each sampled one, `raw_logprobs` for
     logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
     of the sampling distribution, `score_prompt` for those of the prompt's tokens; only with it may
-    `sampling.max_tokens` be 0. `adapter` is the index of the adapter to sample with: 0 is the base
-    model, the only one there is today.
+    `sampling.max_tokens` be 0. `adapter` is the number of the load of the adapter to sample with
+    (`Engine.load_adapter`); 0 is the base model.
     """
 
     prompt_ids: Int32[np.ndarray, " P"]
@@ -78,6 +78,7 @@ class Delta:
 
     Logprobs are as in `Sample`. `finish_reason` is empty while the sample goes on. A sample's first
     delta has the prompt's scores where they were asked for, those of the policy that is named here.
+    `adapter_name` is empty for the base model.
     """
 
     index: int
@@ -90,6 +91,7 @@ class Delta:
     parameters_digest: str
     finish_reason: str
     prompt_scores: "PromptScores | None" = None
+    adapter_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,3 +143,4 @@ class GenerationResult:
     decode_s: float
     prompt_scores: PromptScores | None = None
     cached_tokens: int = 0
+    adapter_name: str = ""  # empty: the base model

@@ -118,6 +118,7 @@ def score_tokens(
     rotary: Rotary,
     tokens_P: Int32[Array, " P"],
     wants_top: Bool[Array, ""],
+    adapter: Int32[Array, "1"] | None = None,
     *,
     spec: DecoderSpec,
 ) -> tuple[Float32[Array, " P"], Int32[Array, "P K"], Float32[Array, "P K"]]:
@@ -125,7 +126,7 @@ def score_tokens(
 
     The last position's logprob means nothing; without `wants_top` the others are zeros.
     """
-    hidden_PD = decoder.hidden_states(spec, fused, rotary, tokens_P[None])[0]
+    hidden_PD = decoder.hidden_states(spec, fused, rotary, tokens_P[None], adapter)[0]
     P, V = len(tokens_P), spec.vocabulary
     # A divisor of both: tiles of one shape need no padding and one program.
     T = math.gcd(P, tile_length(V))

@@ -131,6 +131,7 @@ def decode_chunk(
             # a negative position writes nothing: the cache of an ended row may still be shared
             jnp.where(active_S, state.position_S, -1),
             jnp.asarray(limits.shared) if sharing else None,
+            None if inputs.adapter_S is None else jnp.asarray(inputs.adapter_S),
         )
         past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
         drawn = sample(adjust(logits, extras.params, past), inputs.sampling, uniform_CS[index])

@@ -1,9 +1,9 @@
 """The engine's compiled programs, and the arrays that they run on.
 
 Owns where arrays lie, the lanes' caches, the rotary table, the fused weights while there is work,
-and the calls: prefill, copies between sequence slots, a chunk of decoding, the scoring of a prompt.
-Leaves out what the programs compute (`programs`, `logprobs`), whose tokens these are (`batch`) and
-when anything runs (`engine`). Used by the engine's thread alone.
+the bank of adapters, and the calls: prefill, copies between sequence slots, a chunk of decoding,
+the scoring of a prompt. Leaves out what the programs compute (`programs`, `logprobs`), whose tokens
+these are (`batch`) and when anything runs (`engine`). Used by the engine's thread alone.
 
 Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket.
 """
@@ -31,6 +31,14 @@ from marin_rl.cpu_streams import (
 )
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
+from marin_rl.inference.adapters import (
+    AdapterBank,
+    Bank,
+    BankSizes,
+    LoadedAdapter,
+    bank_shapes,
+    with_bank,
+)
 from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch import Chunk, SlotInputs, WeightsKey
 from marin_rl.inference.batch_invariance import (
@@ -65,10 +73,14 @@ from marin_rl.machine import give_back_freed_memory
 # little.
 BUCKET_MIN = 16
 
+# Rank that an engine with adapters has room for where its configuration names none.
+ADAPTER_RANK = 16
+
 _log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
+SlotAdapters = Int32[np.ndarray | jax.Array, " S"]  # rows of the bank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +91,18 @@ class Policy:
     weight_version: int
     parameters_digest: str
     key: WeightsKey
+    adapter_name: str = ""  # empty: the base model
+
+    def with_adapter(self, adapter: LoadedAdapter | None) -> "Policy":
+        """The policy of requests on an adapter: its identity, over the same weights."""
+        if adapter is None:
+            return self
+        return replace(
+            self,
+            weight_version=adapter.weight_version,
+            parameters_digest=adapter.parameters_digest,
+            adapter_name=adapter.name,
+        )
 
 
 class Runner:
@@ -110,6 +134,9 @@ class Runner:
         self._context_length = context_length
         self._dtype = dtype
         self._fused: tuple[object, Decoder] | None = None
+        self.bank: AdapterBank | None = None
+        self.bank_sizes = sizes_of(config)
+        self._mlp_width = weights.layers.gate.weight.shape[1]
         shapes = self._shapes()
         self.length = decoder.cache_length(shapes.cache)
         self.buckets = _buckets(self.length)
@@ -119,6 +146,9 @@ class Runner:
         if not on_mesh:
             self.invariance = invariance_of(shapes, lambda: self._prove(shapes, weights))
             self._fall_back()
+        if self.bank_sizes.adapters:
+            masked = self.bank_sizes.masked and (on_mesh or self.invariance.adapters)
+            self.bank = AdapterBank(self._bank_shapes(masked=masked), self.put)
         several = self.lanes.count > 1
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
@@ -140,7 +170,13 @@ class Runner:
             sharing=self._can_share,
             dtype=self._dtype.name,
             prefix_cache=bool(self._config.prefix_cache),
+            adapters=self.bank_sizes.adapters,
+            adapter_rank=self.bank_sizes.rank,
         )
+
+    def _bank_shapes(self, *, masked: bool) -> Bank:
+        sizes = self.bank_sizes
+        return bank_shapes(self.spec, sizes, self._mlp_width, self._dtype, masked=masked)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -155,11 +191,19 @@ class Runner:
             fused = random_weights(jax.eval_shape(fuse, weights), self.put)
         else:  # a second copy would cost too much memory
             fused = fuse(weights)
-        outcome = Prover(shapes, fused, self._rotary, self.buckets, self.put).prove()
+        outcome = self._outcome(shapes, fused, masked=self.bank_sizes.masked)
+        if self.bank_sizes.masked and self.bank_sizes.adapters and not outcome.adapters:
+            outcome = replace(self._outcome(shapes, fused, masked=False), adapters=False)
         # the last reference, without which its memory is not free to be given back
         del fused
         give_back_freed_memory()
         return outcome
+
+    def _outcome(self, shapes: Shapes, fused: Decoder, *, masked: bool) -> Invariance:
+        """The trials' outcome, with random adapters where the engine has room for some."""
+        if shapes.adapters:
+            fused = with_bank(fused, random_weights(self._bank_shapes(masked=masked), self.put))
+        return Prover(shapes, fused, self._rotary, self.buckets, self.put).prove()
 
     def _fall_back(self) -> None:
         """Compute one by one what has other bits side by side on this machine."""
@@ -182,6 +226,8 @@ class Runner:
         if not self.invariance.prompts and self._config.prefill_rows > 1:
             _log.warning("prompts side by side have other bits than alone: one is run at a time")
             self._config = self._config.model_copy(update={"prefill_rows": 1})
+        if self.bank_sizes.adapters and self.bank_sizes.masked and not self.invariance.adapters:
+            _log.warning("an adapter has other bits in another row: slots read one at a time")
 
     def put(self, arrays: Tree) -> Tree:
         """The same arrays, replicated on every device that the programs run on."""
@@ -217,11 +263,12 @@ class Runner:
         self.decode(policy, inputs, extras, nothing)
         if self.keeps_prefixes:
             nowhere = Extension(0, -1, np.zeros(1, np.int32))
-            self.extend(policy, [nowhere])
+            self.extend(policy, [nowhere], inputs.adapter_S)
             give_back_freed_memory()
         for bucket in reversed(self.buckets):
             if not self.keeps_prefixes:
-                self.prefill(policy, {(bucket, 0): [(np.zeros(0, np.int32), [])]})
+                nothing_to_run = {(bucket, 0): [(np.zeros(0, np.int32), [])]}
+                self.prefill(policy, nothing_to_run, inputs.adapter_S)
             self.score(policy, np.zeros(bucket, np.int32), 0)
             give_back_freed_memory()
         self.copy([(0, 0)])
@@ -245,8 +292,13 @@ class Runner:
         """The padded length of a prompt of `length` tokens."""
         return next(size for size in self.buckets if size >= length)
 
-    def prefill(self, policy: Policy, prompts: Prompts) -> None:
-        """Run prompts, by bucket and lane, each into the cache of its slots, all in that lane."""
+    def prefill(
+        self, policy: Policy, prompts: Prompts, adapter_S: SlotAdapters | None = None
+    ) -> None:
+        """Run prompts, by bucket and lane, each into the cache of its slots, all in that lane.
+
+        They are computed with the adapter of these slots.
+        """
         self._wake()
         fused = self._decoder(policy)
         # by bucket and lane: the order of programs does not depend on that of the requests
@@ -260,19 +312,29 @@ class Runner:
             for bucket, own in shares[lane]:
                 rows = self._config.prefill_rows
                 for start in range(0, len(own), rows):
-                    self._prefill(fused, lane, bucket, own[start : start + rows])
+                    self._prefill(fused, lane, bucket, own[start : start + rows], adapter_S)
 
         self._in_lanes(run)
 
-    def _prefill(self, fused: Decoder, lane: int, bucket: int, prompts: list[Prompt]) -> None:
+    def _prefill(
+        self,
+        fused: Decoder,
+        lane: int,
+        bucket: int,
+        prompts: list[Prompt],
+        adapter_S: SlotAdapters | None,
+    ) -> None:
         # always this many, however few prompts: another number is another program with other last
         # bits
         rows = self._config.prefill_rows
         tokens_RP = np.zeros((rows, bucket), np.int32)
         source_S = np.full(self._config.slots, rows, np.int32)  # `rows`: the slot takes no prompt
+        adapter_R = None if adapter_S is None else np.zeros(rows, np.int32)
         for row, (tokens, slots) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
             source_S[slots] = row
+            if adapter_R is not None and adapter_S is not None and slots:
+                adapter_R[row] = adapter_S[slots[0]]
         self._caches[lane] = prefill_slots(
             self.spec,
             fused,
@@ -281,9 +343,15 @@ class Runner:
             tokens_RP,
             np.int32(len(prompts)),
             self.lanes.part(lane, source_S),
+            adapter_R,
         )
 
-    def extend(self, policy: Policy, extensions: Sequence[Extension]) -> None:
+    def extend(
+        self,
+        policy: Policy,
+        extensions: Sequence[Extension],
+        adapter_S: SlotAdapters | None = None,
+    ) -> None:
         """Write tokens into the caches of slots, each after what it has in its cache."""
         self._wake()
         fused, size = self._decoder(policy), self.lanes.size
@@ -296,8 +364,9 @@ class Runner:
                 if self.lanes.of(one.seq_slot) == lane
             ]
             for pieces in packed(own, size, piece):
+                adapters = self.lanes.part(lane, adapter_S)
                 self._caches[lane] = extend_slots(
-                    self.spec, fused, self._rotary, self._caches[lane], pieces
+                    self.spec, fused, self._rotary, self._caches[lane], pieces, adapters
                 )
             # else the thread would end at once, and the lanes run one by one
             jax.block_until_ready(self._caches[lane])
@@ -363,8 +432,13 @@ class Runner:
         with self._placement.active():  # of a mesh, which has one lane, in this very thread
             return side_by_side(run, self.lanes.count, self._threads)
 
-    def score(self, policy: Policy, prompt: Int32[np.ndarray, " p"], top: int) -> PromptScores:
-        """Logprobs of a prompt's tokens and the `top` likeliest, by a forward pass of their own."""
+    def score(
+        self, policy: Policy, prompt: Int32[np.ndarray, " p"], top: int, row: int = 0
+    ) -> PromptScores:
+        """Logprobs of a prompt's tokens and the `top` likeliest, by a forward pass of their own.
+
+        `row` is that of the adapter in the bank.
+        """
         tokens_P = np.zeros(self.bucket(len(prompt)), np.int32)
         tokens_P[: len(prompt)] = prompt
         with self._placement.active():
@@ -374,6 +448,7 @@ class Runner:
                 tokens_P,
                 # data and not static: prompts with and without the likeliest tokens are one program
                 np.bool_(top > 0),
+                None if self.bank is None else np.full(1, row, np.int32),
                 spec=self.spec,
             )
         chosen_P, ids_PK, top_PK = map(np.asarray, scored)
@@ -416,7 +491,7 @@ class Runner:
             with self._placement.active():
                 fused = fused_weights(self.spec, policy.weights, self._dtype)
             self._fused = policy.key, fused
-        return self._fused[1]
+        return with_bank(self._fused[1], None if self.bank is None else self.bank.arrays)
 
     def forget_nonfinite(self) -> None:
         """Replace what is not a number: in a masked position it would spoil the next sequence."""
@@ -430,6 +505,13 @@ class Runner:
         slots, length = self.lanes.size, self._context_length
         cache = decoder.empty_cache(self.spec, slots, length, self._dtype)
         return self._placement.place(cache, SLOTS, TENSOR)
+
+
+def sizes_of(config: EngineConfig) -> BankSizes:
+    """Room for adapters that a configuration asks for."""
+    if not config.adapters_max:
+        return BankSizes()
+    return BankSizes(adapters=config.adapters_max, rank=config.adapter_rank_max or ADAPTER_RANK)
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

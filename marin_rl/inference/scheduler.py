@@ -31,24 +31,15 @@ from marin_rl.inference.pieces import Extension
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBounds:
-    """Limits of an engine: token ids, tokens of prompt and completion, stop tokens, adapters.
-
-    Adapter 0 is the base model.
-    """
+    """Limits of an engine: token ids, tokens of prompt and completion, stop tokens."""
 
     vocabulary: int
     context_length: int
     stop_tokens: int
     has_decode: bool
-    adapters: int = 1
 
     def check(self, request: GenerationRequest) -> None:
         """Raise InputError for a request that could never be served."""
-        if not 0 <= request.adapter < self.adapters:
-            raise InputError(
-                f"expected an adapter from 0 to {self.adapters - 1}, the ones that are loaded, "
-                f"found {request.adapter}"
-            )
         self._check_lengths(request)
         self._check_stops(request)
         self._check_bias(request)
@@ -222,7 +213,7 @@ def schedule(
         if scores_only:
             queue.take(job.waiting)
             continue
-        key = PrefixKey(job.key, weights, job.request.adapter)
+        key = PrefixKey(job.key, weights, job.load)
         # looked up before the new slots, whose caches are not computed yet, are among them
         cached = {prefix.lane: prefix for prefix in batch.cached(key)}
         first, start = _continue(plan, job, lanes, free, {} if cached else kept)
@@ -255,7 +246,7 @@ def _free_and_kept(
     kept = {
         job: match
         for job in islice(queue, len(free))
-        if (match := batch.kept_for(job.request, weights)) is not None
+        if (match := batch.kept_for(job, weights)) is not None
     }
     wanted = {seq_slot for seq_slot, _ in kept.values()}
     return _by_lane(lanes, sorted(free, key=wanted.__contains__)), kept

@@ -30,6 +30,7 @@ from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, Qwen
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
+from marin_rl.inference.low_rank import LayerAdapters
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
 
 
@@ -100,6 +101,7 @@ class Layer(NamedTuple):
 
     Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
     mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.
+    `adapters` is None in an engine that has none.
     """
 
     qkv: Float[Array, "out D"]
@@ -116,6 +118,7 @@ class Layer(NamedTuple):
     key_norm: Norm | None
     after_attention_norm: Norm | None
     after_mlp_norm: Norm | None
+    adapters: LayerAdapters | None = None
 
 
 class Ends(NamedTuple):

@@ -14,7 +14,7 @@ from marin_rl.lora.adapter import (
     merged_weight,
     policy_digest,
 )
-from marin_rl.lora.peft import read_peft, write_peft
+from marin_rl.lora.peft import check_adapter_folder, read_peft, write_peft
 from marin_rl.lora.spec import (
     ALL_LINEAR,
     LinearShape,
@@ -37,6 +37,7 @@ __all__ = [
     "a_name",
     "adapter_of",
     "b_name",
+    "check_adapter_folder",
     "check_adapter_name",
     "initial_arrays",
     "linear_shapes",

@@ -80,6 +80,15 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
     return adapter_of(modules, arrays, shapes)
 
 
+def check_adapter_folder(folder: Path) -> None:
+    """Raise InputError for a folder without the two files of an adapter."""
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise InputError(
+            f"no adapter at {folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as "
+            "PEFT's save_pretrained writes it"
+        )
+
+
 def _by_name(shapes: Shapes) -> dict[str, str]:
     return {module_name(path): path for path in linear_shapes(shapes)}
 
@@ -89,11 +98,7 @@ def _by_name(shapes: Shapes) -> dict[str, str]:
 
 def _checked_config(folder: Path) -> Mapping[str, Any]:
     """Read adapter_config.json. Raises InputError for what cannot be computed as it says."""
-    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
-        raise InputError(
-            f"no adapter at {folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as "
-            "PEFT's save_pretrained writes it"
-        )
+    check_adapter_folder(folder)
     check_model_folder(folder)
     file = folder / CONFIG_FILE
     config = read_object(file)

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.client.protocol import MODELS_ROUTE
+from marin_rl.serving.api.adapter_routes import adapter_routes
 from marin_rl.serving.api.admin import admin_routes
 from marin_rl.serving.api.chat import chat_routes
 from marin_rl.serving.api.completions import completions_routes
@@ -58,6 +59,7 @@ class Application:
             *tokens_routes(service),
             *sglang_routes(service),
             *admin_routes(service),
+            *adapter_routes(service),
         )
         self._exact = {route.path: route for route in self.routes if not route.param_convertors}
         self._router = Router(list(self.routes))
@@ -126,7 +128,7 @@ def server_routes(service: Service) -> list[ApiRoute]:
             "created": service.created,
             "owned_by": "marin-rl",
             "root": service.name,
-            "parent": None if model == service.name else service.name,
+            "parent": service.parent_of(model),
             "max_model_len": service.engine.context_length,
         }
 

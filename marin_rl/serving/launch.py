@@ -8,16 +8,20 @@ Inside a run the server lives in the flow's process instead and takes the traine
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
+from marin_rl.errors import ConfigError
+from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.canary import rehearse
@@ -31,8 +35,15 @@ from marin_rl.serving.weights.checkpoint_loader import (
 from marin_rl.serving.weights.weight_updates import POLL_S, canary_ids, following
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
-from marin_rl.training.model import LmHeadModel, load_hf, parameters_digest
+from marin_rl.training.model import LmHeadModel, load_hf, parameter_shapes, parameters_digest
 from marin_rl.types import ServedPolicy, SlotRef
+
+# Adapters that a server which is given some has room for, and the step of their rank: rows of the
+# bank are then whole vectors of the processor.
+ADAPTERS_ROOM = 4
+RANK_STEP = 8
+
+NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
 
 def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
@@ -43,15 +54,17 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     port: int,
     *,
     config: Config | None = None,
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
     follow: bool = False,
     poll_s: float | int = POLL_S,
     report: Report | None = None,
 ) -> int:
     """Serve a committed checkpoint of a run (default: the latest); the process's exit code.
 
-    Of `config` the section `inference` counts, else the run's own. With `follow`, every later
-    checkpoint takes the place of the one before as it is committed. Raises ObjectMissing where
-    the checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
+    Of `config` the section `inference` counts, else the run's own. `adapters` are PEFT folders by
+    name. With `follow`, every later checkpoint takes the place of the one before as it is
+    committed, which it cannot while adapters are loaded on it. Raises ObjectMissing where the
+    checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
     of its manifest, InferenceError where the engine decodes something else than was trained, and
     ConfigError for the address.
     """
@@ -63,8 +76,10 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     loaded = read_checkpoint(run, round)
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
+    read = read_adapters(loaded.model, adapters)
+    settings = with_room(settings, read)
     _announce("proving that the engine decodes as trained")
-    server = proven_server(loaded, tokenizer_for(settings.policy), settings)
+    server = proven_server(loaded, tokenizer_for(settings.policy), settings, read)
     if not follow:
         return serve_forever(server, host, port, announce=_announce, report=report)
     with following(server.updater, run, loaded.round or 0, poll_s=poll_s):
@@ -72,14 +87,20 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
 
 
 def serve_folder(
-    folder: Path, config: Config, host: str, port: int, *, report: Report | None = None
+    folder: Path,
+    config: Config,
+    host: str,
+    port: int,
+    *,
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
+    report: Report | None = None,
 ) -> int:
     """Serve a Hugging Face folder with a configuration's engine and context length.
 
     Where the configuration does not say how long, it is as long as the model is made for, up to
-    CONTEXT_TOKENS_MAX, and there are no more slots than CACHE_BYTES_MAX hold.
-    Raises InputError for a folder that cannot be served exactly, InferenceError where the engine
-    decodes something else than the folder's model, ConfigError for the address.
+    CONTEXT_TOKENS_MAX, and there are no more slots than CACHE_BYTES_MAX hold. `adapters` are PEFT
+    folders by name. Raises InputError for a folder that cannot be served exactly, InferenceError
+    where the engine decodes something else than the folder's model, ConfigError for the address.
     """
     enable_compilation_cache()
     keep_freed_memory()
@@ -91,19 +112,27 @@ def serve_folder(
         policy = config.policy.model_copy(update=known)
         config = within_memory(config.model_copy(update={"policy": policy}))
     inference = with_update_root(config.inference, folder.resolve().parent)
-    config = config.model_copy(update={"inference": inference})
+    read = read_adapters(loaded.model, adapters)
+    config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
-    server = proven_server(loaded, load_tokenizer(folder), config)
+    server = proven_server(loaded, load_tokenizer(folder), config, read)
     return serve_forever(server, host, port, announce=_announce, report=report)
 
 
 def proven_server(
-    loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config
+    loaded: Loaded,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> PolicyServer:
-    """A server, not started yet, of weights that the engine is proven to decode as trained."""
+    """A server, not started yet, of weights that the engine is proven to decode as trained.
+
+    With the adapters loaded; the proof is one for the base, and one for the first of them.
+    """
     dtype = jnp.dtype(config.policy.compute_dtype)
-    rehearse(loaded.model, canary_ids(tokenizer), config.inference, dtype)
-    return PolicyServer(
+    for adapter in (None, *list(adapters.values())[:1]):
+        rehearse(loaded.model, canary_ids(tokenizer), config.inference, dtype, adapter)
+    server = PolicyServer(
         loaded.model,
         tokenizer,
         config.inference,
@@ -112,6 +141,42 @@ def proven_server(
         parameters_digest=loaded.parameters_digest,
         dtype=dtype,
     )
+    for name, adapter in adapters.items():
+        policy = server.adapters.load(name, adapter)
+        _announce(f"adapter {name}: rank {policy.rank}, policy {policy.parameters_digest[:16]}")
+    return server
+
+
+def read_adapters(model: LmHeadModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
+    """Adapters of a base by name. Raises InputError for a folder that is none of this base."""
+    shapes = parameter_shapes(model)
+    return {name: read_peft(folder, shapes) for name, folder in folders.items()}
+
+
+def with_room(config: Config, adapters: Mapping[str, Adapter]) -> Config:
+    """The configuration with room for these adapters, where it does not say how much there is.
+
+    For a few more of the same rank too, which are loaded later. Raises ConfigError where it says
+    less than they need.
+    """
+    if not adapters:
+        return config
+    engine, rank = config.inference.engine, max(one.rank_max for one in adapters.values())
+    for key, room, needed in (
+        ("adapters_max", engine.adapters_max, len(adapters)),
+        ("adapter_rank_max", engine.adapter_rank_max, rank),
+    ):
+        if room is not None and room < needed:
+            raise ConfigError(
+                f"expected inference.engine.{key} of at least {needed} for the adapters "
+                f"{', '.join(adapters)}, found {room}"
+            )
+    room = {
+        "adapters_max": engine.adapters_max or max(ADAPTERS_ROOM, len(adapters)),
+        "adapter_rank_max": engine.adapter_rank_max or -(-rank // RANK_STEP) * RANK_STEP,
+    }
+    inference = config.inference.model_copy(update={"engine": engine.model_copy(update=room)})
+    return config.model_copy(update={"inference": inference})
 
 
 def _announce(line: str) -> None:

@@ -37,10 +37,11 @@ from marin_rl.serving.http.connections import Connections, raise_files_limit
 from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import check_template
+from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.tokenizers import end_token_ids
-from marin_rl.training.model import LmHeadModel
+from marin_rl.training.model import LmHeadModel, parameter_shapes
 
 START_S = 30.0
 ALIVE_S = 1.0
@@ -88,7 +89,16 @@ class PolicyServer:
         self.telemetry = Telemetry(self._snapshot)
         on_update = self._count_update
         self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, on_update)
-        self._service = Service(self.engine, tokenizer, detokenizer, config.model, self.updater)
+        self.adapters = ServedAdapters(
+            self.engine,
+            parameter_shapes(model),
+            reserved=lambda: [config.model, self._service.base_id],
+            on_load=self.telemetry.adapter_loaded,
+            on_failure=self.telemetry.adapter_failed,
+        )
+        self._service = Service(
+            self.engine, tokenizer, detokenizer, config.model, self.updater, self.adapters
+        )
         origins = self._origins("127.0.0.1")
         self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
         self._uvicorn: uvicorn.Server | None = None
@@ -178,6 +188,9 @@ class PolicyServer:
         engine, policy = self.engine, self.engine.policy
         return Snapshot(
             model_id=self._service.id_of(policy),
+            adapters=[one.name for one in engine.adapters.loaded],
+            adapters_max=engine.adapters.sizes.adapters,
+            adapter_stats=engine.adapters.stats.snapshot(),
             weight_version=policy.weight_version,
             parameters_digest=policy.parameters_digest,
             stats=engine.stats.snapshot(),

@@ -333,7 +333,7 @@ def test_logits_of_a_prompt_come_in_tiles_of_a_bounded_size():
         ({"logit_bias": tuple((i, 0.0) for i in range(301))}, "at most 300"),
         ({"stop": ("",)}, "at least one character"),
         ({"max_tokens": 0}, "only to score a prompt"),
-        ({"adapter": 1}, "an adapter from 0 to 0"),
+        ({"adapter": 1}, "the number of an adapter that is loaded"),
     ],
 )
 def test_wishes_that_can_never_be_served_are_refused_at_once(engine, wishes, message):

@@ -5,13 +5,16 @@ is kept, and these tests are skipped.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.engine_adapters import loaded_of
 from support.engines import bits, engine_of, prompt_of, result_of, together
 from support.models import tiny_model
 
+from marin_rl.inference.batch import Job
 from marin_rl.inference.engine import Engine, EngineStats
 from marin_rl.inference.generation import GenerationRequest, GenerationResult
 from marin_rl.inference.pieces import CALL_STEPS, Extension, packed
@@ -198,8 +201,15 @@ def test_adapters_never_read_each_others_cache(keeping):
     first = result_of(keeping, turn_of(prompt, seed=1))
     following = next_prompt(prompt, first, 5, 1)
     batch, weights = keeping._batch, keeping.policy.key
-    assert batch.kept_for(turn_of(following, seed=2), weights) is not None
-    assert batch.kept_for(turn_of(following, seed=2, adapter=1), weights) is None
+    job_on = lambda adapter: Job(
+        request=turn_of(following, seed=2),
+        future=Future(),
+        seed=2,
+        stop_tokens=(),
+        adapter=loaded_of(adapter),
+    )
+    assert batch.kept_for(job_on(0), weights) is not None
+    assert batch.kept_for(job_on(1), weights) is None
 
 
 @pytest.mark.bits

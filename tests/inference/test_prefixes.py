@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 
 import numpy as np
+from support.engine_adapters import loaded_of
 
 from marin_rl.inference.batch import Job, PrefixKey, RunningBatch, WeightsKey
 from marin_rl.inference.generation import GenerationRequest
@@ -16,10 +17,9 @@ BUCKET = 16
 
 
 def job_of(n: int, adapter: int = 0) -> Job:
-    request = GenerationRequest(
-        prompt_ids=PROMPT, n=n, sampling=Sampling(max_tokens=4), adapter=adapter
-    )
-    return Job(request=request, future=Future(), seed=1, stop_tokens=())
+    request = GenerationRequest(prompt_ids=PROMPT, n=n, sampling=Sampling(max_tokens=4))
+    adapted = loaded_of(adapter)
+    return Job(request=request, future=Future(), seed=1, stop_tokens=(), adapter=adapted)
 
 
 def batch_of() -> RunningBatch:

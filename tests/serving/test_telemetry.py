@@ -17,6 +17,7 @@ from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
 
 from marin_rl.config import ServerConfig
+from marin_rl.inference.adapter_loads import AdapterStats
 from marin_rl.inference.batch_invariance import UNPROVEN
 from marin_rl.inference.engine import EngineStats
 from marin_rl.serving.http.access_log import (
@@ -150,6 +151,9 @@ def test_the_table_names_exactly_what_is_exposed() -> None:
         sharing=True,
         keeps_prefixes=True,
         invariance=UNPROVEN,
+        adapters=["one"],
+        adapters_max=2,
+        adapter_stats=AdapterStats(),
     )
     telemetry = Telemetry(lambda: reading)
     families = text_string_to_metric_families(telemetry.exposition().decode())

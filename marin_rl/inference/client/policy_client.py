@@ -27,11 +27,11 @@ from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
     InferenceError,
+    NoSuchRoute,
     RequestRejected,
     StalePolicy,
 )
 from marin_rl.inference.client.protocol import (
-    CHAT_TOKENS_PATH,
     UPDATE_WEIGHTS_ROUTE,
     ChatAnswer,
     ChatRequest,
@@ -146,7 +146,7 @@ class PolicyClient:
         if self._has_chat_tokens:
             try:
                 return decode_answer(await self._send("POST", request.path, request.body()))
-            except _NoSuchRoute:
+            except NoSuchRoute:
                 self._has_chat_tokens = False
         plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
         (answer, *_) = decode_turns(await self._send("POST", plain.path, plain.body()))
@@ -204,15 +204,20 @@ class PolicyClient:
             "parameters_digest": parameters_digest,
         }
 
-        def update(index: int) -> Awaitable[bytes]:
-            url = self._endpoints[index].removesuffix("/v1") + UPDATE_WEIGHTS_ROUTE
+        every = range(len(self._endpoints))
+        await asyncio.gather(*(self.post_as_admin(i, UPDATE_WEIGHTS_ROUTE, body) for i in every))
 
-            async def post(_: int) -> bytes:
-                return await self._attempt(index, "POST", url, body, key=self._admin_key)
+    async def post_as_admin(self, index: int, route: str, body: dict[str, Any]) -> bytes:
+        """Answer of one endpoint to a route below its host, asked with the admin key.
 
-            return self._retried(post)
+        Raises as `chat` does, and NoSuchRoute.
+        """
+        url = self._endpoints[index].removesuffix("/v1") + route
 
-        await asyncio.gather(*map(update, range(len(self._endpoints))))
+        async def post(_: int) -> bytes:
+            return await self._attempt(index, "POST", url, body, key=self._admin_key)
+
+        return await self._retried(post)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         # Round robin: requests of a round are alike, so counting them is counting load.
@@ -290,9 +295,9 @@ class PolicyClient:
             if error.status_code in _ASKS_TO_WAIT:
                 wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
                 self._not_before[index] = time.monotonic() + wait_s
-            raise self._refusal(url, path, error) from None
+            raise self._refusal(url, error) from None
 
-    def _refusal(self, url: str, path: str, error: "openai.APIStatusError") -> InferenceError:
+    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
         """Error for a status other than 2xx."""
         # openai's own prefix repeats the status that is said here.
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
@@ -304,8 +309,7 @@ class PolicyClient:
         if error.status_code == 404 and _is_about_the_model(error.body):
             return StalePolicy(f"{message} (asked for {self._model!r})")
         if error.status_code == 404:
-            missing = _NoSuchRoute if path == CHAT_TOKENS_PATH else RequestRejected
-            return missing(f"{message}: no such route; does the base URL end in /v1?")
+            return NoSuchRoute(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
                 f"{message}: set the variable that inference.api_key_variable names, for new "
@@ -320,10 +324,6 @@ class PolicyClient:
         for key in filter(None, (self._api_key, self._admin_key)):
             text = text.replace(key, "***")
         return text[:MESSAGE_CHARACTERS_MAX]
-
-
-class _NoSuchRoute(RequestRejected):
-    """An endpoint does not have the chat route for ids."""
 
 
 class _Connections:

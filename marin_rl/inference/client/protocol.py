@@ -31,6 +31,10 @@ DETOKENIZE_ROUTE = "/detokenize"
 GENERATE_ROUTE = "/inference/v1/generate"
 SGLANG_GENERATE_ROUTE = "/generate"
 UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
+LOAD_ADAPTER_ROUTE = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER_ROUTE = "/v1/unload_lora_adapter"
+SGLANG_LOAD_ADAPTER_ROUTE = "/load_lora_adapter"
+SGLANG_UNLOAD_ADAPTER_ROUTE = "/unload_lora_adapter"
 
 # float32 softmax may round a certainty to a hair above probability 1.
 LOGPROB_SLACK = 1e-5

@@ -151,6 +151,7 @@ def status(service: Service) -> dict[str, Any]:
         "updating": updater.busy,
         "transfers": stats.transfers,
         "failures": stats.failures,
+        "adapters": service.adapters.names,
         "last_update": None if stats.last is None else _update_facts(stats.last),
     }
 

@@ -97,7 +97,7 @@ class Chat:
 def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(kind, data))
-    service.check_model(body.model)
+    target = service.target(body.model)
     service.check_fields(body, prompts=1)
     tools = [] if body.tool_choice == "none" else body.offered
     form = service.tool_format if tools else None
@@ -118,11 +118,12 @@ def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineReque
         top_logprobs=body.top_logprobs or 0,
         raw_logprobs=body.raw,
         constraint=_constraint(chat),
+        adapter=target.load,
     )
     if not body.stream:
-        return EngineRequest(model=body.model, requests=[request], end=partial(_complete, chat))
+        return EngineRequest(model=target.model, requests=[request], end=partial(_complete, chat))
     stream = ChatStream(chat)
-    return EngineRequest(model=body.model, requests=[request], end=stream.end, delta=stream.delta)
+    return EngineRequest(model=target.model, requests=[request], end=stream.end, delta=stream.delta)
 
 
 def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Prompt:

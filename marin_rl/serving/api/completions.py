@@ -80,7 +80,7 @@ class Plain:
 def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = service.with_stop_tokens(parse(CompletionBody, data))
-    service.check_model(body.model)
+    target = service.target(body.model)
     service.check_fields(body, prompts=len(body.prompts))
     prompts = [_encoded(service, prompt) for prompt in body.prompts]
     plain = Plain(
@@ -103,12 +103,13 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
                 top_logprobs=body.logprobs or 0,
                 raw_logprobs=body.raw,
                 score_prompt=plain.scored or limit == 0,
+                adapter=target.load,
             )
         )
     if not body.stream:
-        return EngineRequest(model=body.model, requests=requests, end=partial(_complete, plain))
+        return EngineRequest(model=target.model, requests=requests, end=partial(_complete, plain))
     stream = PlainStream(plain)
-    return EngineRequest(model=body.model, requests=requests, end=stream.end, delta=stream.delta)
+    return EngineRequest(model=target.model, requests=requests, end=stream.end, delta=stream.delta)
 
 
 def _encoded(service: Service, prompt: str | list[int]) -> Prompt:

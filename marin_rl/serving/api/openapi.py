@@ -255,6 +255,13 @@ class SGLangSample(BaseModel):
     meta_info: SGLangMeta
 
 
+class SGLangAdapters(BaseModel):
+    """The adapters that are loaded, by name."""
+
+    success: bool
+    loaded_adapters: dict[str, str]
+
+
 class SGLangGenerated(RootModel[SGLangSample | list[SGLangSample]]):
     """The answer of SGLang's generation."""
 

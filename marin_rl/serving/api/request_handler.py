@@ -35,6 +35,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.serving.api.responses import DONE, event
@@ -195,6 +196,8 @@ class RequestHandler:
                 future = self._service.engine.submit(prompt, on_delta, on_scheduled)
                 self._futures.append(future)
                 future.add_done_callback(partial(self._on_done, end, index))
+        except AdapterGone as error:  # unloaded since the body was prepared
+            raise ApiError(404, str(error), code="model_not_found", param="model") from None
         except InputError as error:
             raise ApiError(400, str(error)) from None
         except InferenceError as error:

@@ -366,12 +366,13 @@ class SGLangParameters(SamplingFields):
 
 
 class SGLangBody(Body):
-    """POST /generate: one prompt, as token ids or as text."""
+    """POST /generate: one prompt, as token ids or as text; `lora_path` is an adapter's name."""
 
     input_ids: SomeTokens | None = None
     text: PromptText | None = None
     sampling_params: SGLangParameters | None = None
     rid: Annotated[str, Field(max_length=1024)] | None = None
+    lora_path: Annotated[str, Field(max_length=1024)] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Literal[-1] | None = None
     top_logprobs_num: Literal[0] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 import marin_rl
 from marin_rl.chat_templates import WORKERS_MAX
 from marin_rl.config import ServerConfig
+from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
@@ -33,6 +34,7 @@ from marin_rl.serving.http.limits import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import ChatPrompts
+from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.tokenizers import encoder_of, is_direct
 from marin_rl.tool_calls import ToolFormat, tool_format
@@ -50,6 +52,18 @@ Prompt = Int32[np.ndarray, " P"]
 F = TypeVar("F", bound=SamplingFields)
 
 
+class Target(NamedTuple):
+    """Model that a request named, and the adapter that it stands for; None: the base model."""
+
+    model: str
+    adapter: LoadedAdapter | None
+
+    @property
+    def load(self) -> int:
+        """The number that the engine knows the adapter by."""
+        return 0 if self.adapter is None else self.adapter.number
+
+
 @dataclass
 class Service:
     """State that the routes share. `draining` may be taken back, `stopping` may not."""
@@ -59,6 +73,7 @@ class Service:
     detokenizer: Detokenizer
     name: str
     updater: WeightUpdater
+    adapters: ServedAdapters
     limits: ServerConfig = field(default_factory=ServerConfig)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -114,12 +129,26 @@ class Service:
 
     @property
     def model_id(self) -> str:
-        """The id of what is loaded."""
+        """The id of the policy that the server's name stands for."""
+        current = self.adapters.current
+        return self.base_id if current is None else current.name
+
+    @property
+    def base_id(self) -> str:
+        """The id of the loaded weights, without an adapter."""
         return self.id_of(self.engine.policy)
 
     def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
         """The id under which a policy is, or was, served."""
+        if policy.adapter_name:
+            return policy.adapter_name
         return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
+
+    def parent_of(self, model: str) -> str | None:
+        """The model of which a served id is a version or an adapter; None for the name itself."""
+        if model == self.name:
+            return None
+        return self.base_id if model in self.adapters.names else self.name
 
     @cached_property
     def _architecture(self) -> str:
@@ -148,8 +177,8 @@ class Service:
 
     @property
     def known(self) -> list[str]:
-        """The ids that requests may name: the loaded version's own, and the stable alias."""
-        return [self.model_id, self.name]
+        """The ids that requests may name: the loaded version's own, the stable alias, adapters."""
+        return [self.base_id, self.name, *self.adapters.names]
 
     def close(self) -> None:
         """End the threads."""
@@ -197,16 +226,27 @@ class Service:
                 param=param,
             )
 
+    def target(self, model: str, param: str = "model") -> Target:
+        """Resolve the model of a request; `base:adapter` is SGLang's way to name an adapter.
+
+        ApiError 404, with the known ids, for a model that is not served.
+        """
+        base, _, name = model.partition(":")
+        if model == self.name:
+            return Target(model, self.adapters.current)
+        if model == self.base_id:
+            return Target(model, None)
+        adapter = self.adapters.get(name if name and base in (self.name, self.base_id) else model)
+        if adapter is None:
+            raise _unknown(model, self.known, param)
+        return Target(adapter.name, adapter)
+
     def check_model(self, model: str, policy: Policy | None = None) -> None:
         """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
-        known = self.known if policy is None else [self.id_of(policy), self.name]
-        if model not in known:
-            raise ApiError(
-                404,
-                f"the model {model[:200]!r} is not served here; known: {', '.join(known)}",
-                code="model_not_found",
-                param="model",
-            )
+        if policy is None:
+            self.target(model)
+        elif model not in (self.id_of(policy), self.name):
+            raise _unknown(model, [self.id_of(policy), self.name])
 
     def check_ids(self, tokens: Sequence[int], param: str = "tokens") -> None:
         """ApiError 400 for ids outside the vocabulary."""
@@ -299,6 +339,15 @@ class Service:
         if max_tokens is not None:
             return max_tokens
         return min(room, self.limits.new_tokens_max or room)
+
+
+def _unknown(model: str, known: list[str], param: str = "model") -> ApiError:
+    return ApiError(
+        404,
+        f"the model {model[:200]!r} is not served here; known: {', '.join(known)}",
+        code="model_not_found",
+        param=param,
+    )
 
 
 @lru_cache(maxsize=16)

@@ -40,6 +40,8 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = parse(SGLangBody, data)
     parameters = service.with_stop_tokens(body.sampling_params or SGLangParameters())
+    # without `lora_path` the base; the name of the server where that stands for an adapter
+    target = service.target(body.lora_path or service.name, "lora_path")
     service.check_fields(parameters, prompts=1)
     if body.input_ids is None:
         prompt = service.encode(body.text or "")
@@ -55,9 +57,8 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
         service.decoding(parameters, special=parameters.skip_special_tokens is False),
         scored=bool(body.return_logprob),
     )
-    return EngineRequest(
-        model=service.name, requests=[parameters.request(prompt, limit)], end=write
-    )
+    request = parameters.request(prompt, limit, adapter=target.load)
+    return EngineRequest(model=target.model, requests=[request], end=write)
 
 
 def _complete(

@@ -98,7 +98,7 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
     """Read a body and prepare what it asks for. ApiError for what is refused."""
     body = parse(GenerateBody, data)
     parameters = service.with_stop_tokens(body.sampling_params or GenerateParameters())
-    service.check_model(body.model)
+    target = service.target(body.model)
     service.check_fields(parameters, prompts=1)
     service.check_ids(body.token_ids, "token_ids")
     prompt = np.asarray(body.token_ids, np.int32)
@@ -107,9 +107,9 @@ def _prepare(service: Service, data: bytes) -> EngineRequest:
     likeliest = (
         parameters.logprobs if parameters.logprobs is not None and parameters.logprobs > 1 else 0
     )
-    request = parameters.request(prompt, limit, top_logprobs=likeliest)
+    request = parameters.request(prompt, limit, top_logprobs=likeliest, adapter=target.load)
     write = partial(_complete, service, prompt, scored=parameters.logprobs is not None)
-    return EngineRequest(model=body.model, requests=[request], end=write)
+    return EngineRequest(model=target.model, requests=[request], end=write)
 
 
 def _complete(

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from marin_rl.inference.adapter_loads import AdapterStats
 from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine import EngineStats
 from marin_rl.serving.http.access_log import RequestRecord
@@ -62,7 +63,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
         "prompt's cache is read once (shared), nor, with a prefix cache, on whether a position was "
-        "decoded or prefilled (continued)",
+        "decoded or prefilled (continued), nor, with adapters, on the others (adapters)",
         "what",
     ),
     _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
@@ -90,6 +91,14 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("weight_update_bytes_total", "counter", "bytes read for these updates", "source"),
     _spec("weight_update_seconds_total", "counter", "time that these updates took", "source"),
     _spec("weight_update_age_seconds", "gauge", "time since the last update, or since the start"),
+    _spec("adapters_loaded", "gauge", "adapters that requests may name"),
+    _spec("adapters_max", "gauge", "adapters that there is room for"),
+    _spec("adapter_info", "gauge", "1, for each adapter that is loaded", "adapter"),
+    _spec("adapter_loads_total", "counter", "adapters that were loaded"),
+    _spec("adapter_unloads_total", "counter", "adapters that were unloaded"),
+    _spec("adapter_load_failures_total", "counter", "loads that were refused"),
+    _spec("adapter_load_seconds_total", "counter", "time that loads took, reading included"),
+    _spec("adapter_write_seconds_total", "counter", "time that decoding waited for these loads"),
     _spec("access_log_dropped_total", "counter", "lines that the access log could not write"),
 )
 _SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
@@ -120,6 +129,9 @@ class Snapshot:
     sharing: bool
     keeps_prefixes: bool
     invariance: Invariance
+    adapters: list[str]
+    adapters_max: int
+    adapter_stats: AdapterStats
 
 
 class Telemetry:
@@ -150,6 +162,8 @@ class Telemetry:
         self._failures = self._counter("weight_update_failures_total")
         self._bytes = self._counter("weight_update_bytes_total")
         self._update_seconds = self._counter("weight_update_seconds_total")
+        self._adapter_failures = self._counter("adapter_load_failures_total")
+        self._adapter_seconds = self._counter("adapter_load_seconds_total")
         # children by (route, status): `labels` takes a lock and builds a key for each call
         self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(_AtScrape(self._at_scrape))
@@ -201,6 +215,14 @@ class Telemetry:
         """Count an update that was refused or failed; the old weights are kept."""
         self._failures.labels(source).inc()
 
+    def adapter_loaded(self, seconds: float | int) -> None:
+        """Count the time of a load."""
+        self._adapter_seconds.inc(seconds)
+
+    def adapter_failed(self) -> None:
+        """Count a load that was refused."""
+        self._adapter_failures.inc()
+
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format. Takes milliseconds: not for the event loop."""
         return generate_latest(self._registry)
@@ -209,6 +231,7 @@ class Telemetry:
         snapshot = self._read()
         yield _info(snapshot)
         yield _invariance(snapshot.invariance)
+        yield _adapters(snapshot.adapters)
         for name, value in self._values(snapshot).items():
             spec = _SPECS[name]
             family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -242,6 +265,11 @@ class Telemetry:
             "engine_prefill_seconds_total": stats.prefill_s,
             "engine_decode_seconds_total": stats.decode_s,
             "swaps_total": stats.swaps,
+            "adapters_loaded": len(snapshot.adapters),
+            "adapters_max": snapshot.adapters_max,
+            "adapter_loads_total": snapshot.adapter_stats.loads,
+            "adapter_unloads_total": snapshot.adapter_stats.unloads,
+            "adapter_write_seconds_total": snapshot.adapter_stats.write_s,
             "access_log_dropped_total": self.lines_dropped(),
         }
 
@@ -267,6 +295,14 @@ def _invariance(proven: Invariance) -> Metric:
     family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
     for name, holds in asdict(proven).items():
         family.add_metric((name,), float(holds))
+    return family
+
+
+def _adapters(names: Iterable[str]) -> Metric:
+    spec = _SPECS["adapter_info"]
+    family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+    for name in names:
+        family.add_metric((name,), 1.0)
     return family
 
 

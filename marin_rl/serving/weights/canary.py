@@ -26,8 +26,9 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
+from marin_rl.lora import Adapter, merged
 from marin_rl.training.logprobs import token_logprobs
-from marin_rl.training.model import LmHeadModel
+from marin_rl.training.model import LmHeadModel, named_parameters, with_parameters
 from marin_rl.types import Sampling, ServedPolicy
 
 PROMPT = CANARY_PROMPT
@@ -123,23 +124,32 @@ def rehearse(
     prompt_ids: Int32[np.ndarray, " P"],
     config: InferenceConfig,
     dtype: jnp.dtype | type,
+    adapter: Adapter | None = None,
 ) -> float:
     """The largest |engine - trainer| log-probability of a token, in nats, of weights to be served.
 
     A private engine of one slot decodes a few tokens after the prompt; no other engine is touched.
-    Raises InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
+    With an `adapter` it decodes on that, and the trainer scores the model merged with it. Raises
+    InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
     InputError for a model that the engine cannot decode.
     """
     used = len(prompt_ids) + REHEARSED_TOKENS
     engine = Engine(
         model,
-        EngineConfig(slots=1, chunk_steps=REHEARSED_TOKENS, prefill_rows=1),
+        EngineConfig(
+            slots=1,
+            chunk_steps=REHEARSED_TOKENS,
+            prefill_rows=1,
+            adapters_max=None if adapter is None else 1,
+            adapter_rank_max=None if adapter is None else adapter.rank_max,
+        ),
         context_length=_rounded_up(used),
         dtype=dtype,
     )
     sampling = dataclasses.replace(SAMPLING, max_tokens=REHEARSED_TOKENS)
     try:
-        request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling)
+        load = _loaded(engine, adapter)
+        request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, adapter=load)
         (sample,) = engine.submit(request).result(timeout=config.request_timeout_s).samples
     except TimeoutError:
         raise InferenceError(
@@ -147,6 +157,8 @@ def rehearse(
         ) from None
     finally:
         engine.close()
+    if adapter is not None:
+        model = with_parameters(model, merged(named_parameters(model), adapter))
     expected = _scores(model, prompt_ids, sample.token_ids, sampling.temperature)
     gap = _farthest(sample.token_ids, expected, sample.logprobs)
     tolerance = tolerance_of(config, dtype)
@@ -159,6 +171,15 @@ def rehearse(
             f"({tolerance:g}){rounding}"
         )
     return gap.nats
+
+
+def _loaded(engine: Engine, adapter: Adapter | None) -> int:
+    """Load an adapter, if there is one; the number of its load, 0 for none."""
+    if adapter is None:
+        return 0
+    return engine.adapters.load(
+        adapter, name="canary", weight_version=0, parameters_digest=""
+    ).number
 
 
 def _sampled(policy: ServedPolicy, config: InferenceConfig, sampling: Sampling) -> list[ChatAnswer]:

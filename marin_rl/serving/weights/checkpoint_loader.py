@@ -154,14 +154,19 @@ class Source:
 
     def error_text(self, error: Exception) -> str:
         """Error message without paths that the caller did not name."""
-        text = str(error)
-        for path in (Path(self.place).absolute(), Path(self.place).resolve()):
-            # not where it is the end of another path, such as the one that the caller wrote
-            text = re.sub(rf"(?<![\w./~-]){re.escape(str(path))}", lambda _: self.place, text)
-        return _PATH.sub(lambda match: self._shown(match[0]), text)
+        return without_paths(str(error), self.place)
 
-    def _shown(self, path: str) -> str:
-        return path if path.startswith(self.place) else f"…/{path.rstrip('/').rpartition('/')[2]}"
+
+def without_paths(text: str, place: str) -> str:
+    """A message without paths other than that of `place`, which the caller wrote."""
+    for path in (Path(place).absolute(), Path(place).resolve()):
+        # not where it is the end of another path, such as the one that the caller wrote
+        text = re.sub(rf"(?<![\w./~-]){re.escape(str(path))}", lambda _: place, text)
+
+    def shown(path: str) -> str:
+        return path if path.startswith(place) else f"…/{path.rstrip('/').rpartition('/')[2]}"
+
+    return _PATH.sub(lambda match: shown(match[0]), text)
 
 
 def folder(path: str, promised: str | None = None) -> Source:
@@ -341,14 +346,18 @@ class Places:
         """The same source, but that reading it raises InputError where no root holds it."""
 
         def read(served: Served) -> Loaded:
-            if not self.holds(source.place):
-                raise InputError(
-                    f"expected a place below a root that this server was started with, found "
-                    f"{source.place!r:.200}: list its folder in inference.server.update_roots"
-                )
+            self.check(source.place)
             return source.read(served)
 
         return dataclasses.replace(source, read=read)
+
+    def check(self, place: str) -> None:
+        """Raise InputError for a place that no root holds."""
+        if not self.holds(place):
+            raise InputError(
+                f"expected a place below a root that this server was started with, found "
+                f"{place!r:.200}: list its folder in inference.server.update_roots"
+            )
 
 
 def _local(place: str) -> Path | None:

@@ -1,0 +1,294 @@
+"""Adapters in the engine: each sequence with its own, whatever the others have."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from levanter.models.lm_model import LmHeadModel
+from support.engine_adapters import adapter_for, load, merged
+from support.engines import amid, bits, engine_of, request_of, result_of, together
+from support.models import full_logprobs, tiny_model
+
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.adapters import AdapterGone, AdapterTable, BankSizes, LoadedAdapter
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.generation import GenerationRequest, GenerationResult
+
+NATS = 2e-4
+
+
+@pytest.fixture(scope="module")
+def engine(model: LmHeadModel) -> Iterator[Engine]:
+    engine = engine_of(model, adapters_max=3, adapter_rank_max=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(engine: Engine) -> Iterator[None]:
+    yield
+    for adapter in engine.adapters.loaded:
+        engine.adapters.unload(adapter.number)
+
+
+def check(result: GenerationResult, model: LmHeadModel, prompt: np.ndarray) -> None:
+    """Tokens were drawn with the logprobs that this model's own forward pass gives them."""
+    for sample in result.samples:
+        expected = full_logprobs(model, prompt, sample.token_ids)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=NATS)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "gemma"])
+def test_logprobs_are_those_of_the_merged_model(name):
+    model = tiny_model(name)
+    adapters = [adapter_for(model, seed, rank=1 + 3 * seed) for seed in (0, 1)]
+    engine = engine_of(model, adapters_max=2, adapter_rank_max=4)
+    try:
+        numbers = [0, *(load(engine, adapter) for adapter in adapters)]
+        request = request_of(20, raw_logprobs=True, score_prompt=True)
+        with together(engine):
+            futures = [
+                engine.submit(request_of(20, adapter=number, score_prompt=True, n=2))
+                for number in numbers
+            ]
+        results = [future.result(timeout=120) for future in futures]
+        models = [model, *(merged(model, adapter) for adapter in adapters)]
+        for result, own in zip(results, models, strict=True):
+            check(result, own, request.prompt_ids)
+            scores = full_logprobs(own, request.prompt_ids[:1], request.prompt_ids[1:])
+            assert result.prompt_scores is not None
+            np.testing.assert_allclose(result.prompt_scores.logprobs[1:], scores, atol=NATS)
+        assert len({bits(result)[0] for result in results}) == 3
+    finally:
+        engine.close()
+
+
+def test_modules_that_an_adapter_leaves_out_add_nothing(engine, model):
+    adapter = adapter_for(model, modules=("v_proj", "mlp.up_proj"))
+    request = request_of(adapter=load(engine, adapter))
+    check(result_of(engine, request), merged(model, adapter), request.prompt_ids)
+
+
+def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
+    engine = engine_of(model, adapters_max=9, adapter_rank_max=8)
+    try:
+        adapters = [adapter_for(model, seed, rank=8) for seed in range(9)]
+        numbers = [load(engine, adapter) for adapter in adapters]
+        with together(engine):
+            futures = [engine.submit(request_of(adapter=number)) for number in (0, *numbers)]
+        models = [model, *(merged(model, adapter) for adapter in adapters)]
+        for future, own in zip(futures, models, strict=True):
+            check(future.result(timeout=120), own, request_of().prompt_ids)
+    finally:
+        engine.close()
+
+
+@pytest.mark.bits
+def test_other_slots_adapters_change_no_bit(engine, model):
+    adapters = [adapter_for(model, seed) for seed in range(3)]
+    numbers = [load(engine, adapter) for adapter in adapters]
+    requests = [
+        request_of(10 + 3 * index, prompt_seed=index, n=1 + index % 2, adapter=number)
+        for index, number in enumerate((0, *numbers, 0, *reversed(numbers)))
+    ]
+    alone = [bits(result_of(engine, request)) for request in requests]
+    with together(engine):
+        futures = [engine.submit(request) for request in requests]
+    assert [bits(future.result(timeout=120)) for future in futures] == alone
+
+
+@pytest.mark.bits
+def test_a_row_of_the_bank_and_what_is_in_the_others_change_no_bit(engine, model):
+    if not engine.invariance.adapters:
+        pytest.skip("on this machine an adapter has other bits in another row")
+    adapter = adapter_for(model, 7)
+    results = []
+    for others in range(3):
+        for seed in range(others):
+            load(engine, adapter_for(model, seed))
+        results.append(bits(result_of(engine, request_of(adapter=load(engine, adapter)))))
+        for one in engine.adapters.loaded:
+            engine.adapters.unload(one.number)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.bits
+def test_loading_amid_a_request_changes_none_of_its_bits(engine, model):
+    number = load(engine, adapter_for(model, 1))
+    request = request_of(adapter=number)
+    expected = bits(result_of(engine, request))
+    with amid(engine, request) as (future, _):
+        loading = threading.Thread(target=load, args=(engine, adapter_for(model, 2)))
+        loading.start()
+    loading.join()
+    assert bits(future.result(timeout=120)) == expected
+
+
+def test_results_name_the_adapter(engine, model):
+    number = load(engine, adapter_for(model), "first", version=7)
+    deltas = []
+    result = engine.submit(request_of(adapter=number), deltas.append).result(timeout=120)
+    named = {(one.adapter_name, one.weight_version, one.parameters_digest) for one in deltas}
+    assert named == {("first", 7, "digest of first")}
+    assert (result.adapter_name, result.weight_version) == ("first", 7)
+    assert result.samples[0].policy_versions is None
+    assert result_of(engine, request_of()).adapter_name == ""
+
+
+def test_requests_end_on_an_adapter_that_is_unloaded(engine, model):
+    adapter = adapter_for(model, 3)
+    number = load(engine, adapter)
+    request = request_of(adapter=number, max_tokens=40)
+    with amid(engine, request) as (future, _):
+        waiting = engine.submit(request)
+        engine.adapters.unload(number)
+        with pytest.raises(AdapterGone, match="expected 0, the base model"):
+            engine.submit(request)
+    for each in (future, waiting):
+        check(each.result(timeout=120), merged(model, adapter), request.prompt_ids)
+    with pytest.raises(AdapterGone):
+        engine.adapters.unload(number)
+
+
+def test_a_row_is_free_once_its_last_request_ended(engine, model):
+    numbers = [load(engine, adapter_for(model, seed)) for seed in range(3)]
+    with pytest.raises(InputError, match=r"at most 3 adapters .* found 3 loaded and 0 unloaded"):
+        load(engine, adapter_for(model, 4))
+    with amid(engine, request_of(adapter=numbers[1], max_tokens=40)) as (future, _):
+        engine.adapters.unload(numbers[1])
+        with pytest.raises(InputError, match="found 2 loaded and 1 unloaded"):
+            load(engine, adapter_for(model, 4))
+    future.result(timeout=120)
+    fourth = adapter_for(model, 4)
+    request = request_of(adapter=load(engine, fourth))
+    check(result_of(engine, request), merged(model, fourth), request.prompt_ids)
+
+
+def test_in_place_new_requests_get_the_new_one_and_old_ones_end_on_theirs(engine, model):
+    before, after = adapter_for(model, 5), adapter_for(model, 6)
+    number = load(engine, before, "policy")
+    request = request_of(adapter=number, max_tokens=40)
+    replaced = []
+
+    def replace() -> None:
+        replaced.append(
+            engine.adapters.load(
+                after,
+                name="policy",
+                weight_version=6,
+                parameters_digest="after",
+                in_place_of=number,
+            )
+        )
+
+    loading = threading.Thread(target=replace)
+    with amid(engine, request) as (future, _):
+        loading.start()
+    loading.join()
+    check(future.result(timeout=120), merged(model, before), request.prompt_ids)
+    # by the old number too: a caller may have looked it up just before
+    for each in (number, replaced[0].number):
+        later = result_of(engine, request_of(adapter=each))
+        check(later, merged(model, after), request.prompt_ids)
+    assert [one.number for one in engine.adapters.loaded] == [replaced[0].number]
+
+
+def test_adapters_of_one_row_share_no_cache(model):
+    engine = engine_of(model, adapters_max=1, adapter_rank_max=8, prefix_cache=True)
+    try:
+        prompts = []
+        for seed in range(2):
+            adapter = adapter_for(model, seed)
+            number = load(engine, adapter)
+            request = request_of(20, adapter=number)
+            result = result_of(engine, request)
+            assert result.cached_tokens == 0
+            check(result, merged(model, adapter), request.prompt_ids)
+            prompts.append(request.prompt_ids)
+            engine.adapters.unload(number)
+        again = result_of(engine, request_of(20))
+        assert again.cached_tokens == 0
+        check(again, model, prompts[0])
+    finally:
+        engine.close()
+
+
+@pytest.mark.bits
+def test_a_dialogue_on_an_adapter_goes_on_from_its_own_cache(model):
+    engine = engine_of(model, adapters_max=2, adapter_rank_max=8, prefix_cache=True)
+    if not engine.keeps_prefixes:
+        engine.close()
+        pytest.skip("on this machine prefill and decode have other bits: nothing is kept")
+    try:
+        adapter = adapter_for(model, 8)
+        load(engine, adapter_for(model, 9))
+        number = load(engine, adapter)
+        first = request_of(20, adapter=number)
+        completion = result_of(engine, first).samples[0].token_ids
+        prompt = np.concatenate([first.prompt_ids, completion, first.prompt_ids[:5]])
+        turn = GenerationRequest(
+            prompt_ids=prompt.astype(np.int32), sampling=first.sampling, adapter=number
+        )
+        continued = result_of(engine, turn)
+        assert continued.cached_tokens == 31
+        engine.reset_prefix_cache()
+        assert bits(result_of(engine, turn)) == bits(continued)
+        check(continued, merged(model, adapter), turn.prompt_ids)
+    finally:
+        engine.close()
+
+
+def test_other_weights_are_refused_while_adapters_are_loaded(engine, model):
+    number = load(engine, adapter_for(model))
+    with pytest.raises(InputError, match=r"adapters are loaded on the weights one \(adapter\)"):
+        engine.swap(tiny_model(seed=9), 2, "two")
+    engine.swap(model, 1, "one")  # the same ones are no others
+    engine.adapters.unload(number)
+    engine.swap(tiny_model(seed=9), 2, "two")
+    engine.swap(model, 1, "one")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 9}, r"of rank 8 at most \(inference.engine.adapter_rank_max\), found rank 9"),
+        ({"scale": 1e38, "rank": 8}, "finite numbers in the adapter broken"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(engine, model, options, message):
+    with pytest.raises(InputError, match=message), np.errstate(all="ignore"):
+        load(engine, adapter_for(model, **options), "broken")
+    assert engine.adapters.loaded == []
+
+
+def test_an_engine_without_room_says_so(model):
+    engine = engine_of(model)
+    try:
+        with pytest.raises(InputError, match=r"adapters_max of at least 1, found 0"):
+            load(engine, adapter_for(model))
+    finally:
+        engine.close()
+    roomy = engine_of(model, adapters_max=1, adapter_rank_max=4)
+    roomy.close()
+    with pytest.raises(InferenceError, match="the engine is closed"):
+        load(roomy, adapter_for(model))
+
+
+def test_the_table_never_gives_a_row_that_is_in_use():
+    table = AdapterTable(BankSizes(adapters=2, rank=4))
+    names = [
+        LoadedAdapter(number=0, row=0, rank=2, name=name, weight_version=0, parameters_digest=name)
+        for name in "abc"
+    ]
+    first, second = table.add(names[0], ()), table.add(names[1], ())
+    assert (first.row, second.row) == (1, 2)
+    table.remove(first.number)
+    with pytest.raises(InputError, match="found 1 loaded and 1 unloaded"):
+        table.add(names[2], (first,))
+    third = table.add(names[2], ())
+    assert (third.row, third.number) == (1, 3)
+    # in place of one that is in use another row is needed
+    with pytest.raises(InputError, match="found 2 loaded and 0 unloaded"):
+        table.add(names[0], (second,), in_place_of=second.number)
+    assert table.add(names[0], (), in_place_of=second.number).row == 2

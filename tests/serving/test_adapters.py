@@ -1,0 +1,283 @@
+"""Adapters over HTTP: loaded and unloaded by vLLM's and SGLang's routes, and asked for by name."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine_adapters import adapter_for, merged
+from support.models import full_logprobs, tiny_model
+from support.servers import CHAT, ENGINE, chat_body, serving, talk
+
+from marin_rl.config import ServerConfig
+from marin_rl.lora import Adapter, policy_digest, write_peft
+from marin_rl.serving.server import PolicyServer
+
+ADMIN = {"Authorization": "Bearer of-the-admin"}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ROOMY = ENGINE.model_copy(update={"adapters_max": 2, "adapter_rank_max": 8})
+BASE = "policy@00003-01234567"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Adapter]]:
+    """PEFT folders below one root, and the adapters in them."""
+    root, made = tmp_path_factory.mktemp("adapters"), {}
+    for seed, name in enumerate(("first", "second", "third")):
+        adapter = adapter_for(tiny_model(), seed)
+        write_peft(root / name, adapter)
+        made[name] = (root / name, adapter)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(adapters: dict[str, tuple[Path, Adapter]]) -> Iterator[PolicyServer]:
+    root = adapters["first"][0].parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARIN_RL_ADMIN_KEY", "of-the-admin")
+        with serving(ServerConfig(update_roots=(str(root),)), engine=ROOMY) as server:
+            yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(server: PolicyServer) -> Iterator[None]:
+    yield
+    for name in server.adapters.names:
+        server.adapters.unload(name)
+
+
+def load(server: PolicyServer, name: str, folder: Path | str, **fields: Any) -> tuple[int, Any]:
+    body = {"lora_name": name, "lora_path": str(folder), **fields}
+    status, _, answer = talk(server, "POST", LOAD, body, ADMIN)
+    return status, answer
+
+
+def unload(server: PolicyServer, name: str) -> tuple[int, Any]:
+    status, _, answer = talk(server, "POST", UNLOAD, {"lora_name": name}, ADMIN)
+    return status, answer
+
+
+def ask(server: PolicyServer, model: str, **fields: Any) -> dict[str, Any]:
+    body = chat_body(model=model, return_token_ids=True, compact_logprobs=True, logprobs=True)
+    status, _, answer = talk(server, "POST", CHAT, body | fields)
+    assert status == 200, answer
+    return answer
+
+
+def check(answer: dict[str, Any], adapter: Adapter | None) -> None:
+    """The tokens were drawn by the base merged with the adapter."""
+    model = tiny_model() if adapter is None else merged(tiny_model(), adapter)
+    choice = answer["choices"][0]
+    prompt, tokens = map(np.asarray, (answer["prompt_token_ids"], choice["token_ids"]))
+    expected = full_logprobs(model, prompt, tokens)
+    np.testing.assert_allclose(choice["token_logprobs"], expected, atol=2e-4)
+
+
+def models(server: PolicyServer) -> dict[str, dict[str, Any]]:
+    return {card["id"]: card for card in talk(server, "GET", "/v1/models")[2]["data"]}
+
+
+def test_an_adapter_is_a_model(server, adapters):
+    folder, adapter = adapters["first"]
+    assert load(server, "first", folder) == (
+        200,
+        "Success: LoRA adapter 'first' added successfully.",
+    )
+    answer = ask(server, "first")
+    assert answer["model"] == "first"
+    assert answer["parameters_digest"] == policy_digest(
+        "0123456789", adapter.modules, adapter.digest
+    )
+    check(answer, adapter)
+    # the base is asked for as before, and SGLang's spelling names the adapter behind it
+    assert ask(server, "policy")["model"] == BASE
+    check(ask(server, "policy"), None)
+    assert ask(server, "policy:first")["choices"] == answer["choices"]
+    assert ask(server, f"{BASE}:first")["model"] == "first"
+    cards = models(server)
+    assert list(cards) == [BASE, "policy", "first"]
+    assert (cards["first"]["root"], cards["first"]["parent"]) == ("policy", BASE)
+    assert talk(server, "GET", "/v1/models/first")[2] == cards["first"]
+    assert unload(server, "first") == (200, "Success: LoRA adapter 'first' removed successfully.")
+    status, _, refused = talk(server, "POST", CHAT, chat_body(model="first"))
+    assert (status, refused["error"]["code"]) == (404, "model_not_found")
+    assert list(models(server)) == [BASE, "policy"]
+
+
+def test_every_sampling_route_takes_an_adapter(server, adapters):
+    folder, adapter = adapters["first"]
+    load(server, "policy@00007-abcdef01", folder)
+    model = "policy@00007-abcdef01"
+    prompt = ask(server, model)["prompt_token_ids"]
+    plain = {"model": model, "prompt": prompt, "max_tokens": 4, "seed": 1, "logprobs": 0}
+    body = {"return_token_ids": True, "compact_logprobs": True}
+    answer = talk(server, "POST", "/v1/completions", plain | body)[2]
+    answer["prompt_token_ids"] = prompt
+    check(answer, adapter)
+    assert (answer["model"], answer["weight_version"]) == (model, 7)
+    ids = {"model": model, "token_ids": prompt, "sampling_params": {"max_tokens": 4, "seed": 1}}
+    generated = talk(server, "POST", "/inference/v1/generate", ids)[2]
+    assert generated["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+    native = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "sampling_seed": 1}}
+    named = talk(server, "POST", "/generate", native | {"lora_path": model})[2]
+    assert named["output_ids"] == answer["choices"][0]["token_ids"]
+    assert named["meta_info"]["weight_version"] == "7"
+    base = talk(server, "POST", "/generate", native | {"lora_path": None})[2]
+    assert base["meta_info"]["weight_version"] == "3"
+    status, _, refused = talk(server, "POST", "/generate", native | {"lora_path": "none"})
+    assert (status, refused["error"]["param"]) == (404, "lora_path")
+    streamed = talk(server, "POST", CHAT, chat_body(model=model, stream=True))[2]
+    assert f'"model":"{model}"' in streamed
+
+
+def test_sglang_loads_and_unloads_by_its_own_routes(server, adapters):
+    body = {"lora_name": "second", "lora_path": str(adapters["second"][0]), "pinned": False}
+    status, _, answer = talk(server, "POST", "/load_lora_adapter", body, ADMIN)
+    assert (status, answer) == (200, {"success": True, "loaded_adapters": {"second": "second"}})
+    check(ask(server, "second"), adapters["second"][1])
+    body = {"lora_name": "second"}
+    status, _, answer = talk(server, "POST", "/unload_lora_adapter", body, ADMIN)
+    assert (status, answer) == (200, {"success": True, "loaded_adapters": {}})
+
+
+def test_a_name_is_loaded_once_unless_in_place(server, adapters):
+    load(server, "one", adapters["first"][0])
+    status, answer = load(server, "one", adapters["second"][0])
+    assert status == 400
+    assert "has already been loaded" in answer["error"]["message"]
+    check(ask(server, "one"), adapters["first"][1])
+    assert load(server, "one", adapters["second"][0], load_inplace=True)[0] == 200
+    check(ask(server, "one"), adapters["second"][1])
+    assert load(server, "one", adapters["third"][0], load_inplace=True)[0] == 200
+    check(ask(server, "one"), adapters["third"][1])
+
+
+def test_beyond_the_room_it_says_how_many_there_are(server, adapters):
+    for name in ("first", "second"):
+        assert load(server, name, adapters[name][0])[0] == 200
+    status, answer = load(server, "third", adapters["third"][0])
+    assert status == 400
+    message = answer["error"]["message"]
+    assert "at most 2 adapters (inference.engine.adapters_max), found 2 loaded" in message
+    assert list(models(server)) == [BASE, "policy", "first", "second"]
+    assert unload(server, "first")[0] == 200
+    assert load(server, "third", adapters["third"][0])[0] == 200
+    assert unload(server, "nobody") == (
+        404,
+        {
+            "error": {
+                "message": "no adapter 'nobody' is loaded; loaded: second, third",
+                "type": "invalid_request_error",
+                "param": "lora_name",
+                "code": "model_not_found",
+            }
+        },
+    )
+
+
+def test_an_adapter_other_than_promised_is_refused(server, adapters):
+    folder, adapter = adapters["first"]
+    digest = policy_digest("0123456789", adapter.modules, adapter.digest)
+    status, answer = load(server, "wrong", folder, parameters_digest="0" * 64)
+    assert (status, answer["error"]["code"]) == (409, "digest_mismatch")
+    assert digest in answer["error"]["message"]
+    assert load(server, "right", folder, parameters_digest=digest, weight_version="9")[0] == 200
+    assert ask(server, "right")["weight_version"] == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("policy", "is a name of the base model"),
+        (BASE, "is a name of the base model"),
+        ("../up", "cannot name an adapter"),
+        ("/etc/passwd", "cannot name an adapter"),
+        ("a:b", "cannot name an adapter"),
+        ("", "at least 1 character"),
+    ],
+)
+def test_names_that_are_refused(server, adapters, name, message):
+    status, answer = load(server, name, adapters["first"][0])
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert server.adapters.names == []
+
+
+def broken(folder: Path, kind: str) -> None:
+    """Damage the copy of an adapter."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    data, settings = file.read_bytes(), json.loads(config.read_text())
+    if kind == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    elif kind == "header":
+        file.write_bytes(struct.pack("<Q", 2**40) + data[8:])
+    elif kind == "nan":
+        file.write_bytes(data[:-4] + struct.pack("<f", float("nan")))
+    elif kind == "dora":
+        config.write_text(json.dumps(settings | {"use_dora": True}))
+    elif kind == "missing":
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "cannot read"),
+        ("header", "expected a header of at most"),
+        ("nan", "not finite"),
+        ("dora", "use_dora"),
+        ("missing", "no adapter at"),
+    ],
+)
+def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, message):
+    root = adapters["first"][0].parent
+    write_peft(root / kind, adapters["first"][1])
+    broken(root / kind, kind)
+    load(server, "second", adapters["second"][0])
+    status, answer = load(server, "broken", root / kind)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    check(ask(server, "second"), adapters["second"][1])
+
+
+def test_adapters_of_another_base_or_rank_are_refused(server, adapters):
+    root = adapters["first"][0].parent
+    other = tiny_model("llama-tied", num_heads=8, hidden_dim=64)
+    write_peft(root / "other", adapter_for(other))
+    write_peft(root / "large", adapter_for(tiny_model(), rank=9))
+    status, answer = load(server, "other", root / "other")
+    assert status == 400
+    assert "use the base that the adapter was made for" in answer["error"]["message"]
+    status, answer = load(server, "large", root / "large")
+    assert status == 400
+    assert "of rank 8 at most (inference.engine.adapter_rank_max)" in answer["error"]["message"]
+
+
+def test_places_outside_the_roots_are_not_read(server, adapters, tmp_path):
+    write_peft(tmp_path / "outside", adapters["first"][1])
+    (adapters["first"][0].parent / "link").symlink_to(tmp_path / "outside")
+    for place in (tmp_path / "outside", adapters["first"][0].parent / "link", "hf-org/adapter"):
+        status, answer = load(server, "outside", place)
+        assert status == 400
+        assert "below a root that this server was started with" in answer["error"]["message"]
+
+
+def test_metrics_tell_of_adapters(server, adapters):
+    load(server, "first", adapters["first"][0])
+    load(server, "first", adapters["first"][0])  # refused
+    text = talk(server, "GET", "/metrics")[2]
+    assert "marin_rl_adapters_loaded 1.0" in text
+    assert "marin_rl_adapters_max 2.0" in text
+    assert 'marin_rl_adapter_info{adapter="first"} 1.0' in text
+    assert "marin_rl_adapter_load_failures_total" in text
+    assert talk(server, "GET", "/admin/status", None, ADMIN)[2]["adapters"] == ["first"]
+
+
+def test_the_token_of_the_admin_is_needed(server, adapters):
+    body = {"lora_name": "first", "lora_path": str(adapters["first"][0])}
+    for route in (LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter"):
+        assert talk(server, "POST", route, body)[0] == 403
+    assert server.adapters.names == []

@@ -1,0 +1,45 @@
+"""Adapters in engines over tiny models, and the models merged with them."""
+
+from levanter.models.lm_model import LmHeadModel
+from support.adapters import random_adapter
+
+from marin_rl.inference.adapters import LoadedAdapter
+from marin_rl.inference.engine import Engine
+from marin_rl.lora import Adapter, LoraSpec
+from marin_rl.lora import merged as merged_parameters
+from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
+
+
+def adapter_for(
+    model: LmHeadModel,
+    seed: int = 0,
+    *,
+    rank: int = 4,
+    scale: float = 0.1,
+    modules: tuple[str, ...] = ("all-linear",),
+) -> Adapter:
+    """Random arrays that move every distribution; `scale` is theirs, whatever the rank."""
+    shapes = parameter_shapes(model)
+    settings = LoraSpec(rank=rank, alpha=rank * scale, modules=modules)
+    return random_adapter(settings, seed, shapes)
+
+
+def merged(model: LmHeadModel, adapter: Adapter) -> LmHeadModel:
+    """The model with the adapter in its matrices."""
+    return with_parameters(model, merged_parameters(named_parameters(model), adapter))
+
+
+def loaded_of(number: int) -> LoadedAdapter | None:
+    """An adapter as a job has it, by the number of its load; None for 0, the base."""
+    if number == 0:
+        return None
+    facts = {"name": "adapter", "weight_version": 0, "parameters_digest": ""}
+    return LoadedAdapter(number=number, row=1, rank=1, **facts)
+
+
+def load(engine: Engine, adapter: Adapter, name: str = "adapter", version: int = 5) -> int:
+    """Load an adapter; the number of its load."""
+    loaded = engine.adapters.load(
+        adapter, name=name, weight_version=version, parameters_digest=f"digest of {name}"
+    )
+    return loaded.number
