@@ -64,6 +64,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "trajectories:serve_trajectories",
             "Receive rollouts from environments of atropos.",
         ),
+        "poll-trajectories": (
+            "trajectories:poll_trajectories",
+            "Take rollouts from an API server of atropos.",
+        ),
     },
 }
 COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}

@@ -1,8 +1,8 @@
-"""`marin-rl serve-trajectories`: a server that environments of atropos push finished groups to."""
+"""Commands that receive finished groups: `serve-trajectories`, `poll-trajectories`."""
 
 import signal
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from marin_rl.commands.options import (
     tell_json,
 )
 from marin_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from marin_rl.config import Config
 
 
 def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
@@ -44,11 +47,7 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     """
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
-    if config.rollouts.source != "pushed":
-        raise ConfigError(
-            f"rollouts.source: expected pushed, found null: run {config.run_id} samples its own "
-            "groups, and would train on none that are pushed"
-        )
+    _check_pushed(config)
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
@@ -68,3 +67,47 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
         serve_trajectories(receiver, host, port, ready)
     if as_json:
         tell_json({"state": "ended", **receiver.counts})
+
+
+def poll_trajectories(
+    config_file: ConfigFile,
+    *,
+    url: Annotated[str, typer.Option(help="API server of atropos, such as http://127.0.0.1:8000")],
+    run_id: RunId = None,
+    root: ConfigRoot = None,
+    overrides: Overrides = None,
+    trust: Trust = False,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Take rollouts from an API server of atropos.
+
+    Registers there as the trainer, and commits each batch before it asks for the next.
+    `marin-rl run`, in another process, trains on them. It ends with the run. With --json, a line of
+    standard output for each state: ready, ended (with counts).
+    """
+    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    _check_pushed(config)
+    from marin_rl.serving.trajectories.poller import poll_trajectories
+    from marin_rl.serving.trajectories.receiver import Receiver
+    from marin_rl.storage.runs import Run
+
+    receiver = Receiver(Run.create_or_open(config))
+
+    def ready() -> None:
+        complain([f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)"], style="")
+        if as_json:
+            tell_json({"state": "ready", "url": url, "run_id": config.run_id})
+
+    batches = 0
+    with suppress(KeyboardInterrupt):
+        batches = poll_trajectories(receiver, url, ready, lambda line: complain([line]))
+    if as_json:
+        tell_json({"state": "ended", "batches": batches, **receiver.counts})
+
+
+def _check_pushed(config: "Config") -> None:
+    if config.rollouts.source != "pushed":
+        raise ConfigError(
+            f"rollouts.source: expected pushed, found null: run {config.run_id} samples its own "
+            "groups, and would train on none that are pushed"
+        )

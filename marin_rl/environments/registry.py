@@ -38,12 +38,14 @@ _BUILT_IN = {
     "gymnasium": "marin_rl.environments.external.gymnasium",
     "judge": "marin_rl.environments.judge",
     "math": "marin_rl.environments.math_problems",
+    "nemo_gym": "marin_rl.environments.external.nemo_gym",
     "openenv": "marin_rl.environments.external.openenv",
     "python": "marin_rl.environments.python_tool",
     "reasoning_gym": "marin_rl.environments.reasoning_gym",
     "repository": "marin_rl.environments.repository",
     "textarena": "marin_rl.environments.external.textarena",
     "verifiers": "marin_rl.environments.external.verifiers",
+    "verifiers_v1": "marin_rl.environments.external.verifiers_v1",
 }
 
 _PACKAGES = ("gymnasium", "textarena", "verifiers")  # played by an interpreter that has them

@@ -18,7 +18,8 @@ from typing import Any
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import part_for, parts_of, sampling_for
+from marin_rl.environments.finished import ReturnsRollouts
+from marin_rl.environments.mixture import Part, part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import Scorer, scorer_for
 from marin_rl.errors import (
     EnvironmentTimeout,
@@ -39,6 +40,7 @@ from marin_rl.rollouts.episode import (
     all_of,
     score_group,
 )
+from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.tool_turns import ToolTurns
@@ -201,7 +203,9 @@ async def sample_groups(
     ) as client:
         samplers = {
             part.label: _Sampler(
-                EpisodeDriver(
+                _finished_driver(config, policy, part)
+                if isinstance(part.environment, ReturnsRollouts)
+                else EpisodeDriver(
                     client=client,
                     policy=policy,
                     environment=part.environment,
@@ -224,11 +228,23 @@ async def sample_groups(
         return await all_of(samplers[label].sample(request) for label, request in pairs)
 
 
+def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> FinishedDriver:
+    from marin_rl.tokenizers import tokenizer_for  # seconds, which other environments do not need
+
+    return FinishedDriver(
+        policy=policy,
+        environment=part.environment,
+        settings=part.config,
+        config=config,
+        vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Sampler:
     """Samples and scores groups; `finished` are members that are committed, by group and index."""
 
-    driver: EpisodeDriver
+    driver: EpisodeDriver | FinishedDriver
     scorer: Scorer
     count: Callable[[RolloutGroup], None]
     pieces: ShardPieces | None

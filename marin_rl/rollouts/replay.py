@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from marin_rl.config import Config
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_episodes
+from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import fault_of, scorer_for
@@ -129,6 +130,11 @@ def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Repl
 def _check_replayable(parts: Iterable[Part]) -> None:
     """Raise InputError for an environment that cannot be played again."""
     for environment in (part.environment for part in parts):
+        if isinstance(environment, ReturnsRollouts):
+            raise InputError(
+                f"environment {environment.name!r} sampled its rollouts by itself: there are no "
+                "steps to play again"
+            )
         if isinstance(environment, Replayable) and not environment.replayable:
             raise InputError(
                 f"environment {environment.name!r} says `replayable = False`: its steps have "

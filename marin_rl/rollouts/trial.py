@@ -16,9 +16,10 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.episode_pool import Replayable, open_episodes
+from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import part_for
 from marin_rl.environments.scoring import scorer_for
-from marin_rl.errors import MarinRLError, RewardFault
+from marin_rl.errors import InputError, MarinRLError, RewardFault
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.types import Example, Message, Sampling, ToolCall, Turn
 
@@ -105,6 +106,11 @@ async def try_episode(
 ) -> TriedEpisode:
     """Play an episode, `turns` turns at most. Raises RewardFault, InputError."""
     part = part_for(environment, config, example)
+    if isinstance(part.environment, ReturnsRollouts):
+        raise InputError(
+            f"environment {part.environment.name!r} samples from a policy by itself: it is tried "
+            "by a run, such as one of a round"
+        )
     (episode,) = open_episodes(part.environment, part.config, example, 1)
     clock = [time.monotonic()]
     steps: list[tuple[Turn, StepResult]] = []

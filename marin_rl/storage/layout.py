@@ -10,7 +10,7 @@ STEP = re.compile(r"step-(\d{5,})")
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
 
-PUSHING = "rollouts/.environments"  # registrations of environments that push groups
+PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
 
 # Kinds of slots that a policy can start from, each with an example of a name.
 POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
@@ -69,6 +69,11 @@ def shard_of(name: str) -> int | None:
 def environment_key(number: int) -> str:
     """The private object that registers an environment which pushes groups."""
     return f"{PUSHING}/environment-{number:05d}.json"
+
+
+def popped_batch_key(number: int) -> str:
+    """The private object that keeps a batch as a server of trajectories handed it out."""
+    return f"{PUSHING}/batch-{number:05d}.json"
 
 
 def batches_slot(round: int) -> str:

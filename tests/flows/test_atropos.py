@@ -65,10 +65,12 @@ class Parts:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, self.said()
-            environment = self.running.get("environment")
-            # It ends by itself after three tries to reach a server, within three seconds.
-            if environment is not None and environment.poll() is not None:
-                self.start("environment")
+            # They end by themselves after three tries to reach a server, within three seconds.
+            ended = [
+                n for n, p in self.running.items() if "environment" in n and p.poll() is not None
+            ]
+            for name in ended:
+                self.start(name)
             time.sleep(0.05)
 
     def said(self) -> str:
@@ -107,6 +109,30 @@ def journal_of(path: Path) -> dict[str, Counter[str]]:
         what, tokens = line.split()
         counts[what][tokens] += 1
     return counts
+
+
+def checked(run: Run, journal: Path) -> dict[str, Counter[str]]:
+    """Groups that environments sent; those that are trained on are committed, each once."""
+    folder = Path(run.config.root) / run.run_id
+    trained = [
+        group
+        for round in range(ROUNDS)
+        for shard in range(run.config.rollouts.shards_per_round)
+        for group in groups_of(decode_shard(run.store.read(shard_key(round, shard))))
+    ]
+    committed = Counter(map(content, pushed(folder)))
+    counts = journal_of(journal)
+    sizes = {name: len(count) for name, count in counts.items()}
+    print(f"{sizes}, {len(committed)} committed, {len(trained)} trained")
+    assert set(committed.values()) == {1}
+    assert set(committed) <= set(counts["sent"])
+    assert len(trained) == ROUNDS * run.config.rollouts.groups_per_round
+    assert Counter(map(content, trained)).total() == len(set(map(content, trained)))
+    assert set(map(content, trained)) <= set(committed)
+    assert all(audit.balanced for audit in audit_run(run))
+    faults = check_run(run.config.root, run.run_id).faults
+    assert {fault.kind for fault in faults} <= {"leftover"}, faults
+    return counts | {"committed": committed}
 
 
 @pytest.mark.slow
@@ -153,21 +179,65 @@ def test_groups_of_atropos_survive_kills_of_every_process(
         three.wait_until(lambda: three.running["run"].poll() is not None)
         assert three.running["run"].returncode == 0, three.said()
     run = Run.create_or_open(load_config(DEBUG, settings))
-    trained = [
+    counts = checked(run, journal)
+    assert set(counts["acknowledged"]) <= set(counts["committed"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_batches_of_an_api_server_survive_kills_of_every_process(
+    api: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python = interpreter_with(Path(request.config.cache.mkdir("libraries")) / "atropos", ATROPOS)
+    tokenizer, journal, logs = tmp_path / "tokenizer", tmp_path / "journal", tmp_path / "logs"
+    character_tokenizer().save_pretrained(tokenizer)
+    logs.mkdir()
+    queue, sampling = free_port(), free_port()
+    settings = [
+        f"root={tmp_path}", f"rounds={ROUNDS}", f"inference.port={sampling}",
+        "rollouts.source=pushed", "batching.staleness_rounds_max=4",
+        "objective.importance_correction=truncated",
+    ]  # fmt: skip
+    options = [text for setting in settings for text in ("--set", setting)]
+    program = [sys.executable, "-m", "marin_rl"]
+    spell = [str(python), str(REPOSITORY / "tests/flows/atropos_spell.py")]
+    addresses = [f"http://127.0.0.1:{queue}", f"http://127.0.0.1:{sampling}/v1"]
+    environment = [*spell, *addresses, str(tokenizer), str(journal)]
+    serve = [str(python), "-m", "uvicorn", "atroposlib.api.server:app", "--port", str(queue)]
+    commands = {
+        "server": serve,
+        "poller": [*program, "poll-trajectories", str(DEBUG), *options, "--url", addresses[0]],
+        "run": [*program, "run", str(DEBUG), *options],
+        "environment": environment,
+        "environment 2": environment,
+    }
+    folder = tmp_path / "debug"
+    batches = folder / "rollouts/.environments"
+    with parts(commands, logs, api) as five:
+        for name in commands:
+            five.start(name)
+        five.wait_until(lambda: len(list(batches.glob("batch-*.json"))) >= 1)
+        five.kill("poller")
+        five.start("poller")
+        five.wait_until(lambda: (folder / "rollouts/round-00000/manifest.json").exists())
+        five.kill("environment")
+        five.start("environment")
+        five.kill("server")  # with its queue: what it had not handed out is lost with it
+        five.start("server")
+        five.wait_until(lambda: (folder / "batches/round-00001").exists())
+        five.kill("run")
+        five.start("run")
+        five.wait_until(lambda: five.running["run"].poll() is not None)
+        assert five.running["run"].returncode == 0, five.said()
+        five.wait_until(lambda: five.running["poller"].poll() is not None)
+        assert five.running["poller"].returncode == 0, five.said()
+    run = Run.create_or_open(load_config(DEBUG, settings))
+    counts = checked(run, journal)
+    popped = [
         group
-        for round in range(ROUNDS)
-        for shard in range(run.config.rollouts.shards_per_round)
-        for group in groups_of(decode_shard(run.store.read(shard_key(round, shard))))
+        for file in batches.glob("batch-*.json")
+        for group in json.loads(file.read_text())["batch"]
     ]
-    committed = Counter(map(content, pushed(folder)))
-    counts = journal_of(journal)
-    sizes = {name: len(count) for name, count in counts.items()}
-    print(f"{sizes}, {len(committed)} committed, {len(trained)} trained")
-    assert set(committed.values()) == {1}
-    assert set(counts["acknowledged"]) <= set(committed) <= set(counts["sent"])
-    assert len(trained) == ROUNDS * run.config.rollouts.groups_per_round
-    assert Counter(map(content, trained)).total() == len(set(map(content, trained)))
-    assert set(map(content, trained)) <= set(committed)
-    assert all(audit.balanced for audit in audit_run(run))
-    faults = check_run(run.config.root, run.run_id).faults
-    assert {fault.kind for fault in faults} <= {"leftover"}, faults
+    names = {json.dumps(group["tokens"], separators=(",", ":")) for group in popped}
+    assert names == set(counts["committed"])  # whatever was handed out is in the run
+    assert {file.name[:6] for file in batches.glob("environment-*.json")}

@@ -207,6 +207,9 @@ def test_generation_from_ids_to_ids(asked: Ask) -> None:
     assert [entry["logprob"] for entry in content] == pytest.approx(truth.tolist(), abs=1e-4)
     bridged = body | {"sampling_params": parameters | {"routed_experts_prompt_start": 3}}
     assert asked("POST", GENERATE, bridged)[2]["choices"] == answer["choices"]
+    labels = {"cache_salt": "policy-3", "priority": 7}
+    inside = {**body, **labels, "sampling_params": {**parameters, **labels}}
+    assert asked("POST", GENERATE, inside)[2]["choices"] == answer["choices"]
     _, _, whole = asked("POST", GENERATE, {"model": "policy", "token_ids": PROMPT})
     assert whole["choices"][0]["logprobs"] is None
 
@@ -399,7 +402,8 @@ def test_the_wrong_field_is_named(
         (GENERATE, {"token_ids": []}, "token_ids"),
         (GENERATE, {"token_ids": [103]}, "token_ids"),
         (GENERATE, {"token_ids": [5], "sampling_params": {"x": 1}}, "sampling_params.x"),
-        (GENERATE, {"token_ids": [5], "priority": 1}, "priority"),
+        (GENERATE, {"token_ids": [5], "priority": "high"}, "priority"),
+        (GENERATE, {"token_ids": [5], "cache_salt": 7}, "cache_salt"),
         ("/tokenize", {}, "messages"),
         ("/detokenize", {"tokens": [103]}, "tokens"),
         ("/detokenize", {"tokens": [True]}, "tokens.0"),

@@ -66,11 +66,16 @@ class ExternalEnvironment(BaseEnvironment):
             self._interpreter = Interpreter(
                 self.options.python,
                 self.library.adapter,
-                self.options.model_dump(mode="json"),
+                self.host_options,
                 self._config.pass_environment,
             )
             atexit.register(self._interpreter.close)
         return self._interpreter
+
+    @property
+    def host_options(self) -> dict[str, Any]:
+        """Options as the adapter in the other interpreter reads them."""
+        return self.options.model_dump(mode="json")
 
     def load_examples(self) -> None:
         """Start the interpreter: what the library refuses is known before any work."""

@@ -22,6 +22,7 @@ import yaml
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.episode import HasEpisodes
+from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import part_for, parts_of
 from marin_rl.errors import InputError
 from marin_rl.rollouts.verl.fields import ROLLOUT, Shape, Unmapped, VerlField, verl_fields
@@ -88,6 +89,12 @@ def export_verl(config: Config, folder: Path) -> VerlExport:
 
 def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
     environment = environment_of(config)
+    for part in parts_of(environment, config.environment):
+        if isinstance(part.environment, ReturnsRollouts):
+            raise InputError(
+                f"environment {part.environment.name!r} samples its rollouts by itself: expected "
+                "one whose turns verl can sample"
+            )
     count = min(config.rounds * config.rollouts.groups_per_round, EXAMPLES_MAX)
     counts = {"train": count, "val": min(config.evaluation.examples, EXAMPLES_MAX)}
     splits: dict[str, tuple[Split, int]] = {

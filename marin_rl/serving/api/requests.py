@@ -167,6 +167,8 @@ class SamplingBody(SamplingFields):
     return_token_ids: bool | None = None
     logprobs_mode: LogprobsMode | None = None
     user: Label | None = None
+    cache_salt: Label | None = None  # prompts share no cache across requests here
+    priority: int | None = None  # requests are served in the order in which they came
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingBody":
@@ -323,13 +325,16 @@ class GenerateParameters(SamplingFields):
     """`sampling_params` of /inference/v1/generate, as vLLM names them.
 
     `skip_special_tokens` concerns text, which the answer has none of, and
-    `routed_experts_prompt_start` concerns experts, which are never reported.
+    `routed_experts_prompt_start` concerns experts, which are never reported. verifiers sends
+    `cache_salt` and `priority` here too.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     skip_special_tokens: bool | None = None
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
+    cache_salt: Label | None = None
+    priority: int | None = None
     min_tokens: Literal[0] | None = None
     ignore_eos: Literal[False] | None = None
 
@@ -341,6 +346,8 @@ class GenerateBody(Body):
     token_ids: SomeTokens
     sampling_params: GenerateParameters | None = None
     stream: Literal[False] | None = None
+    cache_salt: Label | None = None
+    priority: int | None = None
 
 
 class SGLangParameters(SamplingFields):

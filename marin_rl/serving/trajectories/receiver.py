@@ -106,6 +106,11 @@ class Receiver:
         self._heard[number] = time.monotonic()
         return self._environments[number]
 
+    def named(self, name: str) -> PushingEnvironment | None:
+        """The first environment that is registered under a name; None where there is none."""
+        same = (known for known in self._environments if known.name == name)
+        return next(same, None)
+
     def disconnect(self, number: int) -> None:
         """Note that an environment ends. Raises InputError."""
         self.environment(number)

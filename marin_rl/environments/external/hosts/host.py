@@ -13,6 +13,7 @@ Afterwards calls have an id, and are answered in any order, by {"id": 1, "answer
     {"id": 2, "call": "start", "episode": 7, "row": {...}, "seed": 5}
     {"id": 3, "call": "step", "episode": 7, "turn": {...}}
     {"id": 4, "call": "close", "episode": 7}
+    {"id": 5, "call": "play", "row": {...}, "policy": {...}, "number": 3}
 
 What the library prints goes to standard error. Each episode has the global random numbers of Python
 and NumPy to itself, which begin with its seed. The process ends when its input does.
@@ -97,6 +98,9 @@ class _Host:
 
     async def _row(self, request: dict[str, Any]) -> Any:
         return self._library.row(request["split"], request["index"])
+
+    async def _play(self, request: dict[str, Any]) -> Any:
+        return await self._library.play(request["row"], request["policy"], request["number"])
 
     async def _start(self, request: dict[str, Any]) -> Any:
         number = request["episode"]

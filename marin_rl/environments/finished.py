@@ -1,0 +1,84 @@
+"""Environments that sample by themselves and return finished rollouts, with their token ids.
+
+Owns the protocol and its records. An environment is asked for the rollouts of an example, with the
+address of the policy; it asks that for completions as it likes, and returns messages, each with the
+ids that it added to the sequence. Leaves out the checks of what comes back, and what a run makes of
+it (`rollouts.finished`), and the process that a user's environment runs in (`finished_pool`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from marin_rl.errors import RewardFault
+from marin_rl.types import Example, Role, Sampling, ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAddress:
+    """Address of a served policy, and the sampling of a group of rollouts from it.
+
+    `endpoints` are base URLs that end in /v1. A request for `model` is refused by the server once
+    it has other weights. `sampling` has an entry for each member, with a seed of its own.
+    `api_key_variable` names the environment variable that has the key, if the server wants one.
+    """
+
+    endpoints: tuple[str, ...]
+    model: str
+    tokenizer: str
+    sampling: tuple[Sampling, ...]
+    api_key_variable: str
+    context_length: int
+    turns_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMessage:
+    """Message of a rollout, and the ids that it added to the sequence.
+
+    A message that the policy sampled has a logprob (nats, of the sampling distribution) for each of
+    its last `len(logprobs)` ids: those were sampled, others are the chat template's. The others of
+    a rollout have no logprobs. A message with `begins_segment` starts a new sequence: the ids of
+    messages before it are not part of its prompt.
+    """
+
+    role: Role
+    content: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    begins_segment: bool = False
+
+    @property
+    def sampled(self) -> bool:
+        """True where the policy sampled it."""
+        return len(self.logprobs) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRollout:
+    """Rollout that an environment has sampled and scored.
+
+    `reward` is a number, or numbers by name that add up. `truncated` says that a limit ended it.
+    """
+
+    messages: tuple[FinishedMessage, ...]
+    reward: float | Mapping[str, float]
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@runtime_checkable
+class ReturnsRollouts(Protocol):
+    """Optional part of an environment: it samples from the policy by itself."""
+
+    async def rollouts(
+        self, example: Example, policy: PolicyAddress
+    ) -> Sequence[FinishedRollout | RewardFault]:
+        """A rollout or a fault for each entry of `policy.sampling`, in order. May raise anything.
+
+        EndpointUnavailable says that the environment's own server cannot be reached.
+        """
+        ...

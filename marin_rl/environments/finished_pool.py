@@ -1,0 +1,160 @@
+"""A user's environment that returns finished rollouts, in a process with limits.
+
+It may block, print, fork or end its process: that costs the rollouts that it was asked for. Both
+ends are here: the pool of this process, and `begin`, which the worker runs.
+"""
+
+import asyncio
+import atexit
+import random
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import orjson
+from pydantic import TypeAdapter
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import Environment
+from marin_rl.environments.finished import FinishedRollout, PolicyAddress, ReturnsRollouts
+from marin_rl.environments.scoring import fault_of, worker_setup
+from marin_rl.environments.worker import constructed
+from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
+from marin_rl.isolated.calls import CallFault, CallPool
+from marin_rl.types import Example
+
+ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
+
+_EXAMPLE = TypeAdapter(Example)
+_POLICY = TypeAdapter(PolicyAddress)
+_ROLLOUTS = TypeAdapter(list[FinishedRollout | str])
+
+Rollouts = Sequence[FinishedRollout | RewardFault]
+
+
+async def finished_rollouts(
+    environment: Environment, config: EnvironmentConfig, example: Example, policy: PolicyAddress
+) -> Rollouts:
+    """The rollouts of an example, one per entry of `policy.sampling`; faults where they failed.
+
+    Raises EndpointUnavailable where the environment's server cannot be reached, InputError for a
+    worker that cannot be started.
+    """
+    assert isinstance(environment, ReturnsRollouts), environment.name
+    size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
+    try:
+        if environment.workers:
+            found = await _pool_for(environment, config).ask(example, policy)
+        else:
+            found = await asyncio.wait_for(environment.rollouts(example, policy), limit_s)
+    except EndpointUnavailable:
+        raise
+    except TimeoutError:
+        late = f"the rollouts of example {example.example_id} took longer than {limit_s:g} s"
+        return [EnvironmentTimeout(late)] * size
+    except Exception as error:  # noqa: BLE001 - it is other people's code
+        return [fault_of(error)] * size
+    if len(found) != size:
+        wrong = f"the environment returned {len(found)} rollouts: expected {size}"
+        return [RewardFault(wrong)] * size
+    return found
+
+
+class _Pool:
+    """Workers of one environment."""
+
+    def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
+        setup = worker_setup(environment, config, config.step_timeout_s or ROLLOUTS_TIMEOUT_S)
+        self._limit_s = setup.limits.wall_s
+        self._pool = CallPool(
+            "marin_rl.environments.finished_pool",
+            setup.limits,
+            environment.workers,
+            settings=setup.settings,
+            environment=setup.variables,
+            name="environment",
+        )
+
+    async def ask(self, example: Example, policy: PolicyAddress) -> Rollouts:
+        """Rollouts of a worker. Raises RewardFault, EndpointUnavailable, InputError."""
+        worker = await asyncio.to_thread(self._pool.assign)
+        try:
+            request = orjson.dumps({"example": example, "policy": policy})
+            answer = orjson.loads(await asyncio.wrap_future(worker.call(request)))
+        except CallFault as fault:
+            if fault.limit == "wall":
+                raise TimeoutError from None
+            raise RewardFault(f"the environment ended its process: {fault}") from None
+        finally:
+            self._pool.release(worker)
+        if "unavailable" in answer:
+            raise EndpointUnavailable(answer["unavailable"])
+        if "fault" in answer:
+            raise RewardFault(answer["fault"])
+        return [
+            RewardFault(each) if isinstance(each, str) else each
+            for each in _ROLLOUTS.validate_python(answer["rollouts"])
+        ]
+
+    def close(self) -> None:
+        """End all workers."""
+        self._pool.close()
+
+
+def begin(settings: Mapping[str, Any]) -> "_Worker":
+    """Construct the environment of `settings`. Raises InputError where it cannot be imported."""
+    return _Worker(constructed(settings, "return rollouts", examples=True))
+
+
+class _Worker:
+    """The calls of a worker process; see `isolated.interleaved.Handler`."""
+
+    def __init__(self, environment: Environment) -> None:
+        assert isinstance(environment, ReturnsRollouts), environment.name
+        self._environment = environment
+
+    def call(
+        self, request: bytes
+    ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
+        """The call that answers a request."""
+        return self._answer(orjson.loads(request)), nullcontext
+
+    async def _answer(self, record: Mapping[str, Any]) -> bytes:
+        example = _EXAMPLE.validate_python(record["example"])
+        policy = _POLICY.validate_python(record["policy"])
+        random.seed(example.seed)
+        np.random.seed(example.seed % 2**32)  # noqa: NPY002 - the one that old code draws from
+        try:
+            rollouts = await self._environment.rollouts(example, policy)
+            plain = [str(each) if isinstance(each, RewardFault) else each for each in rollouts]
+            answer: dict[str, Any] = {"rollouts": plain}
+            return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        except EndpointUnavailable as error:
+            return orjson.dumps({"unavailable": str(error)})
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            return orjson.dumps({"fault": str(fault_of(error))})
+
+
+_pools: dict[str, _Pool] = {}
+_lock = threading.Lock()
+
+
+def _pool_for(environment: Environment, config: EnvironmentConfig) -> _Pool:
+    key = config.model_dump_json() + environment.version
+    with _lock:
+        if key not in _pools:
+            _pools[key] = _Pool(environment, config)
+        return _pools[key]
+
+
+@atexit.register
+def close_pools() -> None:
+    """End the workers of this process."""
+    with _lock:
+        for pool in _pools.values():
+            pool.close()
+        _pools.clear()

@@ -1,0 +1,148 @@
+"""A real environment server of verifiers v1: rollouts that it samples from the server of a run."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environments.test_libraries import configuration
+from support.libraries import interpreter_with, site_packages
+
+from marin_rl import run, scan_rollouts
+from marin_rl.environments.checks import make_environment
+from marin_rl.errors import InputError
+from marin_rl.storage.runs import Run
+from marin_rl.storage.upkeep.audit import audit_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# A server renders prompts itself, for which its renderers need transformers.
+PACKAGES = ("verifiers==0.3.1", "renderers[transformers]==0.1.12", "transformers==4.57.6")
+
+# Asks again once, with the answer that it got: two turns of an agent.
+TASKSET = """
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+
+class SumData(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def length(self, trace) -> float:
+        return len(trace.last_reply) / 100
+
+    @vf.reward(weight=0.5)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+
+class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for n in range(20):
+            data = SumData(idx=n, prompt=f"{n}+1=", answer=str(n + 1))
+            yield SumTask(data, self.config.task)
+
+
+class AskConfig(vf.HarnessConfig):
+    pass
+
+
+class AskTwice(vf.Harness[AskConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        headers = {"Authorization": f"Bearer {secret}"}
+        messages = [{"role": "user", "content": data.prompt}]
+        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
+            for _ in range(2):
+                body = {"model": ctx.model, "messages": messages}
+                answer = await client.post(f"{endpoint}/chat/completions", json=body)
+                answer.raise_for_status()
+                (choice,) = answer.json()["choices"]
+                messages.append({"role": "assistant", "content": choice["message"]["content"]})
+                messages.append({"role": "user", "content": "sure?"})
+                if choice["finish_reason"] != "stop":
+                    break
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["SumTaskset", "AskTwice"]
+"""
+SERVER = """
+import logging
+import sys
+from verifiers.v1.configs.env import EnvConfig
+from verifiers.v1.envs.single_agent import SingleAgentEnv
+from verifiers.v1.serve import serve_env
+from verifiers.v1.utils.loaders import environment_class
+from verifiers.v1.utils.generic import concrete_type
+
+config_class = concrete_type(environment_class("sums_v1", ""), EnvConfig) or EnvConfig
+agent = {"runtime": {"type": "subprocess"}}  # others are sandboxes on other machines
+config = config_class.model_validate({"taskset": {"id": "sums_v1"}, "agent": agent})
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+serve_env(max_workers=1, address=sys.argv[1], config=config)
+"""
+
+
+@contextmanager
+def environment_server(python: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of the taskset, which ends with the block."""
+    variables = {**os.environ, "MARIN_RL_API_KEY": "none"}
+    command = [python, "-I", "-c", SERVER, address]
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
+    try:
+        while "EnvServer up" not in log.read_text():
+            assert server.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.1)
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_round_is_trained_on_rollouts_of_an_environment_server(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    libraries = Path(request.config.cache.mkdir("libraries"))
+    python = interpreter_with(libraries / "verifiers-v1", *PACKAGES)
+    (site_packages(python) / "sums_v1.py").write_text(TASKSET)
+    address = f"ipc://{tmp_path}/server"
+    options = {
+        "id": "sums_v1",
+        "address": address,
+        "renderer": {"name": "default"},
+    }
+    config = configuration(tmp_path, python, "verifiers_v1", **options)
+    with environment_server(python, address, tmp_path / "log") as server:
+        with run(config) as training:
+            (trained,) = training
+        server.kill()
+        gone = config.environment.model_copy(
+            update={"options": {**config.environment.options, "connect_timeout_s": 1.0}}
+        )
+        with pytest.raises(InputError, match="no environment server of verifiers v1 answers"):
+            make_environment(gone)
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert set(rollouts["finish_reason"]) <= {"stop", "length"}, rollouts["error"].to_list()
+    assert rollouts.height == 6
+    for row in rollouts.iter_rows(named=True):
+        sampled = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+        mask = np.array(row["loss_mask"])
+        assert 1 <= len(sampled) <= 2
+        assert mask.sum() == sum(turn["end"] - turn["start"] for turn in sampled)
+        assert np.isfinite(row["logprobs"]).all()
+        assert row["reward"] == pytest.approx(len(sampled[-1]["content"].strip()) / 100, abs=0.51)
+    stored = Run.open(config.root, config.run_id)
+    assert all(audit.balanced for audit in audit_run(stored))
