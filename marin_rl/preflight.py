@@ -46,6 +46,7 @@ from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import refuse_locked
 from marin_rl.tokenizer_files import check_vocabulary, read_tokenizer
 from marin_rl.types import SlotRef
+from marin_rl.user_code import check_importable
 
 
 def before_engines(config: Config, flow: str) -> SlotRef | None:
@@ -174,6 +175,7 @@ def own_reward(config: Config) -> str:
 def own_loss(config: Config) -> str:
     """Check a loss of the user's own on a small batch; JAX is imported for it alone."""
     if config.objective.loss is not None:
+        check_importable(config.objective.loss, "loss")
         share_one_heap()  # as a flow does, before JAX starts its threads
     return loss(config)
 

@@ -261,17 +261,22 @@ def check_importable(text: str, role: str) -> None:
     except (ImportError, ValueError) as error:
         raise InputError(f"{role} {text!r}: {error}") from error
     if installed is None:
-        raise InputError(
-            f"{role} {text!r}: no module named {spec.module!r} is installed; a file of your own is "
-            f"named with its suffix, {spec.module.replace('.', '/')}.py:{spec.name}"
-        )
+        raise InputError(f"{role} {text!r}: {_not_installed(spec)}")
+
+
+def _not_installed(spec: CodeSpec) -> str:
+    return (
+        f"no module named {spec.module!r} is installed; a file of your own is named with its "
+        f"suffix, {spec.module.replace('.', '/')}.py:{spec.name}"
+    )
 
 
 def _installed(spec: CodeSpec, what: str) -> ModuleType:
     try:
         return importlib.import_module(spec.module)
     except ImportError as error:
-        raise InputError(f"{what}: {error}") from error
+        absent = error.name in (spec.module, spec.module.partition(".")[0])
+        raise InputError(f"{what}: {_not_installed(spec) if absent else error}") from error
 
 
 def _module_of(spec: CodeSpec, what: str) -> ModuleType:

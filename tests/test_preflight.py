@@ -58,6 +58,9 @@ def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
         ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
         ("environment.options={letters_min: 90, letters_max: 95}", InputError, "leaves 56"),
         ("environment.name=ecko", ConfigError, "did you mean echo"),
+        ("environment={name: 'envs:Mine'}", InputError, "with its suffix, envs.py:Mine"),
+        ("objective.loss=losses:mine", InputError, "with its suffix, losses.py:mine"),
+        ("objective.surrogate=mine", ConfigError, "found 'mine'; a loss of your own is objective"),
         (
             "policy={context_length: 64, init: checkpoint, "
             "checkpoint: /nowhere/x/checkpoints/round-00003}",

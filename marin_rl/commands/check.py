@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
+from marin_rl.commands.init import demo_configuration
 from marin_rl.commands.options import (
     ApiKeyVariable,
     AsJson,
     AsJsonLines,
-    ConfigFile,
     ConfigRoot,
     Overrides,
     Root,
@@ -31,7 +31,10 @@ from marin_rl.commands.options import (
 
 
 def doctor(
-    config_file: ConfigFile = Path("configs/demo.yaml"),
+    config_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG|RUN", help="as of `run`; default: the demo's configuration"),
+    ] = None,
     *,
     run_id: RunId = None,
     root: ConfigRoot = None,
@@ -48,7 +51,8 @@ def doctor(
 
     failed = False
     changes = [*(overrides or ()), *key_named(api_key_variable)]
-    for finding in examine(load(config_file, changes, trust=trust, run_id=run_id, root=root)):
+    file = config_file or demo_configuration()
+    for finding in examine(load(file, changes, trust=trust, run_id=run_id, root=root)):
         failed = failed or not finding.passed
         if as_json:
             tell_json(asdict(finding))

@@ -70,6 +70,11 @@ def _templates() -> tuple[dict[str, Path], dict[str, Path]]:
     return folders, single
 
 
+def demo_configuration() -> Path:
+    """Return the file of the demo's configuration, as the wheel or the checkout has it."""
+    return _templates()[1]["demo"]
+
+
 def _files_of(template: str) -> dict[str, bytes]:
     """Return the files of a template by name. Raises ConfigError for an unknown one."""
     folders, single = _templates()

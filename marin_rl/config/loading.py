@@ -23,6 +23,11 @@ from marin_rl.errors import ConfigError
 RECIPE = "recipe"
 RECIPES = Path(__file__).parent / "recipes"
 
+# What is meant by a value that these keys do not have.
+INSTEAD = {
+    "objective.surrogate": "a loss of your own is objective.loss: FILE.py:function",
+}
+
 Overrides = Sequence[str] | Mapping[str, Any]  # `dotted.key=value`, or values by dotted key
 
 
@@ -191,7 +196,8 @@ def _describe(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_nearest(key)}"
     shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"
-    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
+    instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
+    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}{instead}"
 
 
 def _nearest(key: str) -> str:

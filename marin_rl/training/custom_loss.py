@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from marin_rl.config import ObjectiveConfig
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, InputError
 from marin_rl.training.losses import on_mask
 from marin_rl.user_code import load
 
@@ -160,7 +160,7 @@ def check_loss(objective: ObjectiveConfig) -> str:
         # One program: the gradient of a compiled function would be two.
         compiled = jax.jit(jax.value_and_grad(total, has_aux=True))
         (value, metrics), gradient = compiled(batch.logprobs)
-    except ConfigError:
+    except (ConfigError, InputError):
         raise
     except Exception as error:  # the function's own, or that of a trace through it
         detail = str(error).partition("\n")[0]
