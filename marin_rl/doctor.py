@@ -195,9 +195,9 @@ def model(config: Config) -> str:
     from marin_rl.planning import architecture_of
 
     if config.policy.hf_path is not None:
-        from marin_rl.training.model import check_hf_support
+        from marin_rl.hf_settings import check_hf_folder
 
-        check_hf_support(config.policy.hf_path)
+        check_hf_folder(config.policy.hf_path)
     architecture = architecture_of(config)
     if architecture is None:
         raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")

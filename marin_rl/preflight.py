@@ -27,7 +27,7 @@ from marin_rl.doctor import (
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import InputError
 from marin_rl.machine import share_one_heap
-from marin_rl.model_folders import check_model_folder
+from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
 from marin_rl.planning import architecture_of
 from marin_rl.storage.layout import POLICY_SLOTS, evals_slot, metrics_key, round_of
 from marin_rl.storage.run_records import RUN_KEY
@@ -126,7 +126,7 @@ _FINISHED: dict[str, Callable[[Run, Config], SlotRef | None]] = {
 
 
 def policy_source(config: Config) -> str:
-    """Check that the folder or the checkpoint that the policy starts from is there."""
+    """Check that the checkpoint that the policy starts from is there, or the folder, and exact."""
     policy = config.policy
     if policy.init == "checkpoint":
         key, place = "policy.checkpoint", policy.checkpoint or ""
@@ -139,6 +139,12 @@ def policy_source(config: Config) -> str:
             f"no model at {policy.hf_path}: expected a local Hugging Face folder with config.json "
             "and safetensors; download it first"
         )
+    if policy.hf_path is not None:
+        read_hf_config(Path(policy.hf_path))
+        weight_files(Path(policy.hf_path))
+        from marin_rl.hf_settings import check_hf_folder  # imports transformers
+
+        check_hf_folder(policy.hf_path)
     return policy.hf_path or policy.init
 
 

@@ -157,6 +157,35 @@ def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) 
         before_engines(config, "rl-loop")
 
 
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "words"),
+    [
+        ({}, {}, "holds no safetensors"),
+        ({"model_type": "mamba2"}, {"model.safetensors": ""}, "'mamba2' is not supported"),
+        ({"mlp_bias": True}, {"model.safetensors": ""}, "mlp_bias true is not supported"),
+        (
+            {},
+            {"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'},
+            "names one.safetensors, which is not in",
+        ),
+    ],
+)
+def test_a_model_folder_that_cannot_be_loaded_is_refused(tmp_path, settings, files, words) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in {"config.json": json.dumps(LLAMA | settings), **files}.items():
+        (folder / name).write_text(text)
+    policy = f"policy={{context_length: 64, init: hf, hf_path: {folder}}}"
+    with pytest.raises(InputError, match=words):
+        before_engines(debug(tmp_path / "runs", policy), "rl-loop")
+
+
 LOSSES = """
 import jax.numpy as jnp
 def good(logprobs, advantages): return -logprobs * advantages

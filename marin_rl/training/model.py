@@ -30,13 +30,13 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import PolicyConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import InputError
+from marin_rl.hf_settings import checked_hf_config
 from marin_rl.model_folders import read_hf_config, weight_files
 from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.tokenizers import end_token_ids, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
     LevanterConfig,
-    checked_hf_config,
     execution,
     family_of,
     levanter_config,
@@ -193,7 +193,7 @@ def load_hf(folder: str | Path) -> LmHeadModel:
     converter = HFCheckpointConverter(
         type(config),
         reference_checkpoint=str(path),
-        HfConfigClass=family_of(config).hf,
+        HfConfigClass=family_of(config).hf.settings,
         tokenizer=tokenizer,
     )
     # Levanter places what it reads on the mesh it is called under; one device here, and the plain
@@ -275,7 +275,7 @@ def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dic
     scaling = {key: value for key, value in (scaling or {}).items() if key != "mscale"}
     return tree | {
         "architectures": [family.architecture],
-        "hidden_act": family.activation,
+        "hidden_act": family.hf.activation,
         "head_dim": config.attention_config().head_size,
         "rope_theta": theta,
         "rope_scaling": scaling or None,
@@ -286,9 +286,3 @@ def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dic
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-
-
-def check_hf_support(folder: str | Path) -> None:
-    """Raise InputError, reading no weight, if `load_hf` would refuse the folder's configuration."""
-    path = Path(folder).resolve()
-    checked_hf_config(read_hf_config(path), path)

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from support.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.errors import InputError
+from marin_rl.hf_settings import check_hf_folder
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,
-    check_hf_support,
     hf_template,
     load_hf,
     matrix_mask,
@@ -227,7 +227,7 @@ def test_a_rotary_base_is_read_in_either_form(changed):
 )
 def test_settings_that_would_load_wrong_are_refused_by_name(changed, family, keys, named):
     with pytest.raises(InputError) as caught:
-        check_hf_support(changed(family, **keys))
+        check_hf_folder(changed(family, **keys))
     assert named in str(caught.value)
     assert "expected" in str(caught.value) or "add" in str(caught.value)
 
