@@ -49,7 +49,11 @@ def env_list(*, as_json: AsJsonLines = False) -> None:
         for row in rows:
             tell_json(row)
         return
-    out.print(frame_table(("name", "plays", "needs"), [tuple(row.values()) for row in rows]))
+    out.print(
+        frame_table(
+            ("name", "plays", "turns", "tools", "needs"), [tuple(row.values()) for row in rows]
+        )
+    )
 
 
 def env_try(  # noqa: PLR0913 - each is an option of the command

@@ -48,7 +48,23 @@ _BUILT_IN = {
     "verifiers_v1": "marin_rl.environments.external.verifiers_v1",
 }
 
-_PACKAGES = ("gymnasium", "textarena", "verifiers")  # played by an interpreter that has them
+# Played by an interpreter that has the package.
+_PACKAGES = {
+    "gymnasium": "gymnasium",
+    "textarena": "textarena",
+    "verifiers": "verifiers",
+    "verifiers_v1": "verifiers",
+}
+_SERVERS = ("nemo_gym", "openenv", "verifiers_v1")  # played by a server
+
+# Environments with several turns, those whose model may call tools, and those whose scores compare
+# the members of a group. None of them is imported to be listed; a test compares their classes.
+SEVERAL_TURNS = frozenset(
+    {"game", "gymnasium", "nemo_gym", "openenv", "python", "repository", "textarena", "verifiers"}
+    | {"verifiers_v1"}
+)
+WITH_TOOLS = frozenset({"nemo_gym", "openenv", "python", "repository", "verifiers", "verifiers_v1"})
+GROUP_REWARDS = frozenset({"chat", "judge"})
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -75,18 +91,28 @@ def known_environments() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEntry:
-    """Name of an environment, what it plays, and the package it needs in addition to ours."""
+    """Name of an environment, what it plays, and what it needs in addition to this package.
+
+    `turns` is "one" or "several"; `tools` says that the model may call some. Both are "" where the
+    environment's own code decides.
+    """
 
     name: str
     plays: str
+    turns: str
+    tools: str
     needs: str
 
 
 def described_environments() -> list[EnvironmentEntry]:
     """Environments that a configuration may name, sorted; none of them is imported."""
-    own = [EnvironmentEntry(name, _first_line(_BUILT_IN[name]), _needs(name)) for name in _BUILT_IN]
+    own = [
+        EnvironmentEntry(name, _first_line(_BUILT_IN[name]), *_abilities(name), _needs(name))
+        for name in _BUILT_IN
+    ]
     others = [
-        EnvironmentEntry(point.name, f"registered as {point.value}", "") for point in _points()
+        EnvironmentEntry(point.name, f"registered as {point.value}", "", "", "")
+        for point in _points()
     ]
     return sorted([*own, *others], key=lambda entry: entry.name)
 
@@ -99,13 +125,21 @@ def _first_line(module: str) -> str:
     return (text or "").partition("\n")[0].partition(": `environment.name")[0]
 
 
+def _abilities(name: str) -> tuple[str, str]:
+    """Turns and tools of an environment that comes with this package."""
+    if name == USER_CLASS:
+        return "", ""
+    turns = "several" if name in SEVERAL_TURNS else "one"
+    return turns, "yes" if name in WITH_TOOLS else "no"
+
+
 def _needs(name: str) -> str:
-    if name == "openenv":
-        return "a server"
-    if name not in _PACKAGES:
-        return ""
-    installed = find_spec(name) is not None
-    return f"{name}: {'installed' if installed else 'not installed here; see options.python'}"
+    needs = ["a server"] if name in _SERVERS else []
+    if (package := _PACKAGES.get(name)) is not None:
+        there = "installed" if find_spec(package) is not None else "not installed here"
+        hint = "" if there == "installed" else "; see options.python"
+        needs.append(f"{package}: {there}{hint}")
+    return ", ".join(needs)
 
 
 def construct(config: EnvironmentConfig) -> Environment:

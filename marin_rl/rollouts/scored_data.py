@@ -119,6 +119,28 @@ def check_scored_data(data: ScoredData, config: Config, vocabulary: int) -> None
         _check_sequence(data, index, config.policy.context_length, vocabulary)
 
 
+def check_texts(data: ScoredData, decode: Callable[[list[int]], str]) -> None:
+    """Raise InputError where no message of a model is in the text of its tokens.
+
+    Such tokens are of another tokenizer. Messages are compared without white space; a group that
+    has none tells nothing.
+    """
+    shown = None
+    for tokens, messages in zip(data.tokens, data.messages or (), strict=False):
+        text = decode(tokens)
+        said = [m.content for m in messages if m.role == "assistant" and (m.content or "").strip()]
+        if any("".join(content.split()) in "".join(text.split()) for content in said if content):
+            return
+        if said:
+            shown = shown or (said[0], text)
+    if shown is not None:
+        raise InputError(
+            f"messages: expected what the tokens say with the run's tokenizer, found "
+            f"{shown[0]!r:.80} for tokens that say {shown[1]!r:.80}: sample with "
+            "policy.tokenizer of the run"
+        )
+
+
 def _check_sizes(data: ScoredData, size: int) -> None:
     """Raise InputError unless there is one of each for every member of a group."""
     for name in ("tokens", "masks", "scores", "inference_logprobs", "messages"):

@@ -175,6 +175,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (scored(group_overrides={"policy_version": "x"}), "expected the number of a checkpoint"),
     (scored(tokens=[["x"], [1]]), "tokens.0.0: Input should be a valid integer"),
     (scored(messages=[[{"content": "x"}], []]), "messages.0.0.role: Field required"),
+    (
+        scored(messages=[[{"role": "assistant", "content": "words of another"}]] * 2),
+        "expected what the tokens say with the run's tokenizer, found 'words of another'",
+    ),
 ]
 
 

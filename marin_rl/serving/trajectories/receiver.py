@@ -21,6 +21,7 @@ from marin_rl.rollouts.scored_data import (
     PushingEnvironment,
     ScoredData,
     check_scored_data,
+    check_texts,
     policy_version_of,
     rollout_group,
 )
@@ -126,6 +127,7 @@ class Receiver:
             for data in groups:
                 environment = self.environment(data.env_id)
                 check_scored_data(data, self.run.config, self._vocabulary)
+                check_texts(data, self._tokenizer.decode)
                 pushed.append((data, environment, self._policy(policy_version_of(data))))
         except InputError:
             self.counts["refused"] += len(groups)

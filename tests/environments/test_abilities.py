@@ -1,0 +1,97 @@
+"""Facts that are stated of environments without importing them, compared with their classes."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.environments import registry
+from marin_rl.environments.base_environment import BaseEnvironment
+
+TOP = Path(__file__).parents[2]
+# Modules of environments of other libraries, and of what only they use.
+FOREIGN = (
+    "marin_rl.environments.external",
+    "marin_rl.rollouts.verl",
+    "marin_rl.rollouts.relay",
+    "marin_rl.serving.trajectories",
+    "websockets",
+    "zmq",
+    "verifiers",
+    "gymnasium",
+)
+# Rows of the page's table, by the test that has its version.
+PINNED = {
+    "gymnasium": ("environments/test_libraries.py", "gymnasium"),
+    "TextArena": ("environments/test_libraries.py", "textarena"),
+    "verifiers": ("environments/test_libraries.py", "verifiers"),
+    "verifiers v1": ("environments/test_verifiers_v1.py", "verifiers"),
+    "OpenEnv": ("environments/test_libraries.py", "openenv"),
+    "atropos": ("flows/test_atropos.py", "atroposlib"),
+    "verl": ("rollouts/test_verl_package.py", "verl"),
+}
+NAMES = {
+    "gymnasium": "gymnasium", "TextArena": "textarena", "verifiers": "verifiers",
+    "verifiers v1": "verifiers_v1", "OpenEnv": "openenv", "NeMo Gym": "nemo_gym",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(set(registry._BUILT_IN) - {registry.USER_CLASS}))
+def test_abilities_are_those_of_the_class(name: str) -> None:
+    importlib.import_module(registry._BUILT_IN[name])
+    made = registry._registered[name]
+    several = hasattr(made, "episode") or hasattr(made, "rollouts")
+    assert several == (name in registry.SEVERAL_TURNS)
+    scores_groups = getattr(made, "score_group", None) is not BaseEnvironment.score_group
+    if name in {*registry.GROUP_REWARDS, *NAMES.values()}:  # others: as a reward of the user does
+        assert scores_groups == (name in registry.GROUP_REWARDS)
+    if hasattr(made, "tools_offered"):
+        assert name in registry.WITH_TOOLS
+
+
+def rows() -> dict[str, list[str]]:
+    """Cells of the page's table of libraries, by the library's name."""
+    page = (TOP / "docs/other-libraries.md").read_text(encoding="utf-8")
+    table = page[page.index("| library | tried") :].partition("\n\n")[0].splitlines()[2:]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    found = {}
+    for cells in lines:
+        match = re.match(r"\[([^\]]+)\]", cells[0])
+        assert match is not None, cells
+        found[match[1]] = cells[1:]
+    return found
+
+
+def test_the_table_of_libraries_says_what_the_tests_run() -> None:
+    table = rows()
+    for library, (file, package) in PINNED.items():
+        text = (TOP / "tests" / file).read_text(encoding="utf-8")
+        match = re.search(rf'"{package}==([^"]+)"', text)
+        assert match is not None, file
+        assert table[library][0] == match[1], library
+    for library, name in NAMES.items():
+        _, _, tools, turns, groups, *_ = table[library]
+        assert (turns != "no") == (name in registry.SEVERAL_TURNS), library
+        assert (tools != "no") == (name in registry.WITH_TOOLS), library
+        assert (groups != "no") == (name in registry.GROUP_REWARDS), library
+
+
+def test_a_run_without_them_imports_and_starts_nothing_of_them() -> None:
+    script = f"""
+import sys
+from marin_rl.config import Config
+from marin_rl.environments.checks import environment_of
+from marin_rl.environments.finished_pool import _pools
+from marin_rl.environments.episode_pool import _pools as others
+import marin_rl.rollouts.evaluate, marin_rl.rollouts.generate, marin_rl.storage.upkeep.audit
+environment_of(Config(run_id="r"))
+assert not _pools and not others
+print([name for name in sys.modules if name.startswith({FOREIGN!r})])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
