@@ -183,6 +183,8 @@ class RunRuntime:
     def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
 
+        from marin_rl.inference.client.sglang_client import client_of
+        from marin_rl.rollouts.bridge import TemplateBridge
         from marin_rl.serving.weights.canary import prove
 
         identity = weights.identity
@@ -207,6 +209,7 @@ class RunRuntime:
             lambda: self._suspects(version),
             dtype=jnp.dtype(config.policy.compute_dtype),
             temperature=config.sampling.temperature,
+            connect=client_of(config.inference, TemplateBridge(config.policy).prompt),
         )
         return policy
 

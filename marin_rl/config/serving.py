@@ -226,6 +226,12 @@ class InferenceConfig(Section):
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
     )
+    route: Literal["chat", "sglang"] | None = Field(
+        default=None,
+        description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
+        "marin-rl have them, or by SGLang's /generate; null: chat",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
     requests_in_flight_max: Count = runtime_field(
         default=64, le=65536, description="concurrent requests of one shard"
     )

@@ -29,6 +29,7 @@ from marin_rl.errors import (
     ToolFault,
 )
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
@@ -175,7 +176,7 @@ async def sample_groups(
     requests: Sequence[GroupRequest],
     progress: ProgressEvent,
     *,
-    connect: Connect = PolicyClient,
+    connect: Connect | None = None,
     bridge: Bridge | None = None,
     pieces: ShardPieces | None = None,
 ) -> list[RolloutGroup]:
@@ -184,15 +185,16 @@ async def sample_groups(
     With `pieces`, members that are committed are not sampled again, and groups are committed as
     they are finished.
 
-    `bridge` joins the turns of episodes that have several, by default as the policy's chat template
-    does. Publishes `progress` with its numbers as each group is done. Raises what no single group
-    can bear: StalePolicy, InputError. Cancelling cancels every request.
+    `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
+    episodes that have several, by default as the policy's chat template does. Publishes `progress`
+    with its numbers as each group is done. Raises what no single group can bear: StalePolicy,
+    InputError. Cancelling cancels every request.
     """
     inference = config.inference
     meter = _Meter(replace(progress, total=len(requests)))
     template = TemplateBridge(config.policy)
     finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
-    async with connect(
+    async with (connect or client_of(inference, template.prompt))(
         endpoints=policy.endpoints,
         model=policy.model,
         api_key=os.environ.get(inference.api_key_variable),

@@ -1,10 +1,13 @@
 """Episodes of two turns against the embedded server: token in, token out, with a real engine."""
 
 import numpy as np
+import pytest
 from support.dialogues import AGAIN, BRIDGE, DIGEST, SAID, SAMPLING, EchoTwice, play_dialogues
+from support.models import tiny_model
 from support.servers import serving
 
 from marin_rl.config import EnvironmentConfig
+from marin_rl.errors import StalePolicy
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.rollouts.episode import GroupRequest
 
@@ -33,6 +36,31 @@ def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_fir
     # the first turns have the seeds of the members, the second ones seeds of their own
     seeds = [turn.sampling.seed for t in trajectories for turn in t.turns]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_the_route_of_sglang_gives_the_same_dialogues() -> None:
+    environment = EchoTwice(EnvironmentConfig(name="echo"))
+    example = environment.example(0, 0, "train")
+    request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
+    with serving(parameters_digest=DIGEST, weight_version=3) as server:
+        chat = play_dialogues(server, request, environment)
+        sglang = play_dialogues(server, request, environment, route="sglang")
+        for one, other in zip(chat, sglang, strict=True):
+            assert (one.fault, one.finish_reason, one.text) == (
+                other.fault,
+                other.finish_reason,
+                other.text,
+            )
+            for a, b in zip(one.turns, other.turns, strict=True):
+                assert a.answer.prompt_token_ids.tolist() == b.answer.prompt_token_ids.tolist()
+                assert a.completion.token_ids.tolist() == b.completion.token_ids.tolist()
+                np.testing.assert_allclose(a.completion.logprobs, b.completion.logprobs, atol=1e-5)
+                assert (a.sampling, b.answer.weight_version) == (b.sampling, 3)
+        assert max(len(trajectory.turns) for trajectory in sglang) == 2
+        model = server.model_id
+        server.swap(tiny_model(seed=9), 4, "other")
+        with pytest.raises(StalePolicy, match="but the endpoint has weights of version 4"):
+            play_dialogues(server, request, environment, route="sglang", model=model)
 
 
 def test_turns_that_share_requests_are_the_same_tokens() -> None:

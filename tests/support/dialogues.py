@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Literal
 
 from support.fakes import served_policy
 
-from marin_rl.config import EnvironmentConfig, PolicyConfig
+from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver, GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
@@ -53,14 +54,19 @@ def play_dialogues(
     request: GroupRequest,
     environment: EchoTwice,
     turns_per_request: int = 1,
+    route: Literal["chat", "sglang"] = "chat",
+    model: str = "",
 ) -> list[Trajectory]:
-    """Play a group against a server; `turns_per_request` as in `inference`."""
+    """Play a group against a server; `turns_per_request` and `route` as in `inference`.
+
+    `model` is the id that is asked for, by default that of the server.
+    """
     policy = served_policy(
-        server.base_url, server.model_id, weight_version=3, parameters_digest=DIGEST
+        server.base_url, model or server.model_id, weight_version=3, parameters_digest=DIGEST
     )
 
     async def run() -> list[Trajectory]:
-        async with PolicyClient(
+        async with client_of(InferenceConfig(route=route), BRIDGE.prompt)(
             endpoints=policy.endpoints, model=policy.model, turns_per_request=turns_per_request
         ) as client:
             driver = EpisodeDriver(

@@ -283,6 +283,48 @@ def decode_turns(data: bytes) -> list[ChatAnswer]:
     ]
 
 
+def sglang_body(prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> dict[str, Any]:
+    """Return the body of SGLang's `/generate` for one sample of a prompt."""
+    parameters = _sampling_fields(sampling)
+    parameters["max_new_tokens"] = parameters.pop("max_tokens")
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {
+        "input_ids": prompt_ids.tolist(),
+        "sampling_params": parameters,
+        "return_logprob": True,
+    }
+
+
+def decode_sglang(data: bytes, model: str, prompt_ids: Int32[np.ndarray, " P"]) -> ChatAnswer:
+    """Read one sample of SGLang's `/generate`, which does not name its model. BadResponse."""
+    body = _mapping(_json(data), "the answer")
+    meta = _mapping(body.get("meta_info"), "meta_info")
+    pairs: Any = meta.get("output_token_logprobs")
+    try:
+        logprobs, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    except (TypeError, IndexError) as error:
+        raise BadResponse(
+            "expected meta_info.output_token_logprobs[] of logprob and token: the endpoint must "
+            "honour `return_logprob: true`"
+        ) from error
+    reason = meta.get("finish_reason")
+    choice = {
+        "token_ids": ids,
+        "token_logprobs": logprobs,
+        "policy_versions": meta.get("policy_versions"),
+        "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
+    }
+    version = str(meta.get("weight_version") or "")
+    return ChatAnswer(
+        model=model,
+        prompt_token_ids=prompt_ids,
+        completions=(_decode_completion(choice, body.get("text")),),
+        request_id=str(meta.get("id") or ""),
+        weight_version=int(version) if version.isdecimal() else None,
+    )
+
+
 def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """Read an answer's object, and its choices in the order of their index. Raises BadResponse."""
     body = _mapping(_json(data), "the answer")

@@ -50,6 +50,7 @@ class Suspect:
     model: LmHeadModel
 
 
+Connect = Callable[..., PolicyClient]
 Suspects = Callable[[], Iterable[Suspect]]
 
 
@@ -92,19 +93,21 @@ def prove(
     *,
     dtype: jnp.dtype | type = jnp.float32,
     temperature: float = 1.0,
+    connect: Connect = PolicyClient,
 ) -> float:
     """The largest |endpoint - trainer| log-probability of a canary token, in nats.
 
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
-    to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. Raises
-    StalePolicy above `tolerance_of` the dtype, with the expected digest and the served one:
-    that of the first of the `suspects` (asked for only then) whose parameters give the
-    endpoint's numbers, else what the endpoint says of itself. Raises BadResponse for an endpoint
-    that leaves temperature out of its numbers, and what the client raises.
+    to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. `connect`
+    makes the client of an endpoint. Raises StalePolicy above `tolerance_of` the dtype, with the
+    expected digest and the served one: that of the first of the `suspects` (asked for only then)
+    whose parameters give the endpoint's numbers, else what the endpoint says of itself. Raises
+    BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
+    raises.
     """
     worst, tolerance = 0.0, tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0)
-    answers = _sampled(policy, config, sampling)
+    answers = _sampled(policy, config, sampling, connect)
     for endpoint, answer in zip(policy.endpoints, answers, strict=True):
         gap = _gap(model, answer, sampling.temperature)
         if not gap.within(tolerance):
@@ -182,11 +185,13 @@ def _loaded(engine: Engine, adapter: Adapter | None) -> int:
     ).number
 
 
-def _sampled(policy: ServedPolicy, config: InferenceConfig, sampling: Sampling) -> list[ChatAnswer]:
+def _sampled(
+    policy: ServedPolicy, config: InferenceConfig, sampling: Sampling, connect: Connect
+) -> list[ChatAnswer]:
     """The canary's answer from every endpoint, in order."""
 
     async def ask(endpoint: str) -> ChatAnswer:
-        async with PolicyClient(
+        async with connect(
             endpoints=(endpoint,),
             model=policy.model,
             api_key=os.environ.get(config.api_key_variable),
