@@ -258,3 +258,12 @@ class InferenceConfig(Section):
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _routes_have_adapters(self) -> "InferenceConfig":
+        if self.route == "sglang" and self.publish == "lora_adapter":
+            raise ValueError(
+                "route: sglang samples from the base model alone; expected the chat route with "
+                "publish: lora_adapter"
+            )
+        return self

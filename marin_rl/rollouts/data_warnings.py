@@ -77,9 +77,15 @@ def _small_sets(config: Config) -> Iterator[str]:
         if not isinstance(environment, FixedSet) or environment.eval_size >= wanted:
             continue
         key = f"evaluation.sets.{name}" if config.evaluation.sets else name
-        rows = environment.eval_size + (environment.size or 0)
+        held_out = environment.eval_size
+        if environment.size is None:  # it makes its examples: there are no rows to hold out
+            yield (
+                f"evaluation.examples is {wanted}, but {key} has {held_out} different ones, so "
+                f"every evaluation has {held_out} examples"
+            )
+            continue
         yield (
-            f"evaluation.examples is {wanted}, but {key} holds out {environment.eval_size} of its "
-            f"{rows} rows, so every evaluation has {environment.eval_size} examples; raise "
-            f"{key}.options.eval_fraction or add rows"
+            f"evaluation.examples is {wanted}, but {key} holds out {held_out} of its "
+            f"{held_out + environment.size} rows, so every evaluation has {held_out} examples; "
+            f"raise {key}.options.eval_fraction or add rows"
         )

@@ -29,6 +29,15 @@ def test_an_environment_without_an_end_has_no_warning() -> None:
     assert data_warnings(load_config("configs/debug.yaml")) == []
 
 
+def test_an_environment_without_rows_is_not_advised_to_hold_out_more() -> None:
+    game = "environment={name: game, eval_seed: 2000000000}"
+    (warning,) = data_warnings(load_config("configs/debug.yaml", [game, "evaluation.examples=9"]))
+    assert warning == (
+        "evaluation.examples is 9, but environment has 8 different ones, so every evaluation has 8 "
+        "examples"
+    )
+
+
 def test_evaluation_sets_are_named(tmp_path: Path) -> None:
     tree = configured(tmp_path, 40).model_dump(mode="json")
     other = tmp_path / "other.jsonl"
