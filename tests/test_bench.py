@@ -21,7 +21,7 @@ SCRIPTS = sorted(BENCH.glob("*.py"))
 SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
-    "startup.py", "episodes.py", "sandbox.py", "overlap.py",
+    "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora_engine.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
@@ -173,6 +173,10 @@ MODES = {
         command=("overlap.py", "--rounds", "4", "--groups", "2", "--hidden-size", "32",
                  "--latencies", "0.1"),
         shows=("of_the_longer", "ahead_s"),
+    ),
+    "lora-engine": Mode(
+        command=("lora_engine.py", *TINY, "--rounds", "1", "--slots", "8", "--loads", "1"),
+        shows=('"measure": "8 adapters"', '"measure": "load"'),
     ),
     "fsck": Mode(
         command=("fsck.py", "--megabytes", "1", "--files", "2", "--repeat", "1"),

@@ -60,8 +60,8 @@ class Invariance:
     of a prefill, alone or among others. `shared`: a prompt's cache read once for several slots, or
     by each on its own. `continued`: a position that is decoded, or computed in a piece of a prompt
     however that is cut; only engines with a prefix cache try it, and where it fails
-    try pieces of one position each: `continued_singly`. `adapters`: a sequence on an adapter in any
-    row of the bank, whatever is in the others; only engines with room for adapters try it.
+    try pieces of one position each: `continued_singly`. `adapters`: a sequence on an adapter,
+    whatever is in the other rows of the bank; only engines with room for adapters try it.
     """
 
     slots: bool
@@ -258,21 +258,38 @@ class Prover:
         )
 
     def _adapters_alike(self) -> bool:
-        """One sequence on one adapter: among others in the bank, and in every row of it at once."""
+        """One sequence on the first row of the bank and on the last, others in the other rows."""
         S, last = self._shapes.slots, self._length - self._steps - 1
-        sequence = np.full(S, 1), np.full(S, last)
-        among_others = self._run(*sequence, adapter_S=np.full(S, 1))[0]
         random = self._fused
-        self._fused = _with_first_adapter_in_every_row(random)
         try:
-            slots = [
-                slot
-                for first in range(0, self._shapes.adapters, S)
-                for slot in self._run(*sequence, adapter_S=self._rows(S, first))
-            ]
+            for row in {1, self._shapes.adapters}:
+                run = lambda row=row: self._run(
+                    np.full(S, 1), np.full(S, last), adapter_S=np.full(S, row)
+                )
+                self._fused = random
+                before = run()
+                self._fused = self._with_others_than(row)
+                if not all(_equal(*pair) for pair in zip(run(), before, strict=True)):
+                    return False
         finally:
             self._fused = random
-        return all(_equal(slot, among_others) for slot in slots)
+        return True
+
+    def _with_others_than(self, row: int) -> Decoder:
+        """The weights with twice the numbers in all rows of the bank but this one."""
+
+        def changed(leaf: Any) -> Any:
+            array = np.array(leaf)
+            # adapters are on axis 1 behind the parts, else on axis 0
+            by_adapter = np.moveaxis(array, array.ndim - 3, 0)
+            by_adapter[np.arange(len(by_adapter)) != row - 1] *= array.dtype.type(2)
+            return self._put(array)
+
+        layers = self._fused.layers
+        changed_layers = (
+            layer._replace(adapters=jax.tree.map(changed, layer.adapters)) for layer in layers
+        )
+        return self._fused._replace(layers=tuple(changed_layers))
 
     def _rows(self, count: int, first: int = 0) -> np.ndarray:
         """Rows of the bank for `count` sequences, in turn, from `first` on, counted from 0."""
@@ -413,19 +430,6 @@ class Prover:
             np.ascontiguousarray(np.broadcast_to(column.astype(dtype), leaf.shape))
         )
         return jax.tree.map(fill, self._shapes.cache, self._columns)
-
-
-def _with_first_adapter_in_every_row(fused: Decoder) -> Decoder:
-    def repeated(leaf: jax.Array) -> jax.Array:
-        axis = leaf.ndim - 3  # of the adapters: behind the parts, where there are some
-        return leaf.take(np.zeros(leaf.shape[axis], np.int32), axis)
-
-    return fused._replace(
-        layers=tuple(
-            layer._replace(adapters=jax.tree.map(repeated, layer.adapters))
-            for layer in fused.layers
-        )
-    )
 
 
 def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:

@@ -227,7 +227,7 @@ class Runner:
             _log.warning("prompts side by side have other bits than alone: one is run at a time")
             self._config = self._config.model_copy(update={"prefill_rows": 1})
         if self.bank_sizes.adapters and self.bank_sizes.masked and not self.invariance.adapters:
-            _log.warning("an adapter has other bits in another row: slots read one at a time")
+            _log.warning("an adapter has other bits next to others: every slot reads its own alone")
 
     def put(self, arrays: Tree) -> Tree:
         """The same arrays, replicated on every device that the programs run on."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adapters import random_adapter
+from support.engine_adapters import adapter_for
 from support.policy_runs import commit, small_run
 from support.servers import CHAT, chat_body, talk
 from typer.testing import CliRunner
@@ -21,7 +23,9 @@ from marin_rl import cli
 from marin_rl.commands.serve import serving_config
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
+from marin_rl.lora import LoraSpec, write_peft
 from marin_rl.serving import launch as standalone
+from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, save_hf
@@ -95,11 +99,56 @@ def test_a_folder_made_for_few_positions_is_served_with_them(
     policy = policy.model_copy(update={"context_length": 64})
     save_hf(build_model(policy, len(tokenizer), 0), tokenizer, tmp_path / "model")
     found: list[Config] = []
-    monkeypatch.setattr(standalone, "proven_server", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(standalone, "proven_server", lambda *given: found.append(given[2]))
     monkeypatch.setattr(standalone, "serve_forever", lambda *given, **named: 0)
     given = serving_config(None, list(chosen), str(tmp_path), None)
     assert standalone.serve_folder(tmp_path / "model", given, "127.0.0.1", 0) == 0
     assert found[0].policy.context_length == served
+
+
+def test_adapters_that_cannot_be_served_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    write_peft(tmp_path / "one", random_adapter(LoraSpec(rank=2)))
+    folder = f"{tmp_path}/one"
+    for options, message in (
+        (("math",), "expected --adapter NAME=PATH"),
+        ((f"../math={folder}",), "cannot name an adapter"),
+        ((f"math={folder}", f"math={folder}"), "--adapter math is given twice"),
+        ((f"math={tmp_path}/none",), f"no adapter at {tmp_path}/none"),
+    ):
+        flags = [part for option in options for part in ("--adapter", option)]
+        error = refusal("--model", str(tmp_path), *flags)
+        assert message in str(error)
+
+
+def test_a_folder_is_served_with_the_adapters_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
+    base = build_model(policy, len(tokenizer), 0)
+    save_hf(base, tokenizer, tmp_path / "model")
+    for seed, name in enumerate(("math", "code")):
+        write_peft(tmp_path / name, adapter_for(base, seed, rank=3 + seed))
+    servers: list[PolicyServer] = []
+
+    def serve(server: PolicyServer, *given: object, **named: object) -> int:
+        servers.append(server)
+        return 0
+
+    monkeypatch.setattr(standalone, "serve_forever", serve)
+    chosen = ["policy.context_length=64", "inference.engine.slots=4"]
+    given = serving_config(None, chosen, str(tmp_path), None)
+    folders = {"math": tmp_path / "math", "code": tmp_path / "code"}
+    assert standalone.serve_folder(tmp_path / "model", given, "", 0, adapters=folders) == 0
+    (server,) = servers
+    try:
+        assert server.adapters.names == ["math", "code"]
+        sizes = server.engine.adapters.sizes
+        assert (sizes.adapters, sizes.rank) == (4, 8)
+    finally:
+        server.stop()
+    small = serving_config(None, [*chosen, "inference.engine.adapters_max=1"], str(tmp_path), None)
+    with pytest.raises(ConfigError, match=r"adapters_max of at least 2 .* math, code, found 1"):
+        standalone.serve_folder(tmp_path / "model", small, "", 0, adapters=folders)
 
 
 # First words of what a server says until it is ready.
