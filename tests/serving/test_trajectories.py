@@ -1,6 +1,7 @@
 """Environments of atropos push groups: every route, every refusal, and what a restart knows."""
 
 import asyncio
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.fake_stores import Fault, fake_gcs, fake_s3
 from support.run_factories import checkpoint, policy
 from support.trajectories import push, pushed_config, receiving, registration, scored, zipped
 
@@ -20,9 +22,10 @@ from marin_rl.serving.trajectories import receiver as receiver_module
 from marin_rl.serving.trajectories.app import http_server
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.runs import Run, committed_checkpoint, shard_key
-from marin_rl.storage.tables.group_queue import place_of
+from marin_rl.storage.tables.group_queue import GroupQueue, place_of
 from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
+from marin_rl.storage.upkeep.archive import verify_archive, write_archive
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run
@@ -348,6 +351,47 @@ def test_the_rest_of_a_round_is_as_of_any_run(run: Run, client: httpx.Client) ->
     assert [fault.detail for fault in faults] == ["a group that its shard has collected"] * 3
     collect(run, rule_of(run, None, None))
     assert check_run(run.config.root, run.run_id).faults == ()
+
+
+def test_an_archive_of_everything_has_the_groups_that_wait(
+    run: Run, client: httpx.Client, tmp_path: Path
+) -> None:
+    push(client, range(20, 24))
+    generated(run, 0)
+    archive = write_archive(run, tmp_path / "run.tar", everything=True)
+    assert verify_archive(archive.path).root_hash == archive.root_hash
+    with tarfile.open(archive.path) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+        names = tar.getnames()
+    (waiting,) = [name for name in names if "/.groups/" in name]
+    assert "round-00001" in waiting
+    unpacked = Run.open(str(tmp_path / "unpacked"), run.run_id)
+    queue = GroupQueue(unpacked)
+    queue.open()
+    assert (queue.accepted, queue.queued(3)) == (4, {0: 1})
+    assert Receiver(unpacked).environment(0).name == "spell"
+
+
+@pytest.mark.parametrize("kind", ["gs", "s3"])
+def test_a_queue_in_a_bucket_keeps_a_group_whose_reply_was_lost(kind: str) -> None:
+    """The first create of a group takes effect and fails; the second finds another's group."""
+    with (fake_gcs if kind == "gs" else fake_s3)() as bucket:
+        bucket.create_bucket("bucket")
+        config = pushed_config(f"{kind}://bucket/runs")
+        run = Run.create_or_open(config.model_copy(update={"storage_options": bucket.options}))
+        checkpoint(run, 0, extra={"parameters_digest": DIGESTS[0]})
+        bucket.faults.add(Fault("POST" if kind == "gs" else "PUT", "group-00000", "after", 503))
+        with receiving(run) as first, receiving(run) as second:
+            first.post("/register-env", json=registration())
+            push(first, [20])
+            push(second, [30, 31])
+            push(first, [20])
+        assert bucket.faults.waiting == []
+        queue = GroupQueue(run)
+        queue.open()
+        assert queue.accepted == 3
+        generated(run, 0)
+        assert first_tokens(run, 0) == [20, 30, 31]
 
 
 def test_gc_takes_collected_groups_alone_and_numbers_go_on(run: Run, client: httpx.Client) -> None:

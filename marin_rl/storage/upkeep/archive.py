@@ -15,6 +15,7 @@ from typing import Any
 
 from marin_rl.errors import CorruptObject, InputError, NewerSchema
 from marin_rl.storage.commits import parse_manifest
+from marin_rl.storage.layout import PUSHING
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, parse_record
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -175,12 +176,21 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
             names += [slot.key(name) for name in _parts(slot, inventory, everything=everything)]
         elif everything and slot.kind == "rollouts":
             names += [slot.key(name) for name in slot.names if is_shard(name)]
+    if everything and run.config.rollouts.source == "pushed":
+        names += _pushed(inventory)
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
         # An unpacked fork is opened through the records of its ancestors.
         sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
+
+
+def _pushed(inventory: Inventory) -> Iterator[str]:
+    """Yield groups that no shard has yet, which cannot be sampled again, and who pushed them."""
+    for slot in inventory.slots:
+        yield from (slot.key(name) for name in slot.pieces(collected=False))
+    yield from (key for key in inventory.keys if key.startswith(f"{PUSHING}/"))
 
 
 def _is_single(key: str) -> bool:
