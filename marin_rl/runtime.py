@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marin_rl.errors import MarinRLError
+from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import tokenizer_for
@@ -249,6 +249,12 @@ class RunRuntime:
         if not remote:
             server = self._swapped_server(version, weights)
             return (server.base_url,), server.model_id
+
+        if self._run.config.inference.publish == "lora_adapter":
+            raise ConfigError(
+                "inference.publish lora_adapter is for runs that train an adapter, and this one "
+                "trains all parameters: set inference.publish to update_weights_from_disk"
+            )
 
         def save(folder: Path) -> None:
             save_hf(weights.model, self.tokenizer, folder)

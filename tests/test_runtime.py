@@ -11,7 +11,7 @@ from support.policy_runs import commit, small_run
 from support.servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
-from marin_rl.errors import BadResponse, ObjectMissing, StalePolicy
+from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
 from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
@@ -147,6 +147,15 @@ def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
     assert policy.model == remote.model_id == f"policy@00000-{policy.parameters_digest[:8]}"
     exported = [path.name for path in (tmp_path / "debug/exports").iterdir()]
     assert exported == [f"round-00000-{policy.parameters_digest[:16]}"]
+
+
+def test_a_run_of_all_parameters_has_no_adapter_to_publish(tmp_path: Path) -> None:
+    config = debug(
+        tmp_path, "inference.endpoints=[http://127.0.0.1:9/v1]", "inference.publish=lora_adapter"
+    )
+    runtime = RunRuntime(Run.create_or_open(config))
+    with pytest.raises(ConfigError, match="is for runs that train an adapter"):
+        runtime.serve(runtime.init_policy())
 
 
 def test_a_remote_endpoint_with_other_weights_is_refused(

@@ -219,7 +219,7 @@ class InferenceConfig(Section):
     publish: Literal["none", "update_weights_from_disk", "lora_adapter"] = runtime_field(
         default="none",
         description="how remote endpoints receive new weights: by SGLang's route "
-        "update_weights_from_disk; the adapter alone, of a run with policy.lora, by vLLM's route "
+        "update_weights_from_disk; the adapter alone, of a run that trains one, by vLLM's route "
         "load_lora_adapter or SGLang's; or not at all",
     )
     publish_root: str | None = runtime_field(
