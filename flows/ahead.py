@@ -48,6 +48,11 @@ class Results(Generic[Value]):
         """Give the result of a number, once."""
         self._future(number).set_result(value)
 
+    def give_once(self, number: int, value: Value) -> None:
+        """Give the result of a number, unless there is one."""
+        if not self._future(number).done():
+            self.give(number, value)
+
     def fail(self, error: BaseException) -> None:
         """Give no more: all who wait for a result that is not there get the error."""
         self._error = error
@@ -94,9 +99,18 @@ async def play_ahead(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     fails, all end. Raises what failed first.
     """
     rounds = _Rounds(run, checkpoint)
-    sampling, *others = (asyncio.ensure_future(each) for each in rounds.work())
+    await run_together(*rounds.work())
+    return await rounds.last()
+
+
+async def run_together(*work: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines, of which the first samples; where another fails, sampling is cancelled.
+
+    Raises what failed first.
+    """
+    sampling, *others = (asyncio.ensure_future(each) for each in work)
     for each in others:
-        each.add_done_callback(lambda ended: _failed(ended) and sampling.cancel())
+        each.add_done_callback(lambda ended: failed(ended) and sampling.cancel())
     try:
         outcomes = await asyncio.gather(sampling, *others, return_exceptions=True)
     finally:
@@ -106,10 +120,9 @@ async def play_ahead(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     # A cancelled coroutine is the effect of another's error, unless all were.
     for error in sorted(errors, key=lambda error: isinstance(error, asyncio.CancelledError)):
         raise error
-    return await rounds.last()
 
 
-def _failed(ended: "asyncio.Future[None]") -> bool:
+def failed(ended: "asyncio.Future[None]") -> bool:
     return not ended.cancelled() and ended.exception() is not None
 
 
@@ -137,7 +150,7 @@ class _Rounds:
         return await self._version(max(self._first, self._rounds.stop))
 
     async def _sample_rounds(self) -> None:
-        with _reported(self._sampled, self._evaluated):
+        with reported(self._sampled, self._evaluated):
             for round in self._rounds:
                 await pause_if_suspended()
                 self._sampled.give(round, await self._sample_round(round))
@@ -180,7 +193,7 @@ class _Rounds:
         return policy
 
     async def _train_rounds(self) -> None:
-        with _reported(self._trained):
+        with reported(self._trained):
             checkpoint = self._checkpoint
             for round in self._rounds:
                 if (behind := round - self._config.max_staleness - 1) >= self._first:
@@ -196,7 +209,7 @@ class _Rounds:
 
     async def _close_rounds(self) -> None:
         ended = time.monotonic()
-        with _reported(self._closed):
+        with reported(self._closed):
             for round in self._rounds:
                 trained, sampled = await self._trained.of(round), await self._sampled.of(round)
                 if self._is_due(round):
@@ -226,7 +239,7 @@ class _Rounds:
 
 
 @contextmanager
-def _reported(*results: Results[Any]) -> Iterator[None]:
+def reported(*results: Results[Any]) -> Iterator[None]:
     """Give the error that ends the block to all who wait for these results."""
     try:
         yield

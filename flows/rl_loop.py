@@ -28,6 +28,7 @@ from flows.session import (
     resume_point,
 )
 from flows.sft import warm_start
+from flows.windowed import play_windowed
 from marin_rl.config import Config
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
@@ -48,10 +49,18 @@ async def rl_loop(
     """
     with open_session(resolve_config(config, run_id, overrides, rounds)) as run:
         checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
-        play = play_ahead if open_run(run).config.max_staleness else play_in_turn
-        checkpoint = await play(run, checkpoint)
+        checkpoint = await play_rounds(run, checkpoint)
         await measure(run, checkpoint)
     return checkpoint
+
+
+async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
+    """Play the rounds after `checkpoint` as `asynchrony` says; return the last checkpoint."""
+    config = open_run(run).config
+    if config.windowed:
+        return await play_windowed(run, checkpoint)
+    play = play_ahead if config.max_staleness else play_in_turn
+    return await play(run, checkpoint)
 
 
 async def first_checkpoint(run: RunRef) -> SlotRef:

@@ -1,11 +1,13 @@
 """One round of the rl-loop, stage after stage; `ahead` plays stages of several rounds at once."""
 
+from collections.abc import Sequence
+
 from prefect import task
 
 from marin_rl.rounds import transfer_metrics
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.generate import evaluate, generate, seal
+from tasks.generate import evaluate, extend, generate, seal
 from tasks.options import GROUP, StageRunner, open_run
 from tasks.process import process, publish
 from tasks.train import serve, train
@@ -28,8 +30,11 @@ async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
 
 async def sample(stages: StageRunner, run: RunRef, round: int, policy: ServedPolicy) -> SlotRef:
     """Sample and seal a round's rollouts with a served policy: needs no trainer."""
-    shards = range(open_run(run).config.rollouts.shards_per_round)
-    parts = await stages.each(generate, [(run, round, shard, policy) for shard in shards])
+    config, parts = open_run(run).config, list[SlotRef]()
+    shards: Sequence[int] = range(config.rollouts.shards_per_round)
+    while shards:
+        parts += await stages.each(generate, [(run, round, shard, policy) for shard in shards])
+        shards = await stages.run(extend, run, round, parts) if config.samples_on else ()
     return await stages.run(seal, run, round, parts, policy)
 
 

@@ -353,6 +353,14 @@ def audit_table(reports: "Sequence[RoundAudit]") -> Table:
     return table
 
 
+def balance_line(reports: "Sequence[RoundAudit]", waiting: int) -> str:
+    """The rollouts of a run in one line; `waiting` are finished and have no disposition yet."""
+    kinds = {kind: sum(getattr(report, kind) for report in reports) for kind in COUNTED}
+    generated = kinds.pop("generated") + waiting
+    parts = " + ".join(f"{kind} {count:,}" for kind, count in {**kinds, "waiting": waiting}.items())
+    return f"generated {generated:,} = {parts}"
+
+
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per reason to drop rollouts, with their mean length and that of consumed ones."""
     names = _environments(reports)
@@ -456,7 +464,8 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
     return {
         "rounds": f"{plan.rounds:,}",
         "shards": f"{plan.shards:,} ({config.rollouts.shards_per_round} a round)",
-        "rollouts": f"{plan.rollouts:,}",
+        "rollouts": f"{plan.rollouts:,}"
+        + (f" to {plan.rollouts_max:,}" if plan.rollouts_max > plan.rollouts else ""),
         "tokens sampled": f"at most {plan.tokens_sampled_max:,}",
         "tokens trained on": f"at most {plan.tokens_trained_max:,}",
         "parameters": parameters,

@@ -213,6 +213,14 @@ def loss(config: Config) -> str:
     return check_loss(config.objective)
 
 
+def group_filter(config: Config) -> str:
+    """Check that a filter of groups of the user's own can be loaded and takes a group."""
+    from marin_rl.batching.group_filters import check_filter, filter_of
+
+    name = filter_of(config.asynchrony)
+    return "every group passes" if name is None else check_filter(name)
+
+
 def devices(config: Config) -> str:
     """Check that JAX has devices, and that the mesh fits them."""
     import jax
@@ -455,6 +463,7 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("canary", canary),
     ("reward", reward),
     ("loss", loss),
+    ("groups", group_filter),
     ("devices", devices),
     ("machine", machine),
     ("endpoints", endpoints),
@@ -463,7 +472,7 @@ ALL: tuple[tuple[str, Check], ...] = (
 )
 
 BEFORE_A_RUN: tuple[Check, ...] = (
-    storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss,
+    storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss, group_filter,
 )  # fmt: skip
 BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
 

@@ -73,6 +73,7 @@ class Plan:
     rounds: int
     shards: int
     rollouts: int
+    rollouts_max: int
     tokens_sampled_max: int
     tokens_trained_max: int
     parameters: int | None
@@ -136,9 +137,10 @@ def within_memory(config: Config) -> Config:
 def plan(config: Config) -> Plan:
     """Multiply a configuration out."""
     architecture = architecture_of(config)
-    rollouts = config.rounds * config.rollouts.groups_per_round * config.rollouts.group_size
-    sampled = rollouts * config.sampling.max_tokens
-    trained = rollouts * config.policy.context_length
+    size = config.rounds * config.rollouts.group_size
+    rollouts, rollouts_max = size * config.candidates_per_batch, size * config.examples_per_round
+    sampled = rollouts_max * config.sampling.max_tokens
+    trained = size * config.rollouts.groups_per_round * config.policy.context_length
     parameters = architecture.parameters if architecture else None
     critic = config.training.critic
     learners = 2 if critic is not None and critic.trunk == "own" else 1
@@ -149,6 +151,7 @@ def plan(config: Config) -> Plan:
         rounds=config.rounds,
         shards=config.rounds * config.rollouts.shards_per_round,
         rollouts=rollouts,
+        rollouts_max=rollouts_max,
         tokens_sampled_max=sampled,
         tokens_trained_max=trained * config.training.epochs,
         parameters=parameters,
@@ -171,7 +174,9 @@ def plan(config: Config) -> Plan:
             if architecture and embedded
             else None
         ),
-        rollout_disk_bytes=int(trained * ROLLOUT_BYTES_PER_TOKEN),
+        rollout_disk_bytes=int(
+            rollouts_max * config.policy.context_length * ROLLOUT_BYTES_PER_TOKEN
+        ),
         batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
         score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
         checkpoint_disk_bytes=(

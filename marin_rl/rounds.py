@@ -19,7 +19,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     round_of,
 )
-from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.tables.metrics import read_metrics, write_round_metrics
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
 
@@ -124,19 +124,26 @@ def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, 
         **metrics,
         **rlhf_metrics(metrics),
         **storage_metrics(manifests),
-        "episode": float(_episodes(run, round)),
+        "episode": float(_episodes(run, round, metrics.get("rollouts/generated", 0.0))),
     }
 
 
-def _episodes(run: Run, round: int) -> int:
-    """Rollouts requested up to a round, by the settings of the run that played each."""
+def _episodes(run: Run, round: int, generated: float) -> float:
+    """Rollouts requested up to a round, by the settings of the run that played each.
+
+    Where their number varies from round to round: the `generated` ones added to those of the round
+    before, which is closed.
+    """
+    if run.config.varies:
+        before = read_metrics(run, [round - 1]).to_pylist() if round else [{"episode": 0.0}]
+        return before[0]["episode"] + generated
     ends = [a.through_round for a in run.ancestors if a.through_round <= round]
     edges = [0, *ends, round + 1]
     total = 0
     for begin, end in itertools.pairwise(edges):
         if end > begin:
-            settings = run.at_round(begin).config.rollouts
-            total += (end - begin) * settings.groups_per_round * settings.group_size
+            config = run.at_round(begin).config
+            total += (end - begin) * config.candidates_per_batch * config.rollouts.group_size
     return total
 
 

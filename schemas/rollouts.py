@@ -16,6 +16,7 @@ SCHEMA_VERSION = 3
 CONTENT_VERSION = 1
 
 STATUSES = ("complete", "truncated", "aborted", "error")
+UNFINISHED = "unfinished"  # finish reason of what was cancelled, for others were finished first
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:

@@ -147,5 +147,6 @@ async def in_thread(work: Callable[..., Value], *arguments: Any) -> Value:
             outcome.set_exception(error)
 
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(body,), name=work.__name__, daemon=True).start()
+    name = getattr(work, "__name__", "work")  # a partial has none
+    threading.Thread(target=context.run, args=(body,), name=name, daemon=True).start()
     return await asyncio.wrap_future(outcome)

@@ -1,23 +1,49 @@
 """Tasks of files alone: `process` makes a round's batches, `publish` closes a trained round.
 
-`publish` also prunes old checkpoints.
+`publish` also prunes old checkpoints. Where rounds take groups of a stream, `take` commits the
+intake of a round, `collect` and `seal_taken` the rollouts that it names.
 """
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from prefect import task
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import StorageError
+from marin_rl.rollouts.intake import take_groups
 from marin_rl.rounds import close_round
 from marin_rl.storage.runs import Run, RunRef
+from marin_rl.storage.tables.intakes import collect_shard
+from marin_rl.storage.tables.rollouts import seal_round
 from marin_rl.storage.upkeep.gc import retire
 from marin_rl.types import SlotRef
 from tasks.options import STAGE, as_state, in_thread, open_run
 
 _log = logging.getLogger(__name__)
+
+
+@task(task_run_name="take[round-{round:05d}]", **STAGE)
+async def take(run: RunRef, round: int, ended: bool) -> SlotRef | None:  # noqa: FBT001 - a task's
+    """Commit which groups of the stream a round takes; None where there are too few so far.
+
+    `ended` says that no further ones are sampled.
+    """
+    taken = await in_thread(partial(take_groups, ended=ended), open_run(run), round)
+    return None if taken is None else as_state(taken)
+
+
+@task(task_run_name="collect[round-{round:05d}/shard-{shard:04d}]", **STAGE)
+async def collect(run: RunRef, round: int, shard: int, intake: SlotRef) -> SlotRef:
+    """Commit a shard of the groups that an intake names."""
+    return as_state(await in_thread(collect_shard, open_run(run), round, shard, intake))
+
+
+@task(task_run_name="seal[round-{round:05d}]", **STAGE)
+async def seal_taken(run: RunRef, round: int, shards: list[SlotRef], intake: SlotRef) -> SlotRef:
+    """Commit the manifest that names every shard of the round, and the intake they came from."""
+    return as_state(await in_thread(seal_round, open_run(run), round, shards, (intake,)))
 
 
 @task(task_run_name="process[round-{round:05d}]", **STAGE)

@@ -252,5 +252,7 @@ def _open_round(run: Run, slots: Mapping[int, RoundProgress]) -> str:
     number = unfinished[-1]
     item = slots[number]
     done = [name for name in ("rollouts", "batches") if getattr(item, name)]
-    shards = f"{item.shards}/{run.config.rollouts.shards_per_round} shards"
+    # A round may sample more shards than it begins with.
+    expected = max(item.shards, run.config.rollouts.shards_per_round)
+    shards = f"{item.shards}/{expected} shards"
     return f"round {number}: {shards}" + (f", {', '.join(done)} committed" if done else "")

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.analysis.recompute import token_metrics
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, mode_metrics, scalar_metrics
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of
@@ -142,7 +142,9 @@ def _of_rollouts(
             "rollouts; `marin-rl audit` names which"
         )
     kinds = dispositions["disposition"].to_numpy(zero_copy_only=False)
+    reasons = dispositions["reason"].to_numpy(zero_copy_only=False)
     metrics = scalar_metrics(scalars, kinds, round)
+    metrics |= mode_metrics(scalars, kinds, reasons, run.config)
     seconds = {name: value for name, value in recorded.items() if name.startswith("timing_s/")}
     metrics |= rates(seconds | metrics, metrics)
     return {name: value for name, value in metrics.items() if definition_of(name) is not None}

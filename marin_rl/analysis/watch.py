@@ -140,7 +140,7 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
         last = "continuing after" if here.evaluation else "evaluating after"
         return Stage(name=f"{last} round {round - 1}", round=round)
     if not here.rollouts:
-        shards = run.config.rollouts.shards_per_round
+        shards = max(here.shards, run.config.rollouts.shards_per_round)
         return Stage(name=f"generating round {round}", round=round, done=here.shards, total=shards)
     name = "training on" if here.batches else "processing"
     return Stage(name=f"{name} round {round}", round=round)

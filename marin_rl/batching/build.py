@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.batching import segments, turns
+from marin_rl.batching import segments, selection, turns
+from marin_rl.batching.group_filters import columns_of, filter_of, with_scores
 from marin_rl.batching.packing import Kept, fill_packed
 from marin_rl.batching.plan import (
     RoundPlan,
@@ -26,14 +27,18 @@ from marin_rl.batching.plan import (
     numbers,
     plan_round,
 )
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, scalar_metrics
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, mode_metrics, scalar_metrics
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
-from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
+from marin_rl.storage.tables.rollouts import (
+    iter_row_groups,
+    manifest_to_be,
+    rollouts_manifest,
+)
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, INTEGER_ARRAYS, SCHEMA_VERSION
 from schemas.manifests import Manifest
@@ -77,9 +82,22 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         fingerprint=decided,
         parents=parents,
         parts=(*parts, write_dispositions(run.store, slot, attempt, table)),
-        totals=_totals(plan, scalars, round, writer.steps),
+        totals=_totals(plan, scalars, run.config, round, writer.steps),
         extra={"reasons": plan.reasons_counted()},
     )
+
+
+def further_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> list[int]:
+    """Numbers of the shards that a round samples in addition to these, which are committed.
+
+    Empty once it has its groups, or is sampled as often as it may be. Raises as `build_round` does.
+    """
+    if not run.config.samples_on:
+        return []
+    scalars = _scalar_columns(run, manifest_to_be(run, round, shards), run.config)
+    selected = plan_round(scalars, run.config, round).selected
+    assert selected is not None, "a run that samples on selects groups"
+    return list(selection.shards_missing(selected, len(shards), run.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +205,33 @@ def _decisive(config: Config) -> dict[str, object]:
         **({} if discount is None else {"turn_discount": discount}),
         "max_tokens": config.sampling.max_tokens,
         "group_size_min": config.rollouts.group_size_min,
+        **_selecting(config),
     }
 
 
+def _selecting(config: Config) -> dict[str, object]:
+    """The settings that choose among a round's groups; none where it takes all of them."""
+    settings = config.asynchrony
+    if settings is None or not settings.selects_groups:
+        return {}
+    names = ("dynamic_sampling", "select", "group_filter", "group_filter_min")
+    chosen = {name: getattr(settings, name) for name in names}
+    return {"selection": {**chosen, "groups": config.rollouts.groups_per_round}}
+
+
 def _scalar_columns(run: Run, manifest: Manifest, config: Config) -> pa.Table:
-    columns = (*SCALAR_COLUMNS, segments.LENGTHS, *columns_needed(config.objective))
+    columns = (
+        *SCALAR_COLUMNS, segments.LENGTHS, *columns_needed(config.objective),
+        *selection.columns_needed(config),
+    )  # fmt: skip
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
-    row_groups = iter_row_groups(run, manifest, (*columns, *read))
+    scored_by = filter_of(config.asynchrony)
+    more = () if scored_by is None else columns_of(scored_by)
+    row_groups = iter_row_groups(run, manifest, tuple(dict.fromkeys((*columns, *read, *more))))
+    if scored_by is not None and (settings := config.asynchrony) is not None:
+        keep = (*columns, *read)
+        row_groups = (with_scores(table, settings, keep) for table in row_groups)
     if share:
         row_groups = map(segments.with_leads, row_groups)
     if by_turn:
@@ -213,7 +250,9 @@ def _scalar_columns(run: Run, manifest: Manifest, config: Config) -> pa.Table:
     return table
 
 
-def _totals(plan: RoundPlan, scalars: pa.Table, round: int, steps: int) -> dict[str, float]:
+def _totals(
+    plan: RoundPlan, scalars: pa.Table, config: Config, round: int, steps: int
+) -> dict[str, float]:
     """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
     kept = plan.kept_N
     totals: dict[str, float] = {
@@ -222,6 +261,7 @@ def _totals(plan: RoundPlan, scalars: pa.Table, round: int, steps: int) -> dict[
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
         **scalar_metrics(scalars, plan.disposition_N, round),
+        **mode_metrics(scalars, plan.disposition_N, plan.reason_N, config),
     }
     if kept.any():
         totals |= {

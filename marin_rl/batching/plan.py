@@ -22,10 +22,12 @@ from marin_rl.batching.round_advantages import (
     round_advantages,
 )
 from marin_rl.batching.segments import Segments
+from marin_rl.batching.selection import SURPLUS, select_groups, unfinished
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import BatchingConfig, Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
 from schemas.batches import DISPOSITIONS
+from schemas.rollouts import UNFINISHED
 
 SHORTEST_BUCKET = 32
 
@@ -39,6 +41,7 @@ class RoundPlan:
     tokens. Without packing a step has `rows_of_step` rows, one for each segment. Where the round is
     `by_token`, advantages are 0 until the training stage makes them. `turns` has the advantages of
     turns where they have their own; `advantage_N` then is their mean over a rollout's tokens.
+    `selected` is the number of groups that were taken where more may be sampled, else None.
     """
 
     disposition_N: np.ndarray
@@ -53,6 +56,7 @@ class RoundPlan:
     packing: Packing | None = None
     by_token: bool = False
     turns: TurnAdvantages | None = None
+    selected: int | None = None
 
     @property
     def kept_N(self) -> Bool[np.ndarray, " N"]:
@@ -135,7 +139,8 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     advantages = _advantages(scalars, compared_N, group_N, groups, objective)
     # A KL or entropy term has a gradient where all rewards are equal: such groups are kept then.
-    if config.filters.zero_signal and choice.within_groups and not objective.regularised:
+    regularised = objective.regularised and not config.samples_on
+    if config.filters.zero_signal and choice.within_groups and not regularised:
         spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
             unshaped_N = np.where(
@@ -144,6 +149,19 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
             spread_P = _advantages(scalars, unshaped_N, group_N, groups, objective).spread_P
         flat_P = filters.zero_signal(spread_P)
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
+    selected = None
+    if config.selects_groups:
+        signal_P = np.bincount(group_N[disposition_N == ""], minlength=groups) > 0
+        selection = select_groups(scalars, group_N, signal_P, config)
+        for mask_P, reason in (
+            (selection.failing_P, selection.failing_reason),
+            (selection.surplus_P, SURPLUS),
+        ):
+            _drop(disposition_N, reason_N, mask_P[group_N], "filtered", reason)
+        # The round is what is taken: nothing else is in the statistics that scales divide by.
+        compared_N = np.where(selection.taken_P[group_N], compared_N, np.nan)
+        advantages = _advantages(scalars, compared_N, group_N, groups, objective)
+        selected = int(selection.taken_P.sum())
     if greedy_N is not None:
         _drop(disposition_N, reason_N, greedy_N, "filtered", "greedy")
     # Last, since its reward still counts in its group: overlong filtering masks the loss alone
@@ -170,6 +188,7 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
         packing=packing,
         by_token=choice.facts.by_token,
         turns=advantages.turns,
+        selected=selected,
     )
 
 
@@ -315,12 +334,15 @@ def _before_groups(
     sampled_N = numbers(scalars, "n_completion_tokens")
     disposition_N = np.full(len(reward_N), "", dtype=object)
     reason_N = disposition_N.copy()
+    _drop(disposition_N, reason_N, unfinished(scalars), "filtered", UNFINISHED)
     failed_N = filters.failed(status_N, reward_N, sampled_N)
     # A broken rollout may have tokens or none; its status says more than either reason does.
     broken_N = (status_N == "error") | (status_N == "aborted")
-    reason_N[failed_N] = np.where(sampled_N == 0, "no_tokens", "no_reward")[failed_N]
-    reason_N[broken_N] = status_N[broken_N]
-    disposition_N[failed_N] = "failed"
+    failures_N = np.where(sampled_N == 0, "no_tokens", "no_reward").astype(object)
+    failures_N[broken_N] = status_N[broken_N]
+    newly_N = failed_N & (disposition_N == "")
+    reason_N[newly_N] = failures_N[newly_N]
+    disposition_N[newly_N] = "failed"
     versions_N = numbers(scalars, "policy_version_min")
     old_N = filters.stale(versions_N, round, config.staleness_rounds_max)
     _drop(disposition_N, reason_N, old_N, "stale", "policy_age")

@@ -14,14 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float64
 
+from marin_rl.config import Config
 from marin_rl.rollouts.summary import (
     consumed_metrics,
     environment_metrics,
     replay_metrics,
     rollout_metrics,
     staleness_metrics,
+    waste_metrics,
 )
 from schemas.batches import DISPOSITION_KINDS
+from schemas.rollouts import UNFINISHED
 
 SCALAR_COLUMNS = (
     "rollout_id", "group_id", "environment", "round", "policy_version_min", "policy_version_max",
@@ -71,6 +74,27 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
         **replay_metrics(counts),
         **staleness_metrics(age_N[kept_N]),
     }
+
+
+def mode_metrics(
+    scalars: pa.Table, disposition_N: np.ndarray, reason_N: np.ndarray, config: Config
+) -> dict[str, float]:
+    """Metrics of a round that takes some of the groups that are sampled for it, else none."""
+    if not config.selects_groups:
+        return {}
+    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
+    length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
+    kept_N, unfinished_N = disposition_N == "consumed", reason_N == UNFINISHED
+    result = {
+        "selection/groups_sampled": float(len(np.unique(group_N))),
+        "selection/groups_taken": float(len(np.unique(group_N[kept_N]))),
+        **waste_metrics(length_N, disposition_N, reason_N),
+    }
+    sampled_N = ~unfinished_N & (disposition_N != "failed")
+    if kept_N.any() and sampled_N.any():
+        bias = length_N[kept_N].mean() - length_N[sampled_N].mean()
+        result["selection/length_bias"] = float(bias)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,18 +70,23 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
     Exit code 1 if not. Reads the files alone. Cells are rollouts / tokens. Length bias is the mean
     length of what was dropped less that of what was trained on, in tokens.
     """
-    from marin_rl.display import audit_table, dropped_table
+    from marin_rl.display import audit_table, balance_line, dropped_table
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.audit import audit_run
+    from marin_rl.storage.upkeep.streams import waiting_rollouts
 
-    reports = list(audit_run(Run.open(root, run_name)))
+    run = Run.open(root, run_name)
+    reports, waiting = list(audit_run(run)), waiting_rollouts(run)
     if as_json:
         for report in reports:
             tell_json({"balanced": report.balanced, **asdict(report)})
+        if waiting:
+            tell_json({"waiting": waiting})
     else:
         out.print(audit_table(reports))
         if any(balance.dropped for report in reports for balance in report.balances):
             out.print(dropped_table(reports))
+        tell(balance_line(reports, waiting))
         complain(f"round {report.round}: {line}" for report in reports for line in report.problems)
     if any(report.problems for report in reports):
         raise typer.Exit(1)

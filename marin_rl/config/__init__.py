@@ -1,11 +1,13 @@
 """The configuration tree: frozen, typed, ranged, resolved once and written into the run.
 
-A section a class, by topic: policy.py, sampling.py, serving.py, batching.py, objective.py,
-training.py, orchestration.py, and run.py over all of them. section.py says what a section is and
-which of its keys are free; keys.py names keys, code.py those that name code; loading.py reads YAML
-and the files of code, and no other file is read. Others import from here alone.
+A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py, batching.py,
+objective.py, training.py, orchestration.py, and run.py over all of them. section.py says what a
+section is and which of its keys are free; keys.py names keys, code.py those that name code;
+loading.py reads YAML and the files of code, and no other file is read. Others import from here
+alone.
 """
 
+from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, pin_code
 from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, without
@@ -61,11 +63,13 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
+    "GROUP_FILTERS",
     "OMIT_IF_NONE",
     "PLAN",
     "RECIPE",
     "RUNTIME_ONLY",
     "RUN_ID_PATTERN",
+    "AsynchronyConfig",
     "BatchingConfig",
     "CodeName",
     "Config",

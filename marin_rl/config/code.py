@@ -1,4 +1,4 @@
-"""The keys that name code of the user: environments, rewards, extractors, the loss.
+"""The keys that name code of the user: environments, rewards, extractors, the loss, a filter.
 
 Leaves out what such a name stands for, and its loading (user_code.py).
 """
@@ -45,9 +45,10 @@ def _changed(tree: Mapping[str, Any], change: Change) -> dict[str, Any]:
         for name, prefix in (("name", key), ("options", key)):
             if name in node:
                 node[name] = _deep(node[name], f"{prefix}.{name}", change)
-    objective = result.get("objective")
-    if isinstance(objective, dict) and isinstance(objective.get("loss"), str):
-        objective["loss"] = change(objective["loss"], "objective.loss")
+    for section, name in (("objective", "loss"), ("asynchrony", "group_filter")):
+        node = result.get(section)
+        if isinstance(node, dict) and isinstance(node.get(name), str):
+            node[name] = change(node[name], f"{section}.{name}")
     return result
 
 

@@ -72,18 +72,6 @@ class TrackersConfig(Section):
     )
 
 
-class AsynchronyConfig(Section):
-    """Sampling of rounds during the training of earlier ones."""
-
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        le=8,
-        description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
-        "rounds are trained; 0: sampling and training alternate",
-    )
-
-
 class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 

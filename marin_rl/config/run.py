@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from marin_rl.config.asynchrony import AsynchronyConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
-    AsynchronyConfig,
     EvaluationConfig,
     FlowConfig,
     RetentionConfig,
@@ -29,9 +29,9 @@ from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfi
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
-def _null_if_alternating(section: AsynchronyConfig | None) -> AsynchronyConfig | None:
+def _null_if_default(section: AsynchronyConfig | None) -> AsynchronyConfig | None:
     # So that a run which says 0 is the run that says nothing.
-    return section if section is not None and section.max_staleness else None
+    return None if section == AsynchronyConfig() else section
 
 
 class Config(Section):
@@ -78,9 +78,10 @@ class Config(Section):
     inference: InferenceConfig = InferenceConfig()
     filters: FiltersConfig = FiltersConfig()
     batching: BatchingConfig = BatchingConfig()
-    asynchrony: Annotated[AsynchronyConfig | None, AfterValidator(_null_if_alternating)] = (
+    asynchrony: Annotated[AsynchronyConfig | None, AfterValidator(_null_if_default)] = (
         optional_field(
-            description="sampling ahead of training; null: sampling and training alternate"
+            description="sampling ahead of training, and of more groups than a round takes; null: "
+            "sampling and training alternate, and a round takes what it samples"
         )
     )
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -101,6 +102,48 @@ class Config(Section):
         return self.asynchrony.max_staleness if self.asynchrony else 0
 
     @property
+    def selects_groups(self) -> bool:
+        """True if a round may take fewer groups than are sampled for it."""
+        return self.asynchrony is not None and self.asynchrony.selects_groups
+
+    @property
+    def windowed(self) -> bool:
+        """True if rounds take finished groups of a stream, in place of sampling their own."""
+        return self.asynchrony is not None and self.asynchrony.sampler == "windowed"
+
+    @property
+    def inflight_groups_max(self) -> int:
+        """Number of groups that are claimed and not yet taken, at most (`windowed`)."""
+        chosen = self.asynchrony.max_inflight_groups if self.asynchrony else None
+        return chosen or self.rollouts.groups_per_round * (self.max_staleness + 1)
+
+    @property
+    def varies(self) -> bool:
+        """True if the number of a round's rollouts does not follow from its number."""
+        return self.samples_on or self.windowed
+
+    @property
+    def samples_on(self) -> bool:
+        """True if further groups are sampled where a round has too few with a signal."""
+        return self.asynchrony is not None and self.asynchrony.dynamic_sampling is not None
+
+    @property
+    def candidates_per_batch(self) -> int:
+        """Number of groups that are sampled for a round at once."""
+        groups = self.rollouts.groups_per_round
+        return self.asynchrony.candidates(groups) if self.asynchrony else groups
+
+    @property
+    def sample_batches_max(self) -> int:
+        """Number of times that so many groups are sampled for a round at most."""
+        return self.asynchrony.sample_batches_max if self.asynchrony else 1
+
+    @property
+    def examples_per_round(self) -> int:
+        """Number of examples that a round has to itself, sampled or not."""
+        return self.candidates_per_batch * self.sample_batches_max
+
+    @property
     def staleness_rounds_max(self) -> int:
         """Largest age of a rollout that is trained on, in rounds."""
         return max(self.batching.staleness_rounds_max, self.max_staleness)
@@ -119,6 +162,42 @@ class Config(Section):
             raise ValueError(
                 f"asynchrony.max_staleness is {self.max_staleness}: environments that push groups "
                 "(rollouts.source) are ahead of the rounds by themselves; expected 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _selects_groups(self) -> "Config":
+        """Refuse to choose among groups where there is nothing to choose by."""
+        if not self.selects_groups:
+            return self
+        if self.rollouts.source == "pushed":
+            raise ValueError(
+                "asynchrony.dynamic_sampling, over_sampling_factor and group_filter choose among "
+                "groups that the run samples: found rollouts.source pushed; expected null"
+            )
+        within = self.objective.estimator.within_groups
+        if self.samples_on and not (within and self.filters.zero_signal):
+            found = f"filters.zero_signal {self.filters.zero_signal}".lower()
+            found = found if within else f"objective.advantage {self.objective.advantage}"
+            raise ValueError(
+                "asynchrony.dynamic_sampling filter samples until enough groups have rewards that "
+                "differ: expected an advantage within groups (grpo, rloo, …) and "
+                f"filters.zero_signal true, found {found}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_holds_a_round(self) -> "Config":
+        groups, most = self.rollouts.groups_per_round, self.inflight_groups_max
+        if self.windowed and most < groups:
+            raise ValueError(
+                f"asynchrony.max_inflight_groups is {most}, so that no round would ever have its "
+                f"rollouts.groups_per_round ({groups}) groups: expected at least {groups}"
+            )
+        if self.windowed and self.environment.reward_model is not None:
+            raise ValueError(
+                "environment.reward_model judges a round's groups together: expected asynchrony."
+                "sampler in_order, found windowed"
             )
         return self
 

@@ -33,7 +33,7 @@ def make_environment(
 
 def environment_of(config: Config) -> Environment:
     """The environment of a run, checked against all the examples that the run may use."""
-    used = config.rounds * config.rollouts.groups_per_round
+    used = config.rounds * config.examples_per_round
     held_out = config.evaluation.examples
     warm = config.sft.steps * config.sft.sequences_per_step if config.policy.init == "sft" else 0
     other = config.sft.environment

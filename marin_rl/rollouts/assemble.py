@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -40,6 +41,7 @@ from marin_rl.types import (
     Timing,
     Turn,
 )
+from schemas.rollouts import UNFINISHED
 
 _STATUS_OF: dict[str, Status] = {
     LENGTH: "truncated",
@@ -102,20 +104,27 @@ class RolloutMaker:
         self, index: int, error: MarinRLError, trajectory: Trajectory | None = None
     ) -> Rollout:
         """A failed rollout with its reason; the turns that there were are kept for inspection."""
-        version = self._policy.weight_version
         turns, reason = _turns_of(self._request.example.messages), ABORTED
         timing = self._timing
         if trajectory is not None:
             timing = self._timed(trajectory)
             turns = tuple(_texts_of(trajectory))
             reason = ABORTED if isinstance(error, REQUEST_FAULTS) else trajectory.finish_reason
+        return self._without_tokens(
+            index,
+            status="error",
+            finish_reason=reason,
+            error=f"{type(error).__name__}: {error}",
+            turns=turns,
+            timing=timing,
+        )
+
+    def _without_tokens(self, index: int, **known: Any) -> Rollout:
+        version = self._policy.weight_version
         return Rollout(
             rollout_id=self._name(index),
             index_in_group=index,
-            status="error",
             reward=None,
-            finish_reason=reason,
-            error=f"{type(error).__name__}: {error}",
             token_ids=np.zeros(0, np.int32),
             loss_mask=np.zeros(0, np.int32),
             logprobs=np.zeros(0, np.float32),
@@ -124,8 +133,18 @@ class RolloutMaker:
             n_prompt_tokens=0,
             n_completion_tokens=0,
             sampling=self._request.sampling_of(index),
-            turns=turns,
-            timing=timing,
+            **known,
+        )
+
+    def unfinished(self, index: int) -> Rollout:
+        """A rollout that was cancelled because enough others were finished."""
+        return self._without_tokens(
+            index,
+            status="aborted",
+            finish_reason=UNFINISHED,
+            error="cancelled: enough groups of its shard were finished",
+            turns=_turns_of(self._request.example.messages),
+            timing=self._timing,
         )
 
     def _timed(self, trajectory: Trajectory) -> Timing:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
@@ -33,6 +33,7 @@ from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import (
     REQUEST_FAULTS,
     Bridge,
@@ -50,9 +51,23 @@ from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.pieces import ShardPieces
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
-from schemas.rollouts import CONTENT_VERSION
+from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
 Connect = Callable[..., PolicyClient]
+
+
+@runtime_checkable
+class Pieces(Protocol):
+    """Where finished groups are committed one by one: of a shard, or of a stream."""
+
+    def read(self) -> Mapping[str, Mapping[int, Rollout]]:
+        """Members that are committed, by group and index."""
+        ...
+
+    def commit(self, group: RolloutGroup) -> Mapping[int, Rollout]:
+        """Commit a group, or some of its members; those that are committed now, by index."""
+        ...
+
 
 TURNS_MAX = 64
 
@@ -90,6 +105,7 @@ async def generate_shard(
         requests,
         progress,
         pieces=pieces,
+        first=groups_taken_of(run.config, shard),
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
@@ -116,10 +132,29 @@ def shard_fingerprint(
         "shard": shard,
         "environment_version": environment.version,
         "rollouts": fingerprint_fields(config.rollouts),
+        **candidate_fields(config),
     }
     if scorer is not None:
         fields["reward_model"] = asdict(scorer.identity)
     return fingerprint("shard", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
+
+
+def groups_taken_of(config: Config, shard: int) -> int | None:
+    """Number of finished groups with which a shard ends (`select: first_done`); None for all."""
+    if config.asynchrony is None or config.asynchrony.select != "first_done":
+        return None
+    groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
+    return groups * (shard + 1) // shards - groups * shard // shards
+
+
+def candidate_fields(config: Config) -> dict[str, Any]:
+    """Fields of a shard's fingerprint where a round samples other groups than it takes."""
+    fields: dict[str, Any] = {}
+    if config.examples_per_round != config.rollouts.groups_per_round:
+        fields["candidates"] = [config.candidates_per_batch, config.sample_batches_max]
+    if config.asynchrony is not None and config.asynchrony.select == "first_done":
+        fields["select"] = "first_done"
+    return fields
 
 
 def sampling_fields(config: Config, round: int, policy: ServedPolicy) -> dict[str, Any]:
@@ -140,10 +175,17 @@ def examples_of(
 ) -> list[Example]:
     """The examples of a shard. Every round takes fresh ones; shards differ by a group at most."""
     environment = environment or environment_of(config)
-    per_round, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
-    seed, first = config.environment.train_seed, round * per_round
-    start, stop = (per_round * edge // shards for edge in (shard, shard + 1))
-    return [environment.example(seed, first + g, "train") for g in range(start, stop)]
+    seed, first = config.environment.train_seed, round * config.examples_per_round
+    return [environment.example(seed, first + g, "train") for g in groups_of_shard(config, shard)]
+
+
+def groups_of_shard(config: Config, shard: int) -> range:
+    """Numbers of a shard's groups in its round.
+
+    Shards from `shards_per_round` on are those of further sample batches.
+    """
+    groups, shards = config.candidates_per_batch, config.rollouts.shards_per_round
+    return range(groups * shard // shards, groups * (shard + 1) // shards)
 
 
 def shard_requests(
@@ -151,10 +193,10 @@ def shard_requests(
 ) -> list[GroupRequest]:
     """Requests of a shard, in order."""
     config = run.config
-    first = config.rollouts.groups_per_round * shard // config.rollouts.shards_per_round
+    examples = examples_of(config, round, shard, environment)
     return [
         GroupRequest(
-            group_id=f"{round_name(round)}/group-{first + place:05d}",
+            group_id=f"{round_name(round)}/group-{number:05d}",
             example=example,
             size=config.rollouts.group_size,
             greedy=bool(config.rollouts.greedy_baseline),
@@ -162,14 +204,14 @@ def shard_requests(
                 **sampling_for(
                     config.sampling, config.environment, example.environment
                 ).model_dump(),
-                seed=run.seed_of("sample", round, first + place),
+                seed=run.seed_of("sample", round, number),
             ),
         )
-        for place, example in enumerate(examples_of(config, round, shard, environment))
+        for number, example in zip(groups_of_shard(config, shard), examples, strict=True)
     ]
 
 
-async def sample_groups(
+async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it ends
     config: Config,
     policy: ServedPolicy,
     environment: Environment,
@@ -178,12 +220,14 @@ async def sample_groups(
     *,
     connect: Connect | None = None,
     bridge: Bridge | None = None,
-    pieces: ShardPieces | None = None,
+    pieces: Pieces | None = None,
+    first: int | None = None,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
     With `pieces`, members that are committed are not sampled again, and groups are committed as
-    they are finished.
+    they are finished. With `first`, that many finished groups are waited for, and the others are
+    cancelled: see `first_done`.
 
     `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
     episodes that have several, by default as the policy's chat template does. Publishes `progress`
@@ -227,7 +271,10 @@ async def sample_groups(
         }
         labels = [part_for(environment, config.environment, r.example).label for r in requests]
         pairs = zip(labels, requests, strict=True)
-        return await all_of(samplers[label].sample(request) for label, request in pairs)
+        sampling = [samplers[label].sample(request) for label, request in pairs]
+        if first is None:
+            return await all_of(sampling)
+        return await first_done(sampling, requests, policy, first, config.rollouts.group_size_min)
 
 
 def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> FinishedDriver:
@@ -249,7 +296,7 @@ class _Sampler:
     driver: EpisodeDriver | FinishedDriver
     scorer: Scorer
     count: Callable[[RolloutGroup], None]
-    pieces: ShardPieces | None
+    pieces: Pieces | None
     finished: Mapping[str, Mapping[int, Rollout]]
 
     async def sample(self, request: GroupRequest) -> RolloutGroup:
@@ -309,7 +356,12 @@ def refuse_if_mostly_errors(
     groups: Sequence[RolloutGroup], errors_max_fraction: float, what: str
 ) -> None:
     """Raise the commonest fault where the share of failed rollouts is above the limit."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [
+        rollout
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.finish_reason != UNFINISHED  # cancelled by this process
+    ]
     errors = [
         rollout.error or "EndpointUnavailable: the endpoint aborted the completion"
         for rollout in rollouts

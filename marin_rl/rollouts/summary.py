@@ -127,6 +127,17 @@ def staleness_metrics(ages: Int64[np.ndarray, " N"]) -> dict[str, float]:
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
+def waste_metrics(
+    lengths: Int64[np.ndarray, " N"], dispositions: np.ndarray, reasons: np.ndarray
+) -> dict[str, float]:
+    """`tokens/wasted/{reason}`: sampled tokens of rollouts that are not trained on, by reason."""
+    dropped = dispositions != "consumed"
+    names = sorted({str(reason) for reason in reasons[dropped]})
+    return {
+        f"tokens/wasted/{name}": float(lengths[dropped & (reasons == name)].sum()) for name in names
+    }
+
+
 def _lengths(lengths: Int64[np.ndarray, " N"], what: str) -> dict[str, float]:
     return {
         f"completions/mean_{what}": float(lengths.mean()),

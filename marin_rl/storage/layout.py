@@ -7,6 +7,10 @@ _SHARD = re.compile(r"shard-(\d{4,})\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
+STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
+_STREAMED = re.compile(rf"{re.escape(STREAM)}/group-(\d{{8,}})\.parquet")
+_CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
+
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
 
@@ -64,6 +68,33 @@ def shard_of(name: str) -> int | None:
     """The number of the shard that an object of a round's rollouts is; None for other objects."""
     match = _SHARD.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def stream_key(number: int) -> str:
+    """The private object of a group that no round has asked for yet."""
+    return f"{STREAM}/group-{number:08d}.parquet"
+
+
+def claim_key(chunk: int, number: int) -> str:
+    """The private object by which a worker says that it samples a chunk of such groups."""
+    return f"{STREAM}/claim-{chunk:08d}-{number:02d}.json"
+
+
+def stream_group_of(key: str) -> int | None:
+    """The number of the group that a key of the stream is; None for other keys."""
+    match = _STREAMED.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def claim_of(key: str) -> tuple[int, int] | None:
+    """Chunk and number of the claim that a key of the stream is; None for other keys."""
+    match = _CLAIM.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def intake_slot(round: int) -> str:
+    """The slot that says which groups of the stream a round takes and drops."""
+    return f"intakes/{round_name(round)}"
 
 
 def environment_key(number: int) -> str:

@@ -28,7 +28,10 @@ from marin_rl.trust import Consent, check_named
 from schemas.batches import DISPOSITION_KINDS
 
 # What may change without sampling anything again.
-CHANGEABLE = ("objective", "filters", "batching", "training", "rollouts.group_size_min")
+CHANGEABLE = (
+    "objective", "filters", "batching", "training", "rollouts.group_size_min",
+    "asynchrony.select", "asynchrony.group_filter",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +97,13 @@ def reprocess_round(
     """Compare a round with what `overrides`, or the reward table `rewards`, would make of it.
 
     Raises ConfigError for settings that samples depend on, ObjectMissing, CorruptObject; InputError
-    where the reward table lacks rollouts; ConfigError where another user's run names a loss, for
-    the gradient, unless `trust`.
+    where the reward table lacks rollouts; ConfigError where another user's run names a filter of
+    groups, or a loss, for the gradient, unless `trust`.
     """
     player = run.at_round(round)
     config = _changed(player.config, overrides)
-    if gradient:
-        check_named(player, player.config, Consent(trust=trust), ("objective",))
+    sections = ("objective", "asynchrony") if gradient else ("asynchrony",)
+    check_named(player, player.config, Consent(trust=trust), sections)
     other = None if rewards is None else read_rewards(run, round, rewards)
     before = preview_round(player, round, player.config)
     after = preview_round(player, round, config, other)

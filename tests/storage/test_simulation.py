@@ -25,6 +25,15 @@ from support.schedules import (
     trusts_exists,
     trusts_silence,
 )
+from support.windowed_world import (
+    WindowedScheduler,
+    forgets_what_is_settled,
+    gc_of_the_stream,
+    gc_of_what_is_taken,
+    takes_any_age,
+    takes_without_record,
+    writes_over_groups,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEDULES, ENOUGH = 200, 10_000  # enough for rare ends
@@ -39,9 +48,10 @@ def seeded(count: int) -> int:
     return printed_seed()
 
 
-def check(count: int) -> None:
+def check(count: int, program: str = "schedules") -> None:
     """Play schedules in a program of its own: checking types, as tests do, would take most time."""
-    command = [sys.executable, "tests/support/schedules.py", str(seeded(count)), str(count)]
+    script = f"tests/support/{program}.py"
+    command = [sys.executable, script, str(seeded(count)), str(count)]
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
@@ -64,8 +74,20 @@ def test_no_law_is_broken_in_many_random_schedules() -> None:
     check(SCHEDULES_SLOW)
 
 
-def test_a_schedule_is_decided_by_its_seed() -> None:
-    first, second = (Scheduler(7).play() for _ in range(2))
+def test_no_law_of_streams_is_broken_in_random_schedules() -> None:
+    """Five workers, trainers and gc over `windowed`."""
+    check(SCHEDULES, "windowed_world")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_law_of_streams_is_broken_in_many_random_schedules() -> None:
+    check(SCHEDULES_SLOW, "windowed_world")
+
+
+@pytest.mark.parametrize("scheduler", [Scheduler, WindowedScheduler])
+def test_a_schedule_is_decided_by_its_seed(scheduler: type[Scheduler]) -> None:
+    first, second = (scheduler(7).play() for _ in range(2))
     assert list(first.bucket.objects) == list(second.bucket.objects)
     assert [type(p.result) for p in first.processes] == [type(p.result) for p in second.processes]
 
@@ -86,6 +108,24 @@ def test_a_schedule_is_decided_by_its_seed() -> None:
 def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> None:
     with pytest.raises(AssertionError, match="schedule"):
         play(FIRST_WRONG, SCHEDULES, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"take": takes_without_record},
+        {"take": forgets_what_is_settled},
+        {"take": takes_any_age},
+        {"commit_group": writes_over_groups},
+        {"gc": gc_of_what_is_taken},
+        {"gc": gc_of_the_stream},
+        {"commit": exists_then_put},
+    ],
+    ids=lambda wrong: next(iter(wrong.values())).__name__,
+)
+def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Callable[..., Any]]) -> None:
+    with pytest.raises(AssertionError, match="schedule"):
+        play(0, SCHEDULES, WindowedScheduler, **wrong)
 
 
 def test_the_same_net_lets_a_right_protocol_through() -> None:

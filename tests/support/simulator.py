@@ -164,6 +164,9 @@ def _unique(attempt: str, name: str) -> str:
 class World:
     """A bucket, the processes that work on it, and what is still on its way to it."""
 
+    bucket_type: type[Bucket] = Bucket
+    player_type: type[Player] = Player
+
     def __init__(
         self,
         shape: Shape | None = None,
@@ -171,7 +174,7 @@ class World:
         naming: Naming = _unique,
         gc: Gc = collect,
     ) -> None:
-        self.bucket, self.shape = Bucket(), shape or Shape()
+        self.bucket, self.shape, self.config = self.bucket_type(), shape or Shape(), CONFIG
         self.commit, self.naming, self.gc = commit, naming, gc
         self.processes: list[Process] = []
         self.late: list[Callable[[], None]] = []
@@ -187,8 +190,8 @@ class World:
         """A new process, run to its first operation; by default it plays the whole run."""
         process = Process(f"attempt-{len(self.processes):03d}", patient)
         self.processes.append(process)
-        player = Player(self, process, StoppingStore(self, process))
-        body = (work or Player.play, player)
+        player = self.player_type(self, process, StoppingStore(self, process))
+        body = (work or self.player_type.play, player)
         start_new_thread(_live, (process, *body))  # Thread.start waits for more
         self._wait(process)
         return process
@@ -204,7 +207,7 @@ class World:
         rule, now = RetentionConfig(checkpoints_last=keep), self.clock
 
         def work(player: Player) -> Collection:
-            run = Run(config=CONFIG, run_id=CONFIG.run_id, store=player.store)
+            run = Run(config=self.config, run_id=self.config.run_id, store=player.store)
             return self.gc(run, rule, now=now)
 
         return self.start(work)

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import part_of
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file, explained
@@ -276,6 +276,21 @@ def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer
             yield load(store, key)
         except CorruptObject:
             yield None
+
+
+def load_present(store: ObjectStore, keys: Sequence[str]) -> list[pa.Buffer | None]:
+    """Objects as buffers, in order, None for what is not there; remote ones concurrently."""
+
+    def load_or_none(key: str) -> pa.Buffer | None:
+        try:
+            return load(store, key)
+        except ObjectMissing:
+            return None
+
+    if not keys or store.local_path(keys[0]) is not None:
+        return [load_or_none(key) for key in keys]
+    with ThreadPoolExecutor(FETCHES_MAX) as pool:
+        return list(pool.map(load_or_none, keys))
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:

@@ -23,6 +23,7 @@ from marin_rl.storage.commits import (
     commit_slot,
     fingerprint,
     new_attempt,
+    new_manifest,
     read_manifest,
     ref_of,
 )
@@ -46,7 +47,8 @@ from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
     "commit_shard", "commit_tables", "decode_shard", "encode_shard", "groups_of", "identify_shard",
-    "iter_row_groups", "iter_shards", "rollouts_manifest", "seal_round", "shard_ref",
+    "iter_row_groups", "iter_shards", "manifest_to_be", "rollouts_manifest", "seal_round",
+    "shard_ref",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -227,6 +229,15 @@ def seal_round(
     )
 
 
+def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
+    """The manifest of a round that has these shards so far; it is not committed.
+
+    Raises CorruptObject when a shard is not its reference.
+    """
+    parts = [_part(run.store, ref)[0] for ref in sorted(shards, key=lambda ref: ref.slot)]
+    return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
+
+
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
     """The manifest that seals a round, being `ref` where that is given.
 
@@ -283,7 +294,9 @@ def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[
 
 
 def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
-    expected = [shard_key(round, i) for i in range(run.config.rollouts.shards_per_round)]
+    least = run.config.rollouts.shards_per_round
+    count = max(least, len(shards)) if run.config.samples_on else least
+    expected = [shard_key(round, i) for i in range(count)]
     keys = [ref.slot for ref in shards]
     if keys != sorted(expected):
         raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")

@@ -52,6 +52,7 @@ from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
+from marin_rl.storage.upkeep.streams import collected_keys
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
 
@@ -119,6 +120,7 @@ def collect(
         items = [
             *_unreferenced(inventory),
             *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
+            *((key, "unreferenced") for key in collected_keys(run.config, inventory)),
             # A process at work is still writing its temporary files.
             *(_temporary(run, inventory, rule, moment) if alone else ()),
         ]

@@ -16,6 +16,7 @@ from marin_rl.storage.layout import (
     batches_slot,
     checkpoint_slot,
     evals_slot,
+    intake_slot,
     metrics_key,
     rollouts_slot,
 )
@@ -90,7 +91,11 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
             return list(parents) == [rollouts_slot(number)]
         case "evals":
             return list(parents) == [checkpoint_slot(number)]
+        case "intakes":
+            return list(parents) == ([intake_slot(number - 1)] if number else [])
         case "rollouts":
+            if list(parents) == [intake_slot(number)]:
+                return True
             # Any earlier checkpoint: sampling may run ahead of training.
             return len(parents) == 1 and parents[0] in map(checkpoint_slot, range(number + 1))
         case "checkpoints" if number:

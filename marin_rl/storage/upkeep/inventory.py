@@ -33,7 +33,7 @@ from schemas.migrations import METRICS
 MANIFEST = "manifest.json"
 KINDS: Mapping[str, str] = {
     "rollouts": "round", "batches": "round", "checkpoints": "round", "evals": "round",
-    "sft": "step", "reward_model": "step",
+    "intakes": "round", "sft": "step", "reward_model": "step",
 }  # fmt: skip
 PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
 

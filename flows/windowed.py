@@ -1,0 +1,249 @@
+"""Rounds that take finished groups of a stream (`asynchrony.sampler: windowed`).
+
+    sampling of a chunk   needs room: groups that are claimed and not taken are bounded
+    intake of round r     needs as many finished groups, of policies within the bound of staleness
+    training of round r   needs its intake, and nothing else of the stream
+    closing of round r    needs checkpoint r + 1, and the evaluation of checkpoint r if one is due
+
+Sampling goes on by the latest checkpoint, whatever round is trained. What a round takes is recorded
+by its intake once, so that a killed run ends in what its intakes say.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from flows.ahead import Results, Seconds, Trained, reported, run_together
+from flows.evaluate import round_after
+from flows.rounds import learn
+from flows.session import pause_if_suspended
+from marin_rl.rollouts.intake import is_ready
+from marin_rl.rollouts.streaming import Claimant, next_chunk, now_utc, open_groups_max
+from marin_rl.rounds import transfer_metrics
+from marin_rl.storage.runs import RunRef, committed, committed_checkpoint, evals_slot, rollouts_slot
+from marin_rl.storage.tables.intakes import intake_ref, settled_before
+from marin_rl.storage.tables.stream import GroupStream
+from marin_rl.types import ServedPolicy, SlotRef
+from tasks.generate import evaluate, sample
+from tasks.options import StageRunner, in_thread, open_run
+from tasks.process import collect, publish, seal_taken, take
+from tasks.train import serve
+
+WORKER = "flow"  # of the flow's own claims: it goes on with them after a restart
+POLL_S = 0.2
+
+
+async def play_windowed(run: RunRef, checkpoint: SlotRef) -> SlotRef:
+    """Play the rounds after `checkpoint`; return the last checkpoint.
+
+    Where sampling fails, rounds that have their groups are still trained and closed. Raises what
+    failed first.
+    """
+    rounds = _Rounds(run, checkpoint)
+    await run_together(*rounds.work())
+    return await rounds.last()
+
+
+@dataclass
+class _Sampling:
+    """State of the sampling: the policy, chunks under way, and what the transfers cost."""
+
+    stream: GroupStream
+    version: int = -1
+    policy: ServedPolicy | None = None
+    chunks: dict[int, "asyncio.Task[Any]"] = field(default_factory=dict)
+    transfer: dict[str, float] = field(default_factory=dict)
+    idle_s: float = 0.0
+
+
+class _Rounds:
+    """The rounds of a run after a checkpoint, and what the three coroutines give each other."""
+
+    def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
+        opened = open_run(run)
+        self._run, self._opened, self._config = run, opened, opened.config
+        self._checkpoint, self._first = checkpoint, round_after(checkpoint)
+        self._rounds = range(self._first, opened.config.rounds)
+        self._latest = checkpoint  # what is sampled by next
+        self._taken = self._first - 1  # the last round that took its groups
+        self._ended = False  # sampling
+        self._trained = Results[Trained]()
+        self._evaluated = Results[None]()
+        self._closed = Results[None]()
+        self._sampling = _Sampling(GroupStream(opened))
+
+    def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Return the coroutines that sample, train and close the rounds."""
+        return self._sample(), self._train_rounds(), self._close_rounds()
+
+    async def last(self) -> SlotRef:
+        """The checkpoint after the last round."""
+        return await self._version(max(self._first, self._rounds.stop))
+
+    async def _sample(self) -> None:
+        sampling = self._sampling
+        try:
+            with reported(self._evaluated):
+                while self._taken + 1 < self._rounds.stop:
+                    await pause_if_suspended()
+                    await self._newest_policy(sampling)
+                    await self._fill(sampling)
+                    await self._wait(sampling)
+                await self._evaluate_until(self._rounds.stop)
+        finally:
+            self._ended = True
+            for chunk in sampling.chunks.values():
+                chunk.cancel()
+            await asyncio.gather(*sampling.chunks.values(), return_exceptions=True)
+
+    async def _newest_policy(self, sampling: _Sampling) -> None:
+        """Serve the latest checkpoint, once what earlier ones sample is finished."""
+        version = round_after(self._latest)
+        if version == sampling.version:
+            return
+        await self._drain(sampling)
+        await self._evaluate_until(version)
+        stages = StageRunner(self._config.flow)
+        sampling.policy = await self._served(stages, version, needed=True)
+        sampling.version = version
+
+    async def _drain(self, sampling: _Sampling) -> None:
+        """Wait for the chunks under way: no group is of two policies."""
+        for task in [*sampling.chunks.values()]:
+            await task
+        sampling.chunks.clear()
+
+    async def _evaluate_until(self, version: int) -> None:
+        """Serve and evaluate checkpoints before `version` whose evaluation is due."""
+        for number in range(self._first, version):
+            if self._is_due(number) and committed(self._opened, evals_slot(number)) is None:
+                await self._served(StageRunner(self._config.flow), number, needed=False)
+            self._evaluated.give_once(number, None)
+
+    async def _served(
+        self, stages: StageRunner, version: int, *, needed: bool
+    ) -> ServedPolicy | None:
+        due = self._is_due(version) and committed(self._opened, evals_slot(version)) is None
+        policy = None
+        if needed or due:
+            policy = await stages.run(serve, self._run, version, await self._version(version))
+            self._sampling.transfer = dict(policy.transfer)
+        if due:
+            await stages.run(evaluate, self._run, version, policy)
+        self._evaluated.give_once(version, None)
+        return policy
+
+    async def _fill(self, sampling: _Sampling) -> None:
+        """Claim and begin chunks while there is room."""
+        settled = await in_thread(settled_before, self._opened, self._taken + 1)
+        await in_thread(sampling.stream.look)
+        taken = self._taken + 1
+        assert sampling.policy is not None, "a policy is served first"
+        while len(sampling.chunks) < self._config.flow.shards_in_flight_max:
+            claimant = Claimant(
+                worker=WORKER,
+                most=open_groups_max(self._config, sampling.version, taken),
+                now=now_utc(),
+                oldest=taken - self._config.staleness_rounds_max,
+                busy=sampling.chunks,
+            )
+            chunk = next_chunk(sampling.stream, settled, claimant)
+            if chunk is None:
+                return
+            claim = sampling.stream.claim
+            if await in_thread(claim, chunk, WORKER, sampling.version, claimant.now):
+                stages = StageRunner(self._config.flow)
+                call = stages.run(sample, self._run, chunk, sampling.policy, WORKER, settled.floor)
+                sampling.chunks[chunk] = asyncio.ensure_future(call)
+
+    async def _wait(self, sampling: _Sampling) -> None:
+        """Wait for a chunk to end, or for a moment. Raises what a chunk failed by."""
+        began, busy = time.monotonic(), bool(sampling.chunks)
+        if busy:
+            await asyncio.wait(
+                sampling.chunks.values(), timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        else:
+            await asyncio.sleep(POLL_S)
+            sampling.idle_s += time.monotonic() - began
+        for chunk, task in [*sampling.chunks.items()]:
+            if task.done():
+                del sampling.chunks[chunk]
+                task.result()
+
+    async def _train_rounds(self) -> None:
+        with reported(self._trained):
+            checkpoint = self._checkpoint
+            for round in self._rounds:
+                if (behind := round - self._config.max_staleness - 1) >= self._first:
+                    await self._closed.of(behind)  # a crash leaves that many to be closed again
+                checkpoint = await self._train_round(round, checkpoint)
+                self._latest = checkpoint
+
+    async def _train_round(self, round: int, checkpoint: SlotRef) -> SlotRef:
+        stages = StageRunner(self._config.flow)
+        rollouts, idle_s = await self._rollouts(stages, round)
+        self._taken = round
+        sampler_idle_s, self._sampling.idle_s = self._sampling.idle_s, 0.0
+        checkpoint, updates = await learn(stages, self._run, round, checkpoint, rollouts)
+        seconds = {
+            **stages.seconds,
+            "timing_s/trainer_idle": idle_s,
+            "timing_s/sampler_idle": sampler_idle_s,
+        }
+        self._trained.give(round, Trained(checkpoint=checkpoint, updates=updates, seconds=seconds))
+        return checkpoint
+
+    async def _rollouts(self, stages: StageRunner, round: int) -> tuple[SlotRef, float]:
+        """The sealed rollouts of a round, and the seconds that training waited for them."""
+        if (sealed := committed(self._opened, rollouts_slot(round))) is not None:
+            return sealed, 0.0
+        intake, idle_s = await self._intake(stages, round)
+        shards = range(self._config.rollouts.shards_per_round)
+        parts = await stages.each(collect, [(self._run, round, shard, intake) for shard in shards])
+        return await stages.run(seal_taken, self._run, round, parts, intake), idle_s
+
+    async def _intake(self, stages: StageRunner, round: int) -> tuple[SlotRef, float]:
+        began = time.monotonic()
+        intake = intake_ref(self._opened, round)
+        while intake is None:
+            ended = self._ended
+            if await in_thread(partial(is_ready, ended=ended), self._opened, round):
+                intake = await stages.run(take, self._run, round, ended)
+            elif ended:
+                raise asyncio.CancelledError  # what sampling failed by is raised in its place
+            else:
+                await asyncio.sleep(POLL_S)
+        return intake, time.monotonic() - began
+
+    async def _close_rounds(self) -> None:
+        ended = time.monotonic()
+        with reported(self._closed):
+            for round in self._rounds:
+                trained = await self._trained.of(round)
+                if self._is_due(round):
+                    await self._evaluated.of(round)  # its metrics are the round's
+                began, ended = ended, time.monotonic()
+                await self._close(round, trained, {"timing_s/round": ended - began})
+                self._closed.give(round, None)
+
+    async def _close(self, round: int, trained: Trained, seconds: Seconds) -> None:
+        measured = {**trained.seconds, **seconds}
+        if self._sampling.transfer:
+            measured |= transfer_metrics(self._sampling.transfer, trained.updates)
+        stages = StageRunner(self._config.flow)
+        await stages.run(publish, self._run, round, trained.checkpoint, measured)
+
+    def _is_due(self, version: int) -> bool:
+        return version % self._config.evaluation.every_rounds == 0
+
+    async def _version(self, version: int) -> SlotRef:
+        """Wait for a checkpoint."""
+        if version > self._first:
+            return (await self._trained.of(version - 1)).checkpoint
+        existing = committed_checkpoint(self._opened, version)
+        assert existing is not None, "checkpoints before one that is committed are"
+        return existing

@@ -1,0 +1,175 @@
+"""Scores of groups by `asynchrony.group_filter`: which pass, and which are the best of a round.
+
+A score looks at one group alone, so it is computed as the shards are read, row group by row group
+(the rows of a group are adjacent in one of these). Leaves out which groups are taken (`selection`).
+
+Axes: G members of a group, n rollouts of a table.
+"""
+
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float64
+
+from marin_rl.config import GROUP_FILTERS, AsynchronyConfig
+from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.storage.tables.rollouts import groups_of
+from marin_rl.types import RolloutGroup
+from marin_rl.user_code import load, parse_spec
+from schemas.rollouts import ROLLOUTS
+
+SCORE = "group_score"  # column of a table of rollouts: NaN where the group does not pass
+LENGTHS_APART = 4  # of a reasonable length: times shorter or longer than the group's median
+READ = ("group_id", "reward", "status", "n_completion_tokens", "token_ids", "loss_mask")
+
+Row = Mapping[str, Any]
+GroupScore = Callable[[Sequence[Row]], float]
+
+
+def filter_of(settings: AsynchronyConfig | None) -> str | None:
+    """The filter whose scores a round needs: `best` without one compares the spread of rewards."""
+    if settings is None:
+        return None
+    return settings.group_filter or ("reward_std_nonzero" if settings.select == "best" else None)
+
+
+def columns_of(name: str) -> tuple[str, ...]:
+    """Columns that a filter reads: all of them for a function of the user."""
+    return READ if name in GROUP_FILTERS else tuple(ROLLOUTS.names)
+
+
+def reason_of(name: str) -> str:
+    """The reason of what a filter drops: its name, or that of the user's function."""
+    spec = parse_spec(name)
+    return name if spec is None else spec.name
+
+
+def with_scores(table: pa.Table, settings: AsynchronyConfig, keep: Sequence[str]) -> pa.Table:
+    """A table of rollouts with the column `group_score`; of the others, `keep` stay.
+
+    Raises ConfigError where the user's function fails or returns no number.
+    """
+    name, least = filter_of(settings), settings.group_filter_min
+    assert name is not None, "see `filter_of`"
+    groups = _scores(name, table)
+    least = GROUP_FILTERS.get(name, -np.inf) if least is None else least
+    sizes, scores = zip(*groups, strict=True) if groups else ((), ())
+    score_n = np.repeat(np.array(scores, np.float64), np.array(sizes, np.int64))
+    # A comparison with NaN is false: a group without a score does not pass.
+    passed_n = np.where(score_n >= (-np.inf if least is None else least), score_n, np.nan)
+    return table.select(list(keep)).append_column(SCORE, pa.array(passed_n, pa.float64()))
+
+
+def _scores(name: str, table: pa.Table) -> list[tuple[int, float]]:
+    """Size and score of each group, in order."""
+    if name in GROUP_FILTERS:
+        rows = table.select(list(READ)).to_pylist()
+        parts = [list(part) for _, part in groupby(rows, key=lambda row: row["group_id"])]
+        return [(len(part), _NAMED[name](part)) for part in parts]
+    function = load(name, "group_filter")
+    return [(len(group.rollouts), _own_score(name, function, group)) for group in groups_of(table)]
+
+
+def check_filter(name: str) -> str:
+    """Load a filter, and report what it is. Raises InputError, ConfigError before anything runs."""
+    if name in GROUP_FILTERS:
+        return f"filter {name}"
+    function = load(name, "group_filter")
+    try:
+        inspect.signature(function).bind("a group")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{_shown(name)}: expected a function of one group (RolloutGroup), found {error}"
+        ) from None
+    return f"filter {reason_of(name)}"
+
+
+def _shown(name: str) -> str:
+    spec = parse_spec(name)
+    return f"asynchrony.group_filter {(spec.typed if spec else name)!r}"
+
+
+def _own_score(name: str, function: Callable[[RolloutGroup], Any], group: RolloutGroup) -> float:
+    try:
+        score = function(group)
+    except MarinRLError:
+        raise
+    except Exception as error:  # the user's own
+        raise ConfigError(
+            f"{_shown(name)} failed on {group.group_id}: {type(error).__name__}: {error}"
+        ) from error
+    if score is None or score is False:
+        return np.nan
+    if not isinstance(score, int | float | np.number | np.bool_):
+        raise ConfigError(
+            f"{_shown(name)} returned {score!r:.80} for {group.group_id}: expected a number, "
+            "True to keep the group, or None or False to drop it"
+        )
+    return float(score)
+
+
+def _rewards(group: Sequence[Row]) -> Float64[np.ndarray, " G"]:
+    """Rewards of the members that have one and did not fail."""
+    rewards = [row["reward"] for row in _valid(group) if row["reward"] is not None]
+    return np.array([reward for reward in rewards if np.isfinite(reward)], np.float64)
+
+
+def _valid(group: Sequence[Row]) -> list[Row]:
+    return [row for row in group if row["status"] in ("complete", "truncated")]
+
+
+def _reward_std(group: Sequence[Row]) -> float:
+    """Standard deviation (ddof 1) of the rewards; NaN where all are equal."""
+    rewards = _rewards(group)
+    # max - min of equal rewards is exactly 0, which a standard deviation may not be.
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 and np.ptp(rewards) else np.nan
+
+
+def _mean_reward(group: Sequence[Row]) -> float:
+    """Mean of the rewards; NaN where there are none."""
+    rewards = _rewards(group)
+    return float(rewards.mean()) if len(rewards) else np.nan
+
+
+def _diversity(group: Sequence[Row]) -> float:
+    """Share of different completions, by their sampled tokens; NaN where there are none."""
+    sampled = {
+        tuple(id for id, mask in zip(row["token_ids"], row["loss_mask"], strict=True) if mask)
+        for row in _valid(group)
+    }
+    return len(sampled) / len(_valid(group)) if sampled else np.nan
+
+
+def _reasonable_length(group: Sequence[Row]) -> float:
+    """Share of members that ended by themselves, within a factor of 4 of the median length."""
+    if not group:
+        return np.nan
+    ended = [row["n_completion_tokens"] for row in group if row["status"] == "complete"]
+    median = float(np.median(ended)) if ended else 0.0
+    low, high = median / LENGTHS_APART, median * LENGTHS_APART
+    return sum(low <= length <= high for length in ended) / len(group)
+
+
+def _quality_and_diversity(group: Sequence[Row]) -> float:
+    """Mean of the rewards times the share of different completions."""
+    return _mean_reward(group) * _diversity(group)
+
+
+_NAMED: Mapping[str, GroupScore] = MappingProxyType(
+    {
+        "reward_std_nonzero": _reward_std,
+        "min_reward": _mean_reward,
+        "diversity": _diversity,
+        "reasonable_length": _reasonable_length,
+        "quality_and_diversity": _quality_and_diversity,
+    }
+)
+assert set(_NAMED) == set(GROUP_FILTERS), "every filter that is configured has a score"

@@ -1,0 +1,106 @@
+"""Selection of a round's groups among those that were sampled (`asynchrony.select`).
+
+A pure function of the committed shards: groups that have a signal and pass the filter are taken by
+number, by the time at which they were finished, or by score, until the round has its number of
+them. Whether further groups are to be sampled follows from the same function.
+
+Axes: N rollouts of a round in shard order, P groups in the same order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Float64, Int64
+
+from marin_rl.batching.group_filters import SCORE, filter_of, reason_of
+from marin_rl.config import Config
+from schemas.rollouts import UNFINISHED
+
+SURPLUS = "surplus"  # reason of groups that pass and are not taken
+FINISHED_AT, FINISH_REASON = "finished_at", "finish_reason"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Groups that a round takes, and those that it leaves: below the filter, or surplus."""
+
+    taken_P: Bool[np.ndarray, " P"]
+    failing_P: Bool[np.ndarray, " P"]
+    surplus_P: Bool[np.ndarray, " P"]
+    failing_reason: str
+
+
+def columns_needed(config: Config) -> tuple[str, ...]:
+    """Columns without tokens that a selection reads in addition to the scalar ones."""
+    by_time = config.asynchrony is not None and config.asynchrony.select == "first_done"
+    return (FINISHED_AT, FINISH_REASON) if by_time else ()
+
+
+def unfinished(scalars: pa.Table) -> Bool[np.ndarray, " N"]:
+    """Rollouts that were cancelled because enough groups of their shard were finished."""
+    if FINISH_REASON not in scalars.column_names:
+        return np.zeros(len(scalars), bool)
+    reason_N = scalars[FINISH_REASON].to_numpy(zero_copy_only=False)
+    return np.asarray(reason_N == UNFINISHED, bool)
+
+
+def select_groups(
+    scalars: pa.Table,
+    group_N: Int64[np.ndarray, " N"],
+    signal_P: Bool[np.ndarray, " P"],
+    config: Config,
+) -> Selection:
+    """Take the first `groups_per_round` groups, in the configured order, of those that pass.
+
+    `signal_P` are the groups that can be trained on. Ties are taken by number.
+    """
+    settings, groups = config.asynchrony, len(signal_P)
+    assert settings is not None, "a round without the section takes all of its groups"
+    score_P = np.zeros(groups)
+    if SCORE in scalars.column_names:
+        score_P[group_N] = scalars[SCORE].to_numpy(zero_copy_only=False)
+    passing_P = signal_P & ~np.isnan(score_P)
+    order_P = np.lexsort((np.arange(groups), _rank(scalars, group_N, score_P, settings.select)))
+    candidates = order_P[passing_P[order_P]]
+    taken_P = np.zeros(groups, bool)
+    taken_P[candidates[: config.rollouts.groups_per_round]] = True
+    return Selection(
+        taken_P=taken_P,
+        failing_P=signal_P & np.isnan(score_P),
+        surplus_P=passing_P & ~taken_P,
+        failing_reason=reason_of(filter_of(settings) or ""),
+    )
+
+
+def _rank(
+    scalars: pa.Table,
+    group_N: Int64[np.ndarray, " N"],
+    score_P: Float64[np.ndarray, " P"],
+    select: str | None,
+) -> np.ndarray:
+    """Numbers by which groups are taken, the lowest first."""
+    if select == "best":
+        return -np.nan_to_num(score_P, nan=-np.inf)
+    if select is None:
+        return np.zeros(len(score_P))
+    finished_P = np.zeros(len(score_P), np.int64)
+    times_N = scalars[FINISHED_AT].cast(pa.int64()).to_numpy(zero_copy_only=False)
+    np.maximum.at(finished_P, group_N, times_N)
+    return finished_P
+
+
+def shards_missing(selected: int, shards: int, config: Config) -> Sequence[int]:
+    """Numbers of the further shards to sample, where `shards` gave `selected` groups.
+
+    As many as would give what is missing if groups went on as so far; one sample batch at most, and
+    none once a round has its groups or was sampled `max_sample_batches` times.
+    """
+    per_batch = config.rollouts.shards_per_round
+    missing = config.rollouts.groups_per_round - selected
+    left = per_batch * config.sample_batches_max - shards
+    if missing <= 0 or left <= 0:
+        return ()
+    wanted = -(-missing * shards // selected) if selected else per_batch
+    return range(shards, shards + min(wanted, per_batch, left))

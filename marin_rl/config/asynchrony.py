@@ -1,0 +1,185 @@
+"""Settings of what is sampled for a round, by which policy, and what of it the round takes.
+
+Leaves out the machines that sample (serving.py, orchestration.py). Every key but `max_staleness` is
+null by default and then leaves no trace; the names of defaults (`none`, `index`, …) stand for null.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from marin_rl.config.section import (
+    OMIT_IF_NONE,
+    RUNTIME_ONLY,
+    Count,
+    Seconds,
+    Section,
+    optional_field,
+)
+from marin_rl.user_code import parse_spec
+
+# Filters of groups by name, with the least score that passes; None: it must be configured.
+GROUP_FILTERS: Mapping[str, float | None] = MappingProxyType(
+    {
+        "reward_std_nonzero": 0.0,
+        "min_reward": None,
+        "diversity": 0.5,
+        "reasonable_length": 0.5,
+        "quality_and_diversity": -math.inf,
+    }
+)
+SAMPLE_BATCHES_MAX = 10
+
+CLAIM_S = 3600.0  # of a claim on groups, by the clock of who reads it
+
+_SPELLED = {
+    "dynamic_sampling": "none", "over_staleness": "drop", "sampler": "in_order", "select": "index",
+}  # fmt: skip
+
+
+class AsynchronyConfig(Section):
+    """Sampling of rounds during the training of earlier ones, and of more groups than are taken."""
+
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        le=8,
+        description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
+        "rounds are trained; 0: sampling and training alternate",
+    )
+    sampler: Literal["windowed"] | None = optional_field(
+        description="null or in_order: the policy of a round follows from its number; windowed: "
+        "groups are sampled by the latest policy and committed as they end, and an intake record "
+        "names what each round takes of them"
+    )
+    over_staleness: Literal["wait"] | None = optional_field(
+        description="windowed: null or drop, a round takes what is finished, and groups that get "
+        "older than max_staleness are dropped as stale; wait, it waits for groups under way that "
+        "would be too old for the next round"
+    )
+    max_inflight_groups: Count | None = Field(
+        default=None,
+        description="windowed: groups that are sampled or being sampled and not yet taken; at "
+        "least rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    claim_s: Seconds | None = Field(
+        default=None,
+        description="windowed: seconds after which another worker samples groups that one claimed "
+        "and did not finish; null: 3600",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    dynamic_sampling: Literal["filter"] | None = optional_field(
+        description="filter: further groups are sampled until a round has "
+        "rollouts.groups_per_round of them whose rewards differ (DAPO); null or none: a round "
+        "trains on what is left of its groups"
+    )
+    max_sample_batches: Count | None = optional_field(
+        le=1000,
+        description="dynamic_sampling: batches of rollouts.groups_per_round groups that are "
+        f"sampled at most; then the round is short. null: {SAMPLE_BATCHES_MAX}",
+    )
+    over_sampling_factor: float | None = optional_field(
+        gt=1,
+        le=64,
+        description="groups that are sampled for each one that the round takes, rounded up; "
+        "null: 1",
+    )
+    select: Literal["first_done", "best"] | None = optional_field(
+        description="groups that a round takes of those that pass: null or index, the first by "
+        "number; first_done, those that were finished first, the others are cancelled; best, "
+        "those with the highest score of group_filter"
+    )
+    group_filter: str | None = optional_field(
+        min_length=1,
+        description=f"score of a group: {', '.join(GROUP_FILTERS)}, or FILE.py:function; groups "
+        "below group_filter_min are not trained on; null: every group passes",
+    )
+    group_filter_min: float | None = optional_field(
+        description="least score of a group that passes; null: the filter's own (docs)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {k: None if v is not None and _SPELLED.get(k) == v else v for k, v in value.items()}
+
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> "AsynchronyConfig":
+        if self.max_sample_batches is not None and self.dynamic_sampling is None:
+            raise ValueError(
+                f"max_sample_batches is {self.max_sample_batches}, which bounds dynamic_sampling: "
+                "expected dynamic_sampling filter, found none"
+            )
+        if self.select is not None and not (self.over_sampling_factor or self.dynamic_sampling):
+            raise ValueError(
+                f"select {self.select} chooses among more groups than a round takes: set "
+                "over_sampling_factor (1.5, say) or dynamic_sampling filter"
+            )
+        self._filter_is_known()
+        self._window_is_whole()
+        return self
+
+    def _window_is_whole(self) -> None:
+        if self.sampler is None:
+            for name in ("over_staleness", "max_inflight_groups", "claim_s"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"{name} is {value}, a setting of sampler windowed: found in_order there"
+                    )
+            return
+        if self.max_staleness == 0:
+            raise ValueError(
+                "sampler windowed takes groups of earlier policies: expected max_staleness of 1 to "
+                "8, found 0"
+            )
+        if self.over_sampling_factor or self.select:
+            raise ValueError(
+                "sampler windowed takes the oldest finished groups: expected "
+                "over_sampling_factor null and select index, found "
+                f"{self.over_sampling_factor} and {self.select or 'index'}"
+            )
+
+    def _filter_is_known(self) -> None:
+        name, least = self.group_filter, self.group_filter_min
+        if name is None:
+            if least is not None:
+                raise ValueError(
+                    f"group_filter_min is {least:g}, the least score of group_filter: found null "
+                    f"there; expected one of {', '.join(GROUP_FILTERS)}, or FILE.py:function"
+                )
+            return
+        if name not in GROUP_FILTERS and parse_spec(name) is None:
+            raise ValueError(
+                f"group_filter {name!r} is not known: expected one of "
+                f"{', '.join(GROUP_FILTERS)}, or FILE.py:function"
+            )
+        if least is None and GROUP_FILTERS.get(name, 0.0) is None:
+            raise ValueError(f"group_filter {name} needs group_filter_min: found null")
+
+    @property
+    def selects_groups(self) -> bool:
+        """True if a round may take fewer groups than are sampled for it."""
+        return any((self.dynamic_sampling, self.over_sampling_factor, self.group_filter))
+
+    @property
+    def sample_batches_max(self) -> int:
+        """Number of times that a round's groups are sampled at most."""
+        if self.dynamic_sampling is None:
+            return 1
+        return self.max_sample_batches or SAMPLE_BATCHES_MAX
+
+    @property
+    def seconds_of_claims(self) -> float:
+        """Seconds for which groups are left to the worker that claimed them."""
+        return self.claim_s or CLAIM_S
+
+    def candidates(self, groups: int) -> int:
+        """Number of groups in a sample batch of a round that takes `groups` of them."""
+        return math.ceil(groups * Fraction(str(self.over_sampling_factor or 1)))

@@ -1,0 +1,194 @@
+"""Sampling into a stream (`asynchrony.sampler: windowed`): chunks of groups, claimed and committed.
+
+A group is committed as soon as it is finished, by whichever policy this process was given. What a
+group asks for depends on its number alone, so any worker may sample any chunk. Leaves out what a
+round takes of the stream (`storage.tables.intakes`).
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from marin_rl.config import Config
+from marin_rl.environments.base import Environment
+from marin_rl.environments.checks import environment_of
+from marin_rl.environments.mixture import sampling_for
+from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.episode import GroupRequest
+from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.intakes import Settled
+from marin_rl.storage.tables.stream import (
+    GroupStream,
+    chunk_size,
+    groups_in,
+    numbers_of,
+    stream_fingerprint,
+)
+from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy
+
+
+def open_groups_max(config: Config, version: int, rounds_taken: int) -> int:
+    """Number of groups that may be claimed and not settled while checkpoint `version` samples.
+
+    `max_inflight_groups`; and no more than the rounds within the bound of staleness will take, for
+    what they leave would be too old for later ones. With dynamic sampling that number is not known.
+    """
+    most, groups = config.inflight_groups_max, config.rollouts.groups_per_round
+    if config.samples_on:
+        return most
+    rounds = min(version + config.staleness_rounds_max + 1, config.rounds) - rounds_taken
+    return max(0, min(most, rounds * groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimant:
+    """A worker that claims chunks: its name, those it samples already, and its clock.
+
+    `most` bounds the groups that are claimed and not settled, its own and those of others, but for
+    those of policies before `oldest`, which no further round can take.
+    """
+
+    worker: str
+    most: int
+    now: datetime
+    oldest: int = 0
+    busy: Collection[int] = ()
+
+
+def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int | None:
+    """The first chunk that a worker may sample now; None where there is no room.
+
+    Chunks with a live claim of another worker are left out, as are those that this worker samples
+    already. A worker that starts again goes on with its own claims.
+    """
+    config = stream.run.config
+    # Counted from claims and intakes alone, so that a restart changes nothing.
+    chunk, counted = settled.floor // chunk_size(config), 0
+    while counted < claimant.most:
+        claim = stream.claims.get(chunk)
+        if not is_finished(stream, settled, chunk):
+            others = claim is not None and claim.worker != claimant.worker
+            live = others and claim is not None and claim.is_live(claimant.now, _claim_s(config))
+            if not (live or chunk in claimant.busy):
+                return chunk
+        if claim is None or claim.policy_version >= claimant.oldest:
+            counted += sum(number not in settled for number in numbers_of(config, chunk))
+        chunk += 1
+    return None
+
+
+def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
+    """True if every group of a chunk is committed, or was settled."""
+    numbers = numbers_of(stream.run.config, chunk)
+    return all(number in stream.numbers or number in settled for number in numbers)
+
+
+def under_way(stream: GroupStream, settled: Settled, now: datetime) -> list[int]:
+    """Policy versions of the live claims on groups that are not finished."""
+    seconds = _claim_s(stream.run.config)
+    return [
+        claim.policy_version
+        for chunk, claim in stream.claims.items()
+        if claim.is_live(now, seconds) and not is_finished(stream, settled, chunk)
+    ]
+
+
+def _claim_s(config: Config) -> float:
+    return config.asynchrony.seconds_of_claims if config.asynchrony else 0.0
+
+
+def stream_requests(
+    run: Run, numbers: Collection[int], environment: Environment
+) -> list[GroupRequest]:
+    """Requests of groups by their numbers, in order."""
+    config = run.config
+    requests: list[GroupRequest] = []
+    for number in numbers:
+        example = environment.example(config.environment.train_seed, number, "train")
+        sampling = sampling_for(config.sampling, config.environment, example.environment)
+        requests.append(
+            GroupRequest(
+                group_id=group_id_of(number),
+                example=example,
+                size=config.rollouts.group_size,
+                greedy=bool(config.rollouts.greedy_baseline),
+                sampling=Sampling(
+                    **sampling.model_dump(), seed=run.seed_of("sample", "stream", number)
+                ),
+            )
+        )
+    return requests
+
+
+def group_id_of(number: int) -> str:
+    """The id of a group of the stream, in whichever round it is taken."""
+    return f"stream/group-{number:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Committing:
+    """Commits groups of the stream as they are finished: what `sample_groups` calls pieces."""
+
+    stream: GroupStream
+    policy: ServedPolicy
+    worker: str
+    chunk: int
+
+    def read(self) -> dict[str, dict[int, Rollout]]:
+        """Members of groups that are finished, by group and index."""
+        run = self.stream.run
+        groups = groups_in(run, numbers_of(run.config, self.chunk))
+        return {g.group_id: {r.index_in_group: r for r in g.rollouts} for g in groups}
+
+    def commit(self, group: RolloutGroup) -> dict[int, Rollout]:
+        """Commit a whole group; one that lacks members waits until its chunk is judged."""
+        if len(group.rollouts) == group.group_size:
+            number = int(group.group_id.rpartition("-")[2])
+            self.stream.commit(number, group, self.policy, self.worker)
+        return {}
+
+
+async def sample_chunk(
+    run: Run, chunk: int, policy: ServedPolicy, worker: str, settled: Settled | None = None
+) -> int:
+    """Sample and commit the groups of a chunk that are not finished; the number of its groups.
+
+    Raises as `generate_shard` does; the groups that are committed by then stay.
+    """
+    environment = environment_of(run.config)
+    stream = GroupStream(run)
+    stream.fingerprint = stream_fingerprint(
+        run.config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
+    )
+    committing = _Committing(stream, policy, worker, chunk)
+    # What a round took may be gone from the stream since.
+    left = [n for n in numbers_of(run.config, chunk) if n not in (settled or Settled())]
+    requests = stream_requests(run, left, environment)
+    progress = ProgressEvent(
+        run_id=run.run_id,
+        stage="generate",
+        round=policy.weight_version,
+        message=f"chunk {chunk}",
+    )
+    groups = await sample_groups(
+        run.config, policy, environment, requests, progress, pieces=committing
+    )
+    refuse_if_mostly_errors(
+        groups, run.config.rollouts.errors_max_fraction, f"chunk {chunk} of the stream"
+    )
+    await asyncio.to_thread(_commit_rest, committing, groups)
+    return len(groups)
+
+
+def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
+    """Commit the groups with members that failed, which were not committed on the way."""
+    for group in groups:
+        if any(rollout.status in ("error", "aborted") for rollout in group.rollouts):
+            committing.commit(group)
+
+
+def now_utc() -> datetime:
+    """The time by this machine's clock."""
+    return datetime.now(UTC)

@@ -1,0 +1,284 @@
+"""The intake of a round: which groups of the stream it takes and drops, in order, and why.
+
+One record, created once. It is decided from what a process saw of the stream at one moment, which
+clocks and listings decide; everything after it (shards, batches, update, audit, replay) is a
+function of the record and of the groups that it names by digest. Groups are in the order of their
+oldest policy and their number, never of arrival.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from marin_rl.config import Config
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.commits import (
+    commit_manifest,
+    committed_manifest,
+    fingerprint,
+    new_attempt,
+    new_manifest,
+    parent_of,
+    read_manifest,
+    ref_of,
+)
+from marin_rl.storage.layout import intake_slot, stream_key
+from marin_rl.storage.runs import Run, committed
+from marin_rl.storage.tables.parquet import load_present, verified
+from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
+from marin_rl.storage.tables.stream import StreamedGroup
+from marin_rl.types import SlotRef
+from schemas.manifests import Manifest, Parent
+from schemas.rollouts import CONTENT_VERSION
+
+STALE = "policy_age"
+VERSION = 1  # of `extra`
+
+Entry = tuple[int, str, int, str]  # number, digest, oldest policy, reason ("" where it is taken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """Numbers of groups that intakes have taken or dropped: all below `floor`, and `above`."""
+
+    floor: int = 0
+    above: frozenset[int] = frozenset()
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and (number < self.floor or number in self.above)
+
+    def __len__(self) -> int:
+        return self.floor + len(self.above)
+
+    def with_numbers(self, numbers: Iterable[int]) -> "Settled":
+        """These and further numbers."""
+        above, floor = {*self.above, *(n for n in numbers if n >= self.floor)}, self.floor
+        while floor in above:
+            above.remove(floor)
+            floor += 1
+        return Settled(floor=floor, above=frozenset(above))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """A round's intake: groups in order, those that are dropped with a reason; and what is settled.
+
+    `waiting` is the number of finished groups that were seen and left for later rounds.
+    """
+
+    round: int
+    groups: tuple[Entry, ...]
+    settled: Settled
+    waiting: int = 0
+
+    @property
+    def taken(self) -> tuple[Entry, ...]:
+        """Groups that the round takes, in order."""
+        return tuple(entry for entry in self.groups if not entry[3])
+
+    @property
+    def dropped(self) -> tuple[Entry, ...]:
+        """Groups that the round drops."""
+        return tuple(entry for entry in self.groups if entry[3])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a process saw of the stream: finished groups, and the policies of those under way."""
+
+    groups: Collection[StreamedGroup]
+    under_way: Collection[int] = field(default=())
+
+
+def decide(
+    round: int, seen: Seen, settled: Settled, config: Config, *, ended: bool = False
+) -> Intake | None:
+    """The intake of a round by what was seen; None where it is to wait for more.
+
+    With `ended`, sampling has: nothing under way is waited for.
+    """
+    oldest = round - config.staleness_rounds_max
+    waits = config.asynchrony is not None and config.asynchrony.over_staleness == "wait"
+    if waits and not ended and any(version <= oldest for version in seen.under_way):
+        return None
+    ordered = sorted(seen.groups, key=lambda group: (group.version, group.number))
+    fresh = [group for group in ordered if group.version >= oldest and group.number not in settled]
+    stale = [group for group in ordered if group.version < oldest and group.number not in settled]
+    taken = _first(fresh, config)
+    if taken is None:
+        return None
+    entries = [
+        *((g.number, g.sha256, g.version, "") for g in taken),
+        *((g.number, g.sha256, g.version, STALE) for g in stale),
+    ]
+    return Intake(
+        round=round,
+        groups=tuple(entries),
+        settled=settled.with_numbers(entry[0] for entry in entries),
+        waiting=len(fresh) - len(taken),
+    )
+
+
+def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
+    """The oldest groups until the round has its number of them; None where there are too few.
+
+    With dynamic sampling only those whose rewards differ count, up to `max_sample_batches` rounds.
+    """
+    wanted, most = config.rollouts.groups_per_round, len(fresh)
+    if not config.samples_on:
+        return fresh[:wanted] if len(fresh) >= wanted else None
+    counted, most = 0, wanted * config.sample_batches_max
+    for place, group in enumerate(fresh[:most], start=1):
+        counted += group.differs
+        if counted == wanted:
+            return fresh[:place]
+    return fresh[:most] if len(fresh) >= most else None
+
+
+def intake_ref(run: Run, round: int) -> SlotRef | None:
+    """The intake of a round, if it is committed."""
+    return committed(run, intake_slot(round))
+
+
+def settled_before(run: Run, round: int) -> Settled:
+    """Numbers that the intakes of earlier rounds have settled. Raises ObjectMissing."""
+    return read_intake(run, round - 1).settled if round else Settled()
+
+
+def commit_intake(run: Run, intake: Intake) -> SlotRef:
+    """Commit an intake; where another process was first, its intake is adopted.
+
+    Raises CommitConflict, CommitUnknown, StorageError.
+    """
+    manifest = intake_manifest(run, intake)
+    winner = commit_manifest(run.store, manifest)
+    return ref_of(winner, reused=winner.attempt != manifest.attempt)
+
+
+def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Manifest:
+    """The record of an intake, which is yet to be committed."""
+    parents = _parents(run, intake.round)
+    # Of the settings alone: what was seen is this record's to say, and the first one's.
+    content = {
+        "round": intake.round,
+        "groups": run.config.rollouts.groups_per_round,
+        "staleness": run.config.staleness_rounds_max,
+    }
+    return new_manifest(
+        intake_slot(intake.round),
+        attempt=attempt or new_attempt(),
+        fingerprint=fingerprint("intake", content, parents),
+        parents=parents,
+        totals={
+            "groups": float(len(intake.taken)),
+            "dropped": float(len(intake.dropped)),
+            "waiting": float(intake.waiting),
+        },
+        extra={
+            "intake": VERSION,
+            "groups": [list(entry) for entry in intake.groups],
+            "settled": intake.settled.floor,
+            "settled_above": sorted(intake.settled.above),
+        },
+    )
+
+
+def _parents(run: Run, round: int) -> tuple[Parent, ...]:
+    if not round:
+        return ()
+    before = read_manifest(run.store, intake_slot(round - 1))
+    assert before is not None, "rounds take their groups in turn"
+    return (parent_of(ref_of(before[0])),)
+
+
+def read_intake(run: Run, round: int) -> Intake:
+    """A committed intake. Raises ObjectMissing, CorruptObject, NewerSchema."""
+    return intake_in(committed_manifest(run.store, intake_slot(round)), run.store.url_of)
+
+
+def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
+    """The intake that a manifest records. Raises CorruptObject."""
+    extra, source = manifest.extra, url_of(manifest.slot)
+    try:
+        version, entries = extra["intake"], extra["groups"]
+        if version != VERSION:
+            raise ValueError(f"expected version {VERSION}, found {version!r}")
+        groups = tuple((int(n), str(sha), int(v), str(why)) for n, sha, v, why in entries)
+        settled = Settled(
+            floor=int(extra["settled"]), above=frozenset(map(int, extra["settled_above"]))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"{source}: expected an intake of groups: {error!r}") from None
+    if any(number not in settled for number, *_ in groups):
+        raise CorruptObject(f"{source}: expected its own groups among those that are settled")
+    return Intake(
+        round=int(manifest.slot.rpartition("-")[2]),
+        groups=groups,
+        settled=settled,
+        waiting=int(manifest.totals.get("waiting", 0)),
+    )
+
+
+def collected_fingerprint(round: int, shard: int, intake: SlotRef) -> str:
+    """Digest of what decides a shard of the groups that an intake names."""
+    content = {"round": round, "shard": shard}
+    return fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
+
+
+def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
+    """Commit a shard of a round out of the groups that its intake names, taken or dropped.
+
+    Raises CorruptObject where a group is lost or is another than was seen, and as `commit_tables`.
+    """
+    decided = collected_fingerprint(round, shard, intake)
+    existing = shard_ref(run, round, shard, decided)
+    if existing is not None:
+        return existing
+    entries, shards = read_intake(run, round).groups, run.config.rollouts.shards_per_round
+    start, stop = (len(entries) * edge // shards for edge in (shard, shard + 1))
+    try:
+        tables = [_of_round(table, round, shard) for table in _tables(run, entries[start:stop])]
+    except CorruptObject:
+        # Another process may have sealed the round since the first look, and gc taken the groups.
+        existing = shard_ref(run, round, shard, decided)
+        if existing is None:
+            raise
+        return existing
+    return commit_tables(run, round, shard, tables, decided)
+
+
+def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
+    keys = [stream_key(number) for number, *_ in entries]
+    tables: list[pa.Table] = []
+    for (number, sha256, *_), key, data in zip(
+        entries, keys, load_present(run.store, keys), strict=True
+    ):
+        source = run.store.url_of(key)
+        if data is None:
+            raise CorruptObject(
+                f"{source}: group {number} is gone, and an intake of run {run.run_id!r} names it: "
+                "restore the file from a copy; nothing else of the run is lost, and the same "
+                "command goes on from there"
+            )
+        tables.append(decode_shard(verified(data, sha256, source), source=source))
+    return tables
+
+
+def _of_round(table: pa.Table, round: int, shard: int) -> pa.Table:
+    """Rows of a group under the round and shard that have them now."""
+    for name, value in {"round": round, "shard": shard}.items():
+        index = table.column_names.index(name)
+        kind = table.schema.field(index)
+        column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
+        table = table.set_column(index, kind, column)
+    return table
+
+
+def stream_counts(groups: Mapping[int, StreamedGroup], settled: Settled) -> tuple[int, int]:
+    """Finished groups that no intake names, and their rollouts."""
+    waiting = [group for number, group in groups.items() if number not in settled]
+    return len(waiting), sum(group.rollouts for group in waiting)

@@ -1,0 +1,271 @@
+"""Groups that wait in a stream for the round that takes them (`asynchrony.sampler: windowed`).
+
+A group has a number, and one private object that is created once, by whichever worker ends it
+first. Who samples which numbers is agreed on by claims, which spare work and decide nothing: where
+two workers sample one group, the first object stays. Leaves out what rounds take (`intakes`).
+"""
+
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from marin_rl.config import Config, fingerprint_fields
+from marin_rl.errors import CommitConflict, CorruptObject
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.layout import STREAM, claim_key, claim_of, stream_group_of, stream_key
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.parquet import TableReader, digest_of, load_present
+from marin_rl.storage.tables.pieces import commit_group
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of
+from marin_rl.types import RolloutGroup, ServedPolicy
+from schemas import Malformed, NewerVersion
+from schemas.manifests import open_sealed_json, sealed_json
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import CONTENT_VERSION
+
+CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
+WORKER = "worker"  # in the footer of a group: who sampled it
+SCALARS = ("run_id", "reward", "status", "policy_version_min", "policy_version_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedGroup:
+    """A finished group of the stream: its number, digest, oldest and newest policy, and rollouts.
+
+    `differs` says that the rewards of its valid members are not all equal.
+    """
+
+    number: int
+    sha256: str
+    version: int
+    version_max: int
+    rollouts: int
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A worker's claim on a chunk of groups; `policy_version` is the policy it samples them by."""
+
+    chunk: int
+    number: int
+    worker: str
+    policy_version: int
+    claimed_at: datetime
+
+    def is_live(self, now: datetime, seconds: float) -> bool:
+        """True while others leave the chunk to the worker, by clocks that may differ."""
+        return abs((now - self.claimed_at).total_seconds()) <= seconds
+
+
+def chunk_size(config: Config) -> int:
+    """Number of groups that are claimed together: those of a shard, rounded up."""
+    groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
+    return -(-groups // shards)
+
+
+def numbers_of(config: Config, chunk: int) -> range:
+    """Numbers of the groups of a chunk."""
+    size = chunk_size(config)
+    return range(chunk * size, (chunk + 1) * size)
+
+
+def stream_fingerprint(
+    config: Config, environment_version: str, tokenizer: str, chat_template: str
+) -> str:
+    """Digest of what decides the groups of a stream, whatever the policy that samples them.
+
+    `tokenizer` and `chat_template` are digests. A worker with other settings has another one.
+    """
+    content = {
+        "seed": config.seed,
+        "environment": fingerprint_fields(config.environment),
+        "environment_version": environment_version,
+        "sampling": fingerprint_fields(config.sampling),
+        "group_size": config.rollouts.group_size,
+        "greedy_baseline": bool(config.rollouts.greedy_baseline),
+        "tokenizer": tokenizer,
+        "chat_template": chat_template,
+    }
+    return fingerprint("stream", content, (), CONTENT_VERSION)
+
+
+@dataclass(slots=True)
+class GroupStream:
+    """The stream of a run, as this process knows it. Methods are called one at a time.
+
+    A listing may lack what was committed lately: that costs freshness, for what a round takes is
+    what was seen.
+    """
+
+    run: Run
+    numbers: frozenset[int] = frozenset()  # of the groups that were listed
+    groups: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
+    claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
+    fingerprint: str | None = None
+    patience: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of commits, for tests
+
+    def look(self) -> None:
+        """List the stream: which groups are finished, and claims. Raises as `read`."""
+        keys = self.run.store.list(STREAM)
+        listed = (stream_group_of(key) for key in keys)
+        self.numbers = frozenset(number for number in listed if number is not None)
+        self._read_claims(keys)
+
+    def read(self, settled: Container[int]) -> None:
+        """Read what was listed and is new; forget groups that are `settled`.
+
+        Raises CommitConflict for groups of a worker with other settings, CorruptObject,
+        NewerSchema, StoreUnavailable.
+        """
+        for number in [*self.groups]:
+            if number in settled or number not in self.numbers:
+                del self.groups[number]
+        new = [n for n in sorted(self.numbers) if n not in settled and n not in self.groups]
+        data = self._load([stream_key(number) for number in new])
+        for number, item in zip(new, data, strict=True):
+            if item is not None:
+                self.groups[number] = self._read(number, item)
+
+    def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
+        return load_present(self.run.store, keys)
+
+    def _read(self, number: int, data: pa.Buffer) -> StreamedGroup:
+        source = self.run.store.url_of(stream_key(number))
+        reader = TableReader(data, source, LADDER)
+        rows = decode_shard(data, SCALARS, source=source).to_pydict()
+        self._check_worker(source, reader.stamp, rows["run_id"])
+        rewards = {
+            reward
+            for reward, status in zip(rows["reward"], rows["status"], strict=True)
+            if reward is not None and status in ("complete", "truncated")
+        }
+        return StreamedGroup(
+            number=number,
+            sha256=digest_of(data),
+            version=min(rows["policy_version_min"]),
+            version_max=max(rows["policy_version_max"]),
+            rollouts=len(rows["status"]),
+            differs=len(rewards) > 1,
+        )
+
+    def _check_worker(self, source: str, stamp: Mapping[str, str], run_ids: Sequence[str]) -> None:
+        """Refuse what a worker of another run, or with other settings, put here."""
+        worker, theirs = stamp.get(WORKER, "unknown"), stamp.get("fingerprint", "")
+        if set(run_ids) != {self.run.run_id}:
+            raise CommitConflict(
+                f"{source}: worker {worker} sampled it for run {run_ids[0]!r}, expected "
+                f"{self.run.run_id!r}: stop that worker, and remove the file"
+            )
+        if self.fingerprint is not None and theirs != self.fingerprint:
+            raise CommitConflict(
+                f"{source}: worker {worker} sampled it with other settings, code or tokenizer: "
+                f"expected fingerprint {self.fingerprint}, found {theirs}. Stop that worker, start "
+                "it with this run's configuration, and remove the file"
+            )
+
+    def _read_claims(self, keys: Iterable[str]) -> None:
+        """Read the latest claim of each chunk."""
+        latest: dict[int, tuple[int, str]] = {}
+        for key in keys:
+            if (claim := claim_of(key)) is not None:
+                latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
+        known = {c: self.claims[c] for c, (n, _) in latest.items() if self._knows(c, n)}
+        new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
+        data = self._load([key for _, key in new])
+        for (chunk, key), item in zip(new, data, strict=True):
+            if item is not None:
+                known[chunk] = claim_in(item.to_pybytes(), self.run.store.url_of(key))
+        self.claims = known
+
+    def _knows(self, chunk: int, number: int) -> bool:
+        return chunk in self.claims and self.claims[chunk].number == number
+
+    def commit(self, number: int, group: RolloutGroup, policy: ServedPolicy, worker: str) -> bool:
+        """Create a group; False where another worker was first. Raises StorageError."""
+        assert self.fingerprint is not None, "a worker knows its settings"
+        _, ours = commit_group(
+            self.run,
+            stream_key(number),
+            group,
+            round=policy.weight_version,
+            shard=0,
+            fingerprint=self.fingerprint,
+            policy=policy,
+            stamp={WORKER: worker},
+        )
+        return ours
+
+    def claim(self, chunk: int, worker: str, policy_version: int, now: datetime) -> bool:
+        """Claim a chunk; False where another worker was first. Raises StorageError."""
+        known = self.claims.get(chunk)
+        number = 0 if known is None else known.number + 1
+        ours = Claim(
+            chunk=chunk,
+            number=number,
+            worker=worker,
+            policy_version=policy_version,
+            claimed_at=now,
+        )
+        key, attempt = claim_key(chunk, number), new_attempt()
+        data = _claim_bytes(ours, attempt)
+        source = self.run.store.url_of(key)
+        committed = commit_object(
+            self.run.store,
+            key,
+            data,
+            attempt=attempt,
+            fingerprint="claim",
+            identify=lambda other: (str(_record(other, source)["attempt"]), "claim"),
+            **self.patience,
+        )
+        self.claims[chunk] = claim_in(committed, source)
+        return committed == data
+
+
+def _claim_bytes(claim: Claim, attempt: str) -> bytes:
+    return sealed_json(
+        {
+            "format": CLAIM_FORMAT,
+            "version": CLAIM_VERSION,
+            "attempt": attempt,
+            "chunk": claim.chunk,
+            "number": claim.number,
+            "worker": claim.worker,
+            "policy_version": claim.policy_version,
+            "claimed_at": claim.claimed_at.isoformat(),
+        }
+    )
+
+
+def claim_in(data: bytes, source: str) -> Claim:
+    """The claim that an object is. Raises CorruptObject naming `source`."""
+    record = _record(data, source)
+    try:
+        return Claim(
+            chunk=int(record["chunk"]),
+            number=int(record["number"]),
+            worker=str(record["worker"]),
+            policy_version=int(record["policy_version"]),
+            claimed_at=datetime.fromisoformat(record["claimed_at"]).astimezone(UTC),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"{source}: expected a claim on groups: {error!r}") from None
+
+
+def _record(data: bytes, source: str) -> dict[str, Any]:
+    try:
+        return open_sealed_json(data, format=CLAIM_FORMAT, version=CLAIM_VERSION)
+    except (Malformed, NewerVersion, json.JSONDecodeError) as error:
+        raise CorruptObject(f"{source}: {error}") from None
+
+
+def groups_in(run: Run, numbers: Sequence[int]) -> list[RolloutGroup]:
+    """Committed groups of the stream by number, those that are there."""
+    data = load_present(run.store, [stream_key(number) for number in numbers])
+    tables = [decode_shard(item) for item in data if item is not None]
+    return [group for table in tables for group in groups_of(table)]

@@ -1,0 +1,106 @@
+"""Upkeep of streams of groups: what a sealed round has collected, what waits, and what is lost.
+
+Nothing is changed here: `gc` deletes, `fsck` and `audit` report.
+"""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from marin_rl.config import Config
+from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import (
+    STREAM,
+    batches_slot,
+    claim_of,
+    intake_slot,
+    rollouts_slot,
+    round_of,
+    stream_group_of,
+    stream_key,
+)
+from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.tables.intakes import Settled, intake_in
+from marin_rl.storage.tables.parquet import TableReader, load_present
+from marin_rl.storage.tables.stream import numbers_of
+from marin_rl.storage.upkeep.integrity import Fault
+from marin_rl.storage.upkeep.inventory import Inventory
+from schemas.migrations import ROLLOUTS as LADDER
+
+
+def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
+    """Groups of the stream that a sealed round has, and claims on groups that all are settled."""
+    sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
+    settled = Settled()
+    for slot in inventory.of_kind("intakes"):
+        if slot.manifest is not None and slot.number in sealed:
+            # Those of earlier rounds too: each is sealed before the next one takes its groups.
+            settled = intake_in(slot.manifest).settled
+    for key in inventory.keys:
+        number, claim = stream_group_of(key), claim_of(key)
+        if (number is not None and number in settled) or (
+            claim is not None and all(n in settled for n in numbers_of(config, claim[0]))
+        ):
+            yield key
+
+
+def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
+    """Groups that an intake names, that are not there, and that no sealed round has."""
+    sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
+    there = set(inventory.keys)
+    for slot in inventory.of_kind("intakes"):
+        if slot.manifest is None or slot.number in sealed:
+            continue
+        for number, *_ in intake_in(slot.manifest, store.url_of).groups:
+            if stream_key(number) not in there:
+                detail = f"{store.url_of(slot.slot)} names it, and its round is not sealed"
+                yield Fault("missing", store.url_of(stream_key(number)), detail)
+
+
+def waiting_rollouts(run: Run) -> int:
+    """Rollouts that are finished and have no disposition yet.
+
+    They are groups of the stream that no sealed round has, and rounds that are sealed and have no
+    batches. Groups that cannot be read are left to `fsck`.
+    """
+    return _streamed(run) + _sealed(run)
+
+
+def _streamed(run: Run) -> int:
+    settled, unsealed = Settled(), set[int]()
+    rounds = [r for name in run.store.children("intakes") if (r := round_of(name)) is not None]
+    if rounds and (latest := read_manifest(run.store, intake_slot(max(rounds)))) is not None:
+        intake = intake_in(latest[0], run.store.url_of)
+        settled = intake.settled
+        # Earlier ones are: each round is sealed before the next one takes its groups.
+        if read_manifest(run.store, rollouts_slot(intake.round)) is None:
+            unsealed = {number for number, *_ in intake.groups}
+    listed = [
+        (number, key)
+        for key in run.store.list(STREAM)
+        if (number := stream_group_of(key)) is not None
+    ]
+    keys = [key for number, key in listed if number not in settled or number in unsealed]
+    data = zip(keys, load_present(run.store, keys), strict=True)
+    return sum(_rows(item, run.store.url_of(key)) for key, item in data if item is not None)
+
+
+def _rows(data: pa.Buffer, source: str) -> int:
+    try:
+        return TableReader(data, source, LADDER).rows
+    except (CorruptObject, NewerSchema):
+        return 0
+
+
+def _sealed(run: Run) -> int:
+    """Rollouts of sealed rounds after the last one that has batches."""
+    batched = [r for name in run.store.children("batches") if (r := round_of(name)) is not None]
+    count, round = 0, max(batched, default=-1)
+    if round < 0 or read_manifest(run.store, batches_slot(round)) is not None:
+        round += 1
+    while (sealed := read_manifest(run.store, rollouts_slot(round))) is not None:
+        count += int(sealed[0].totals.get("rows", 0))
+        round += 1
+    return count

@@ -1,0 +1,120 @@
+"""Rounds that are sampled until they have their groups: whatever the speed, and after kills."""
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from support.cases import printed_seed
+from support.faults import NamedOperations, Outcome, outcome
+from support.flow_runs import DEBUG, ForkServer
+
+from flows.rl_loop import start
+from marin_rl.analysis.lineage import trace
+from marin_rl.analysis.verify import verify_run
+from marin_rl.config import Config, load_config
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.runs import Run, rollouts_slot
+from marin_rl.storage.stores.fault_injection import inject_faults
+from marin_rl.storage.tables.batches import read_dispositions
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.training.replay import replay_round
+
+ROUNDS, GROUPS, SHARDS = 3, 4, 2
+REWARDS = """
+def rare(example, completion):
+    return float(completion[:1] in "abcd")
+"""
+
+
+def sampling_on(root: Path, *overrides: str) -> Config:
+    """A run whose rewards seldom differ within a group: a random policy says any letter first."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(40))
+    )
+    tree = yaml.safe_load(DEBUG.read_text())
+    options = {"path": str(root / "prompts.jsonl"), "reward": "rewards.py:rare"}
+    tree |= {
+        "run_id": "on",
+        "root": str(root / "runs"),
+        "rounds": ROUNDS,
+        "environment": {"name": "chat", "options": options},
+        "filters": {"zero_signal": True},
+        "asynchrony": {"dynamic_sampling": "filter", "max_sample_batches": 6},
+    }
+    (root / "on.yaml").write_text(yaml.safe_dump(tree))
+    return load_config(root / "on.yaml", overrides)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    api: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, Outcome, list[str]]:
+    config = sampling_on(tmp_path_factory.mktemp("on"))
+    operations = NamedOperations(config.root)
+    with inject_faults(operations):
+        start(config)
+    return config, outcome(config), operations.names.seen
+
+
+def test_a_round_has_its_groups_and_says_what_became_of_the_others(
+    undisturbed: tuple[Config, Outcome, list[str]],
+) -> None:
+    config, *_ = undisturbed
+    run = Run.open(config.root, config.run_id)
+    episodes = 0.0
+    for round, metrics in enumerate(read_metrics(run).to_pylist()):
+        manifest = read_manifest(run.store, rollouts_slot(round))
+        assert manifest is not None
+        shards = len(manifest[0].parts)
+        rows = read_dispositions(run, round).to_pylist()
+        taken = {row["group_id"] for row in rows if row["disposition"] == "consumed"}
+        assert len(taken) == GROUPS or shards == 6 * SHARDS
+        with_signal = {r["group_id"] for r in rows if r["reason"] != "zero_signal"}
+        assert taken == set(sorted(with_signal)[:GROUPS]), "the first by number"
+        assert metrics["selection/groups_sampled"] == shards * GROUPS // SHARDS
+        episodes += metrics["rollouts/generated"]
+        assert metrics["episode"] == episodes
+    assert all(round.balanced for round in audit_run(run))
+    assert [finding.message for finding in verify_run(run) if finding.problem] == []
+    assert replay_round(run, ROUNDS - 1).equal
+    assert trace(run, 0).nodes
+    assert any(len(m) > SHARDS for m in _shards(run)), "some round was sampled on"
+
+
+def _shards(run: Run) -> list[list[str]]:
+    manifests = [read_manifest(run.store, rollouts_slot(round)) for round in range(ROUNDS)]
+    return [[part.name for part in item[0].parts] for item in manifests if item]
+
+
+@pytest.mark.bits
+def test_what_a_round_takes_does_not_depend_on_speed(
+    undisturbed: tuple[Config, Outcome, list[str]], tmp_path: Path
+) -> None:
+    config = sampling_on(
+        tmp_path, "flow.shards_in_flight_max=1", "inference.requests_in_flight_max=1"
+    )
+    start(config)
+    assert undisturbed[1].same_as(outcome(config)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["kill-amid", "kill-after"])
+def test_a_run_that_is_killed_takes_the_same_groups(
+    undisturbed: tuple[Config, Outcome, list[str]],
+    fork_server: ForkServer,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """Killed at six operations that create something, started again each time."""
+    _, expected, names = undisturbed
+    creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
+    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 6), kind)
+    config = sampling_on(tmp_path)
+    starts, left = fork_server.run_until_all_came(config, faults)
+    assert starts > 3, left
+    assert expected.same_as(outcome(config)) == []

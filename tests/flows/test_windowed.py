@@ -1,0 +1,134 @@
+"""Rounds that take groups of a stream: what they take, what a kill loses, and who ends whom."""
+
+import random
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from support.cases import printed_seed
+from support.faults import NamedOperations, outcome
+from support.flow_runs import ForkServer, debug
+
+from flows.rl_loop import start
+from marin_rl.analysis.lineage import trace
+from marin_rl.analysis.verify import verify_run
+from marin_rl.config import Config
+from marin_rl.progress import ProgressEvent, listening
+from marin_rl.storage.layout import STREAM
+from marin_rl.storage.runs import Run, progress
+from marin_rl.storage.stores.fault_injection import inject_faults
+from marin_rl.storage.tables.intakes import read_intake
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_shards
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect
+from marin_rl.training.replay import replay_round
+
+ROUNDS, GROUPS = 4, 4
+
+
+def windowed(root: Path, *overrides: str) -> Config:
+    return debug(
+        root,
+        "asynchrony.max_staleness=2",
+        "asynchrony.sampler=windowed",
+        f"rounds={ROUNDS}",
+        "policy.init=random",
+        *overrides,
+    )
+
+
+def check(config: Config) -> Run:
+    """The run, after all that must hold of it whatever happened."""
+    run = Run.open(config.root, config.run_id)
+    assert [number for number, item in progress(run).items() if item.metrics] == [*range(ROUNDS)]
+    seen = set[int]()
+    for round in range(ROUNDS):
+        intake = read_intake(run, round)
+        assert len(intake.taken) == GROUPS
+        assert all(round - version <= 2 for _, _, version, _ in intake.taken)
+        order = [(version, number) for number, _, version, _ in intake.taken]
+        assert order == sorted(order)
+        assert seen.isdisjoint(number for number, *_ in intake.groups)
+        seen.update(number for number, *_ in intake.groups)
+        rows = pa.concat_tables(iter_shards(run, round, ["policy_version_min", "round"]))
+        assert set(rows["round"].to_pylist()) == {round}
+    assert all(item.balanced for item in audit_run(run))
+    assert [finding.message for finding in verify_run(run) if finding.problem] == []
+    faults = check_run(config.root, config.run_id).faults
+    assert [fault for fault in faults if not fault.harmless] == []
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[str]]:
+    """A run over a window of two rounds, and the names of its operations."""
+    config = windowed(tmp_path_factory.mktemp("windowed"))
+    operations = NamedOperations(config.root)
+    with inject_faults(operations):
+        start(config)
+    return config, operations.names.seen
+
+
+def test_every_round_takes_its_groups_and_is_closed(
+    undisturbed: tuple[Config, list[str]],
+) -> None:
+    run = check(undisturbed[0])
+    rows = read_metrics(run).to_pylist()
+    assert all(row["staleness/max"] <= 2 for row in rows)
+    assert all(row["timing_s/trainer_idle"] >= 0 for row in rows)
+    assert rows[-1]["episode"] == ROUNDS * GROUPS * 4
+    every = run.config.evaluation.every_rounds
+    assert all(rows[r]["eval/accuracy"] is not None for r in range(0, ROUNDS, every))
+    assert replay_round(run, ROUNDS - 1).equal
+    assert any(node.startswith("intakes/") for node in trace(run, 1).nodes)
+
+
+@pytest.mark.bits
+def test_all_after_the_intakes_is_played_again_to_the_same_bits(
+    undisturbed: tuple[Config, list[str]], tmp_path: Path
+) -> None:
+    """Only run.json, intakes, groups and checkpoint 0 are left of the run."""
+    config = undisturbed[0]
+    before, after = Path(config.root, config.run_id), tmp_path / config.run_id
+    shutil.copytree(before, after)
+    for name in ("rollouts/round-*", "batches", "metrics", "evals", "checkpoints/round-*[1-9]"):
+        for path in after.glob(name):
+            shutil.rmtree(path)
+    start(windowed(tmp_path))
+    assert outcome(config).same_as(outcome(windowed(tmp_path))) == []
+
+
+def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path) -> None:
+    config, stop = windowed(tmp_path), Future[None]()
+
+    def listen(event: ProgressEvent) -> None:
+        if event.stage == "round" and not stop.done():
+            stop.set_result(None)
+
+    with listening(listen), pytest.raises(KeyboardInterrupt):
+        start(config, stop)
+    start(config)
+    run = check(config)
+    collect(run)
+    assert [key for key in run.store.list(STREAM) if "group" in key] == [], "all were taken"
+    check(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["kill-before", "kill-amid", "kill-after"])
+def test_a_run_that_is_killed_is_whole_at_its_end(
+    undisturbed: tuple[Config, list[str]], fork_server: ForkServer, tmp_path: Path, kind: str
+) -> None:
+    """Killed at eight operations that create something, started again each time."""
+    creates = [n for n in undisturbed[1] if n.startswith("create ") and ".probe" not in n]
+    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 8), kind)
+    config = windowed(tmp_path / "killed")
+    starts, left = fork_server.run_until_all_came(config, faults)
+    print(f"{starts} starts, {len(left)} operations did not come")
+    assert starts > 3
+    check(config)

@@ -1,0 +1,331 @@
+"""Streams of groups and the intakes of rounds: by hand, and the laws of what a round takes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.run_factories import checkpoint, configuration, group, policy
+
+from marin_rl.batching.build import build_round
+from marin_rl.config import Config
+from marin_rl.errors import CommitConflict, CorruptObject
+from marin_rl.rollouts.streaming import (
+    Claimant,
+    group_id_of,
+    next_chunk,
+    open_groups_max,
+    under_way,
+)
+from marin_rl.storage.layout import stream_key
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.intakes import (
+    STALE,
+    Seen,
+    Settled,
+    collect_shard,
+    commit_intake,
+    decide,
+    read_intake,
+    settled_before,
+)
+from marin_rl.storage.tables.rollouts import iter_shards, seal_round
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
+from marin_rl.storage.upkeep.audit import audit_round
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect
+from marin_rl.storage.upkeep.streams import waiting_rollouts
+from marin_rl.types import SlotRef
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def settings(root: str = "memory://none", groups: int = 2, **asynchrony: Any) -> Config:
+    window = {"max_staleness": 1, "sampler": "windowed", **asynchrony}
+    return configuration(
+        root, groups=groups, rollouts={"group_size": 2}, asynchrony=window, shards=1
+    )
+
+
+def streamed(number: int, version: int, *, differs: bool = True) -> StreamedGroup:
+    return StreamedGroup(
+        number=number,
+        sha256=f"{number:064x}",
+        version=version,
+        version_max=version,
+        rollouts=2,
+        differs=differs,
+    )
+
+
+def numbers(entries: Sequence[tuple[int, str, int, str]]) -> list[int]:
+    return [entry[0] for entry in entries]
+
+
+def test_a_round_takes_the_oldest_groups_within_the_bound() -> None:
+    """By policy and number; what is too old is dropped, and what is settled is not seen again."""
+    groups = [streamed(5, 3), streamed(9, 2), streamed(4, 3), streamed(7, 1), streamed(0, 2)]
+    intake = decide(3, Seen(groups=groups), Settled(floor=1), settings())
+    assert intake is not None
+    assert numbers(intake.taken) == [9, 4]
+    assert [(e[0], e[3]) for e in intake.dropped] == [(7, STALE)]
+    assert intake.waiting == 1
+    assert intake.settled == Settled(floor=1, above=frozenset({9, 4, 7}))
+
+
+def test_too_few_groups_are_waited_for() -> None:
+    assert decide(0, Seen(groups=[streamed(0, 0)]), Settled(), settings()) is None
+
+
+def test_with_wait_a_round_waits_for_groups_that_would_be_too_old_for_the_next() -> None:
+    groups, config = [streamed(0, 2), streamed(1, 2)], settings(over_staleness="wait")
+    assert decide(2, Seen(groups=groups, under_way=[1]), Settled(), config) is None
+    assert decide(2, Seen(groups=groups, under_way=[2]), Settled(), config) is not None
+    assert decide(2, Seen(groups=groups, under_way=[1]), Settled(), settings()) is not None
+    ended = decide(2, Seen(groups=groups, under_way=[1]), Settled(), config, ended=True)
+    assert ended is not None
+
+
+def test_with_dynamic_sampling_groups_that_do_not_differ_are_taken_and_not_counted() -> None:
+    config = settings(dynamic_sampling="filter", max_sample_batches=3)
+    flat = [streamed(number, 0, differs=False) for number in range(5)]
+    assert decide(0, Seen(groups=[*flat, streamed(5, 0)]), Settled(), config) is not None, "short"
+    two = [streamed(5, 0), streamed(6, 0), streamed(7, 0)]
+    intake = decide(0, Seen(groups=[*flat[:3], *two]), Settled(), config)
+    assert intake is not None
+    assert numbers(intake.taken) == [0, 1, 2, 5, 6]
+
+
+@given(st.lists(st.sets(st.integers(0, 30)), max_size=6))
+def test_settled_numbers_are_those_that_were_added(parts: list[set[int]]) -> None:
+    settled, expected = Settled(), set[int]()
+    for part in parts:
+        settled, expected = settled.with_numbers(part), expected | part
+    assert {number for number in range(40) if number in settled} == expected
+    assert len(settled) == len(expected)
+    assert settled.floor not in settled
+
+
+@given(st.data())
+def test_what_rounds_take_is_taken_once_and_is_never_too_old(data: st.DataObject) -> None:
+    """Whatever is seen at each moment: stale listings cost freshness alone."""
+    config, settled, seen = settings(groups=3), Settled(), set[int]()
+    there = [streamed(number, number // 4) for number in range(24)]
+    for round in range(6):
+        visible = data.draw(st.sets(st.sampled_from(range(24))))
+        intake = decide(round, Seen(groups=[there[n] for n in visible]), settled, config)
+        if intake is None:
+            continue
+        assert all(round - version <= 1 for _, _, version, why in intake.groups if not why)
+        assert len(intake.taken) == 3
+        assert seen.isdisjoint(numbers(intake.groups))
+        seen.update(numbers(intake.groups))
+        settled = intake.settled
+
+
+@pytest.mark.parametrize(
+    ("version", "taken", "most", "expected"),
+    [
+        (0, 0, None, 4),  # rounds 0 and 1, of two groups each
+        (0, 1, None, 2),  # round 1
+        (0, 2, None, 0),  # round 2 would find them too old
+        (2, 2, None, 4),  # after a recovery as without
+        (2, 2, 2, 2),  # max_inflight_groups
+        (9, 9, None, 2),  # the last round
+        (9, 10, None, 0),
+    ],
+)
+def test_no_more_groups_are_open_than_rounds_can_take(
+    version: int, taken: int, most: int | None, expected: int
+) -> None:
+    config = settings(max_inflight_groups=most)
+    assert open_groups_max(config, version, taken) == expected
+
+
+def test_groups_that_no_round_can_take_any_more_give_their_room_to_others(tmp_path: Path) -> None:
+    run = Run.create_or_open(settings(str(tmp_path)))
+    stream = GroupStream(run)
+    for chunk, version in enumerate((0, 0, 1)):
+        assert stream.claim(chunk, "w", version, NOW)
+    stream.numbers = frozenset(range(6))
+    assert next_chunk(stream, Settled(), claimant("w", most=4)) is None
+    fresh = replace(claimant("w", most=4), oldest=1)
+    assert next_chunk(stream, Settled(), fresh) == 3
+    assert next_chunk(stream, Settled(), replace(fresh, most=0)) is None
+    assert next_chunk(stream, Settled(), replace(fresh, most=1)) is None
+    assert next_chunk(stream, Settled(floor=6), replace(fresh, most=1)) == 3
+
+
+def claimant(worker: str, *busy: int, most: int = 4, now: datetime = NOW) -> Claimant:
+    return Claimant(worker=worker, most=most, now=now, busy=busy)
+
+
+def test_workers_claim_chunks_and_leave_those_of_others_alone(tmp_path: Path) -> None:
+    run = Run.create_or_open(settings(str(tmp_path)))
+    mine, other = GroupStream(run), GroupStream(run)
+    assert next_chunk(mine, Settled(), claimant("a")) == 0
+    assert mine.claim(0, "a", 0, NOW)
+    assert not other.claim(0, "b", 0, NOW), "the first claim stays"
+    other.look()
+    assert next_chunk(other, Settled(), claimant("b")) == 1
+    assert other.claim(1, "b", 0, NOW)
+    mine.look()
+    assert next_chunk(mine, Settled(), claimant("a", 0)) is None, "two chunks of two are 4 groups"
+    assert next_chunk(mine, Settled(), claimant("a")) == 0, "after a restart its own goes on"
+    later = NOW + timedelta(seconds=3601)
+    assert next_chunk(mine, Settled(), claimant("c", now=later)) == 0
+    assert next_chunk(mine, Settled(), claimant("c", most=0, now=later)) is None
+    assert next_chunk(mine, Settled(), claimant("c", 0, most=2, now=later)) is None
+    assert under_way(mine, Settled(), NOW) == [0, 0]
+    assert under_way(mine, Settled(floor=2), later) == []
+
+
+def test_clocks_that_are_a_day_apart_cost_work_and_nothing_else(tmp_path: Path) -> None:
+    run = Run.create_or_open(settings(str(tmp_path)))
+    for days in (-1, 1):
+        stream = GroupStream(run)
+        stream.look()
+        moment = NOW + timedelta(days=days)
+        assert next_chunk(stream, Settled(), claimant("a", now=moment)) == 0
+        assert stream.claim(0, f"worker{days}", 0, moment)
+    stream.look()
+    assert stream.claims[0].number == 1
+
+
+class Streaming:
+    """A run whose groups are put into the stream by hand."""
+
+    def __init__(self, root: Path, **asynchrony: Any) -> None:
+        self.run = Run.create_or_open(settings(str(root), **asynchrony))
+        self.stream = GroupStream(self.run, fingerprint="f" * 64)
+        self.start = checkpoint(self.run, 0)
+
+    def put(self, *placed: tuple[int, int]) -> None:
+        """Commit groups by number and policy version."""
+        for number, version in placed:
+            made = group(group_id_of(number), [0.0, 1.0], version=version)
+            self.stream.commit(number, made, policy(version), "w")
+
+    def seen(self, round: int) -> Seen:
+        self.stream.look()
+        self.stream.read(settled_before(self.run, round))
+        return Seen(groups=self.stream.groups.values())
+
+    def take(self, round: int) -> SlotRef:
+        settled = settled_before(self.run, round)
+        intake = decide(round, self.seen(round), settled, self.run.config)
+        assert intake is not None
+        return commit_intake(self.run, intake)
+
+    def sealed(self, round: int, intake: SlotRef) -> SlotRef:
+        return seal_round(self.run, round, [collect_shard(self.run, round, 0, intake)], [intake])
+
+
+@pytest.fixture
+def streaming(tmp_path: Path) -> Streaming:
+    return Streaming(tmp_path)
+
+
+def test_everything_after_an_intake_follows_from_it(streaming: Streaming) -> None:
+    run = streaming.run
+    streaming.put((0, 0), (3, 0), (1, 0))
+    intake = streaming.take(0)
+    streaming.put((2, 0))  # came too late for the round
+    sealed = streaming.sealed(0, intake)
+    build_round(run, 0, sealed)
+    (rows,) = iter_shards(run, 0, ["group_id", "round", "shard", "policy_version_min"])
+    assert rows["group_id"].to_pylist() == [group_id_of(n) for n in (0, 0, 1, 1)]
+    assert set(rows["round"].to_pylist()) == {0}
+    assert audit_round(run, 0).balanced
+    assert waiting_rollouts(run) == 4
+    assert streaming.take(0) == intake
+    assert streaming.sealed(0, intake) == sealed
+    assert [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless] == []
+
+
+def test_gc_deletes_what_sealed_rounds_have_collected(streaming: Streaming) -> None:
+    run = streaming.run
+    streaming.put((0, 0), (1, 0), (2, 0))
+    streaming.stream.claim(0, "w", 0, NOW)
+    streaming.stream.claim(1, "w", 0, NOW)
+    intake = streaming.take(0)
+    assert collect(run).garbage == (), "the round is not sealed"
+    assert waiting_rollouts(run) == 6
+    streaming.sealed(0, intake)
+    assert sorted(item.key.rpartition("/")[2] for item in collect(run).garbage) == [
+        "claim-00000000-00.json", "group-00000000.parquet", "group-00000001.parquet",
+    ]  # fmt: skip
+    assert waiting_rollouts(run) == 4 + 2, "the sealed round waits to be processed"
+    streaming.put((0, 0))  # a late worker
+    streaming.put((3, 1))
+    assert numbers(read_intake(run, 0).taken) == [0, 1]
+    assert numbers(decide(1, streaming.seen(1), settled_before(run, 1), run.config).taken) == [2, 3]  # pyright: ignore
+
+
+def test_the_first_intake_of_two_processes_is_that_of_both(streaming: Streaming) -> None:
+    streaming.put((0, 0), (1, 0))
+    first = decide(0, streaming.seen(0), Settled(), streaming.run.config)
+    streaming.put((2, 0))
+    assert first is not None
+    ours = commit_intake(streaming.run, first)
+    other = replace(first, groups=first.groups[:1], settled=Settled(floor=1))
+    assert commit_intake(streaming.run, other) == ours
+    assert numbers(read_intake(streaming.run, 0).taken) == [0, 1]
+
+
+def test_an_intake_that_names_a_lost_group_is_one_clear_error(streaming: Streaming) -> None:
+    run = streaming.run
+    streaming.put((0, 0), (1, 0))
+    intake = streaming.take(0)
+    lost = run.store.read(stream_key(1))
+    run.store.delete(stream_key(1))
+    with pytest.raises(CorruptObject, match=r"group 1 is gone.*restore the file from a copy"):
+        streaming.sealed(0, intake)
+    faults = [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless]
+    assert [fault.kind for fault in faults] == ["missing"]
+    run.store.put_part(stream_key(1), lost[:-1])
+    with pytest.raises(CorruptObject, match="expected SHA-256"):
+        streaming.sealed(0, intake)
+    run.store.put_part(stream_key(1), lost)
+    assert streaming.sealed(0, intake).summary["rows"] == 4, "nothing is lost"
+
+
+def test_a_worker_with_other_settings_is_refused_by_its_digest(streaming: Streaming) -> None:
+    streaming.put((0, 0))
+    other = GroupStream(streaming.run, fingerprint="e" * 64)
+    other.commit(1, group(group_id_of(1), [0.0, 1.0]), policy(), "node-7")
+    with pytest.raises(CommitConflict, match="worker node-7 sampled it with other settings"):
+        streaming.seen(0)
+
+
+def test_a_worker_of_another_run_is_refused_by_its_name(
+    streaming: Streaming, tmp_path: Path
+) -> None:
+    foreign = Run.create_or_open(
+        settings(str(tmp_path), groups=3).model_copy(update={"run_id": "b"})
+    )
+    stream = GroupStream(foreign, fingerprint="f" * 64)
+    stream.commit(0, group(group_id_of(0), [0.0, 1.0]), policy(), "node-8")
+    streaming.run.store.put_part(stream_key(0), foreign.store.read(stream_key(0)))
+    with pytest.raises(CommitConflict, match="node-8 sampled it for run 'b', expected 'run'"):
+        streaming.seen(0)
+
+
+def test_an_altered_intake_is_refused(streaming: Streaming) -> None:
+    streaming.put((0, 0), (1, 0))
+    streaming.take(0)
+    path = Path(streaming.run.config.root, "run", "intakes", "round-00000", "manifest.json")
+    record = json.loads(path.read_text())
+    record["extra"]["settled"] = 0
+    path.write_text(json.dumps(record))
+    with pytest.raises(CorruptObject, match="does not match its own digest"):
+        read_intake(streaming.run, 0)
+
+
+def test_chunks_are_the_size_of_a_shard() -> None:
+    assert list(numbers_of(settings(groups=5), 1)) == [5, 6, 7, 8, 9]

@@ -1,0 +1,90 @@
+"""The section `asynchrony`: names of defaults, what leaves no trace, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.config import Config, fingerprint_fields, load_config, parse_config
+from marin_rl.errors import ConfigError
+from marin_rl.planning import plan
+
+DEBUG = Path(__file__).parents[1] / "configs" / "debug.yaml"
+SIGNAL = "filters.zero_signal=true"
+
+
+def configured(*overrides: str) -> Config:
+    return load_config(DEBUG, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("asynchrony.dynamic_sampling=none", "asynchrony.select=index"),
+        ("asynchrony.max_staleness=0", "asynchrony.group_filter=null"),
+    ],
+)
+def test_defaults_by_name_are_the_run_that_says_nothing(overrides: tuple[str, ...]) -> None:
+    assert configured(*overrides) == configured()
+    assert "asynchrony" not in fingerprint_fields(configured(*overrides))
+
+
+def test_a_run_ahead_says_what_it_said_before_there_were_other_keys() -> None:
+    config = configured("asynchrony.max_staleness=1")
+    assert config.model_dump()["asynchrony"] == {"max_staleness": 1}
+    assert fingerprint_fields(config)["asynchrony"] == {"max_staleness": 1}
+
+
+def test_a_round_has_examples_for_all_that_it_may_sample() -> None:
+    config = configured(
+        SIGNAL,
+        "asynchrony.dynamic_sampling=filter",
+        "asynchrony.max_sample_batches=3",
+        "asynchrony.over_sampling_factor=1.1",
+    )
+    assert (config.candidates_per_batch, config.sample_batches_max) == (5, 3)
+    assert config.examples_per_round == 15
+    least, most = 3 * 5 * 4, 3 * 15 * 4
+    assert (plan(config).rollouts, plan(config).rollouts_max) == (least, most)
+
+
+def test_a_factor_is_exact() -> None:
+    """1.1 times 10 groups are 11, though 1.1 * 10 is more than that in floating point."""
+    config = configured("rollouts.groups_per_round=10", "asynchrony.over_sampling_factor=1.1")
+    assert config.candidates_per_batch == 11
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["asynchrony.max_sample_batches=3"], "expected dynamic_sampling filter, found none"),
+        (["asynchrony.select=best"], "set over_sampling_factor"),
+        (["asynchrony.group_filter_min=1"], "expected one of reward_std_nonzero"),
+        (["asynchrony.group_filter=divers"], "is not known: expected one of"),
+        (["asynchrony.group_filter=min_reward"], "needs group_filter_min: found null"),
+        (["asynchrony.group_filter=absent.py:score"], "no file absent.py"),
+        (["asynchrony.over_sampling_factor=1"], "greater than 1"),
+        (["asynchrony.dynamic_sampling=replace"], "should be 'filter', found 'replace'"),
+        (["asynchrony.dynamic_sampling=filter"], "found filters.zero_signal false"),
+        (
+            [SIGNAL, "asynchrony.dynamic_sampling=filter", "objective.advantage=reinforce"],
+            "found objective.advantage reinforce",
+        ),
+        (
+            [SIGNAL, "asynchrony.dynamic_sampling=filter", "rollouts.source=pushed"],
+            "found rollouts.source pushed",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused_with_what_to_do(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(*overrides)
+
+
+def test_the_recipe_dapo_samples_until_a_round_has_its_groups() -> None:
+    tree: dict[str, Any] = configured().model_dump(mode="json")
+    assert parse_config(tree).samples_on is False
+    config = Config.load({"recipe": "dapo"})
+    assert (config.samples_on, config.sample_batches_max) == (True, 10)
