@@ -14,6 +14,7 @@ from marin_rl.batching.plan import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
+from marin_rl.storage.layout import intake_slot
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import (
     Run,
@@ -106,6 +107,8 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
             "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
         )
     _add_slot(graph, batches, [rollouts_slot(round)])
+    if (intake := read_manifest(run.store, intake_slot(round))) is not None:
+        _add_slot(graph, intake[0], [parent.slot for parent in intake[0].parents])
     _add_rollouts(graph, run, round, [place["rollout_id"] for place in places])
     _add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
@@ -306,7 +309,7 @@ def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
 
 
 def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **facts: Any) -> None:
-    kind = {"checkpoints": "checkpoint", "sft": "warm start"}.get(
+    kind = {"checkpoints": "checkpoint", "intakes": "intake", "sft": "warm start"}.get(
         manifest.slot.partition("/")[0], manifest.slot.partition("/")[0]
     )
     graph.add(
