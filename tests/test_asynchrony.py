@@ -76,7 +76,7 @@ def test_a_factor_is_exact() -> None:
         ),
     ],
 )
-def test_what_cannot_go_together_is_refused_with_what_to_do(
+def test_keys_that_cannot_go_together_are_refused_with_what_to_do(
     overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

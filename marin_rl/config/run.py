@@ -135,7 +135,7 @@ class Config(Section):
 
     @property
     def sample_batches_max(self) -> int:
-        """Number of times that so many groups are sampled for a round at most."""
+        """Number of times that these groups are sampled for a round at most."""
         return self.asynchrony.sample_batches_max if self.asynchrony else 1
 
     @property

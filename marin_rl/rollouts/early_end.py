@@ -43,7 +43,7 @@ async def first_done(
 
 
 def _finished(tasks: Sequence["asyncio.Task[RolloutGroup]"], members_min: int) -> int:
-    """Number of groups that ended with at least so many members that did not fail."""
+    """Number of groups that ended with at least `members_min` members that did not fail."""
     groups = [task.result() for task in tasks if task.done()]
     counts = [sum(r.status in ("complete", "truncated") for r in g.rollouts) for g in groups]
     return sum(count >= members_min for count in counts)

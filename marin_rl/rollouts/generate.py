@@ -58,7 +58,7 @@ Connect = Callable[..., PolicyClient]
 
 @runtime_checkable
 class Pieces(Protocol):
-    """Where finished groups are committed one by one: of a shard, or of a stream."""
+    """Store of groups that are committed one by one: of a shard, or of a stream."""
 
     def read(self) -> Mapping[str, Mapping[int, Rollout]]:
         """Members that are committed, by group and index."""

@@ -224,7 +224,7 @@ def test_a_round_that_was_sampled_as_often_as_it_may_be_is_short(tmp_path: Path)
     selected=st.integers(0, 40), shards=st.integers(1, 40), per_batch=st.integers(1, 8),
     batches=st.integers(1, 5),
 )  # fmt: skip
-def test_what_is_missing_is_at_most_a_batch_and_never_beyond_the_last(
+def test_missing_shards_are_at_most_a_batch_and_never_beyond_the_last(
     selected: int, shards: int, per_batch: int, batches: int
 ) -> None:
     config = configuration(

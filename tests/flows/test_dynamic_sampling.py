@@ -91,7 +91,7 @@ def _shards(run: Run) -> list[list[str]]:
 
 
 @pytest.mark.bits
-def test_what_a_round_takes_does_not_depend_on_speed(
+def test_the_groups_of_a_round_do_not_depend_on_speed(
     undisturbed: tuple[Config, Outcome, list[str]], tmp_path: Path
 ) -> None:
     config = sampling_on(

@@ -74,7 +74,7 @@ def test_a_group_that_failed_is_none_of_the_first(tmp_path: Path) -> None:
     assert statuses[0] in ("eeee", "aaaa")
 
 
-def test_where_all_fail_the_shard_is_not_committed(tmp_path: Path) -> None:
+def test_a_shard_of_failures_is_not_committed(tmp_path: Path) -> None:
     with FakePolicyServer(MODEL) as server:
         server.fault = lambda _body: "503"
         with pytest.raises(EndpointUnavailable, match="16 of 16 rollouts failed"):

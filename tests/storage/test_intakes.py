@@ -112,7 +112,7 @@ def test_settled_numbers_are_those_that_were_added(parts: list[set[int]]) -> Non
 
 
 @given(st.data())
-def test_what_rounds_take_is_taken_once_and_is_never_too_old(data: st.DataObject) -> None:
+def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> None:
     """Whatever is seen at each moment: stale listings cost freshness alone."""
     config, settled, seen = settings(groups=3), Settled(), set[int]()
     there = [streamed(number, number // 4) for number in range(24)]

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -98,7 +99,7 @@ class Scheduler:
 
 
 def play(
-    seed: int, count: int, scheduler: type[Scheduler] = Scheduler, **world: Any
+    seed: int, count: int, scheduler: Callable[..., Scheduler] = Scheduler, **world: Any
 ) -> dict[str, int]:
     """Play schedules seed … seed + count - 1; what happened in them, counted."""
     seen = Counter[str]()

@@ -227,7 +227,7 @@ class WindowedPlayer(Player):
         return stream
 
     def seen(self, settled: Settled) -> Seen:
-        """What may be taken now."""
+        """Groups that may be taken now."""
         stream = self.stream()
         stream.read(settled)
         claims = under_way(stream, settled, self.world.clock) if self.world.waits else ()

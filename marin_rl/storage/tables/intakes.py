@@ -88,7 +88,7 @@ class Intake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a process saw of the stream: finished groups, and the policies of those under way."""
+    """View of the stream at a moment: finished groups, and the policies of those under way."""
 
     groups: Collection[StreamedGroup]
     under_way: Collection[int] = field(default=())
