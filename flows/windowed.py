@@ -12,6 +12,7 @@ by its intake once, so that a killed run ends in what its intakes say.
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from tasks.train import serve
 
 WORKER = "flow"  # of the flow's own claims: it goes on with them after a restart
 POLL_S = 0.2
+POLL_SHARE = 0.1  # of the time that looking at a large stream may take
 
 
 async def play_windowed(run: RunRef, checkpoint: SlotRef) -> SlotRef:
@@ -57,6 +59,7 @@ class _Sampling:
     chunks: dict[int, "asyncio.Task[Any]"] = field(default_factory=dict)
     transfer: dict[str, float] = field(default_factory=dict)
     idle_s: float = 0.0
+    looking_s: float = 0.0
 
 
 class _Rounds:
@@ -138,8 +141,12 @@ class _Rounds:
 
     async def _fill(self, sampling: _Sampling) -> None:
         """Claim and begin chunks while there is room."""
+        if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
+            return
         settled = await in_thread(settled_before, self._opened, self._taken + 1)
+        began = time.monotonic()
         await in_thread(sampling.stream.look)
+        sampling.looking_s = time.monotonic() - began
         taken = self._taken + 1
         assert sampling.policy is not None, "a policy is served first"
         while len(sampling.chunks) < self._config.flow.shards_in_flight_max:
@@ -161,13 +168,13 @@ class _Rounds:
 
     async def _wait(self, sampling: _Sampling) -> None:
         """Wait for a chunk to end, or for a moment. Raises what a chunk failed by."""
-        began, busy = time.monotonic(), bool(sampling.chunks)
-        if busy:
+        began = time.monotonic()
+        if sampling.chunks:
             await asyncio.wait(
                 sampling.chunks.values(), timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
             )
         else:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_pause_s(sampling.looking_s))
             sampling.idle_s += time.monotonic() - began
         for chunk, task in [*sampling.chunks.items()]:
             if task.done():
@@ -187,15 +194,31 @@ class _Rounds:
         stages = StageRunner(self._config.flow)
         rollouts, idle_s = await self._rollouts(stages, round)
         self._taken = round
+        trained = asyncio.Event()
+        reading = asyncio.ensure_future(self._read_ahead(round + 1, trained))
         sampler_idle_s, self._sampling.idle_s = self._sampling.idle_s, 0.0
-        checkpoint, updates = await learn(stages, self._run, round, checkpoint, rollouts)
+        try:
+            checkpoint, updates = await learn(stages, self._run, round, checkpoint, rollouts)
+        finally:
+            trained.set()
+            await asyncio.wait([reading])
         seconds = {
             **stages.seconds,
             "timing_s/trainer_idle": idle_s,
             "timing_s/sampler_idle": sampler_idle_s,
         }
         self._trained.give(round, Trained(checkpoint=checkpoint, updates=updates, seconds=seconds))
+        reading.result()
         return checkpoint
+
+    async def _read_ahead(self, round: int, trained: asyncio.Event) -> None:
+        """Read groups as they come in, until the round before is trained."""
+        while not trained.is_set() and round in self._rounds:
+            began = time.monotonic()
+            await in_thread(is_ready, self._opened, round)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_pause_s(time.monotonic() - began)):
+                    await trained.wait()
 
     async def _rollouts(self, stages: StageRunner, round: int) -> tuple[SlotRef, float]:
         """The sealed rollouts of a round, and the seconds that training waited for them."""
@@ -210,13 +233,13 @@ class _Rounds:
         began = time.monotonic()
         intake = intake_ref(self._opened, round)
         while intake is None:
-            ended = self._ended
+            ended, looked = self._ended, time.monotonic()
             if await in_thread(partial(is_ready, ended=ended), self._opened, round):
                 intake = await stages.run(take, self._run, round, ended)
             elif ended:
                 raise asyncio.CancelledError  # what sampling failed by is raised in its place
             else:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(_pause_s(time.monotonic() - looked))
         return intake, time.monotonic() - began
 
     async def _close_rounds(self) -> None:
@@ -247,3 +270,8 @@ class _Rounds:
         existing = committed_checkpoint(self._opened, version)
         assert existing is not None, "checkpoints before one that is committed are"
         return existing
+
+
+def _pause_s(looking_s: float) -> float:
+    """Seconds until the next look at the stream, of which the last one took `looking_s`."""
+    return max(POLL_S, looking_s / POLL_SHARE)
