@@ -144,7 +144,7 @@ def _episodes(run: Run, round: int, generated: float) -> float:
         if end > begin:
             config = run.at_round(begin).config
             total += (end - begin) * config.candidates_per_batch * config.rollouts.group_size
-    return total
+    return float(total)
 
 
 def rlhf_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

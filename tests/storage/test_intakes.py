@@ -22,7 +22,7 @@ from marin_rl.rollouts.streaming import (
     open_groups_max,
     under_way,
 )
-from marin_rl.storage.layout import stream_key
+from marin_rl.storage.layout import STREAM, stream_key
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import (
     STALE,
@@ -38,7 +38,7 @@ from marin_rl.storage.tables.rollouts import iter_shards, seal_round
 from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
 from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
-from marin_rl.storage.upkeep.gc import collect
+from marin_rl.storage.upkeep.gc import collect, retire
 from marin_rl.storage.upkeep.streams import waiting_rollouts
 from marin_rl.types import SlotRef
 
@@ -265,6 +265,21 @@ def test_gc_deletes_what_sealed_rounds_have_collected(streaming: Streaming) -> N
     streaming.put((3, 1))
     assert numbers(read_intake(run, 0).taken) == [0, 1]
     assert numbers(decide(1, streaming.seen(1), settled_before(run, 1), run.config).taken) == [2, 3]  # pyright: ignore
+
+
+def test_a_run_that_is_played_deletes_what_its_sealed_rounds_have(streaming: Streaming) -> None:
+    run = streaming.run
+    streaming.put((0, 0), (1, 0), (2, 0), (3, 0))
+    streaming.stream.claim(0, "w", 0, NOW)
+    intake = streaming.take(0)
+    retire(run)
+    assert len(run.store.list(STREAM)) == 5, "the round is not sealed"
+    streaming.sealed(0, intake)
+    later = streaming.take(1)
+    retire(run)
+    kept = {stream_key(2), stream_key(3)}
+    assert set(run.store.list(STREAM)) == kept, "round 1 is not sealed"
+    assert streaming.sealed(1, later).summary["rows"] == 4
 
 
 def test_the_first_intake_of_two_processes_is_that_of_both(streaming: Streaming) -> None:

@@ -52,7 +52,7 @@ from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
-from marin_rl.storage.upkeep.streams import collected_keys
+from marin_rl.storage.upkeep.streams import collected_keys, collected_now, delete_all
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
 
@@ -150,9 +150,12 @@ def _or_none(look: Callable[[], Result], none: Result) -> tuple[Result, str]:
 def retire(run: Run) -> None:
     """Prune checkpoints as the configuration asks; nothing where it asks to keep all.
 
-    Called after every round: it looks from the latest checkpoint down to one that was pruned
-    before, never at the whole run. Raises as `collect` does.
+    Groups of a stream that a sealed round has are deleted too, so that listings stay short. Called
+    after every round: it looks from the latest checkpoint down to one that was pruned before, never
+    at the whole run. Raises as `collect` does.
     """
+    if run.config.windowed:
+        delete_all(run.folder, collected_now(run))
     rule = run.config.retention
     if rule.checkpoints_last is None:
         return

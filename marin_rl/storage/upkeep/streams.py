@@ -1,9 +1,10 @@
 """Upkeep of streams of groups: what a sealed round has collected, what waits, and what is lost.
 
-Nothing is changed here: `gc` deletes, `fsck` and `audit` report.
+Which objects may go is said here; `gc` decides when, `fsck` and `audit` report.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
@@ -23,7 +24,7 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Settled, intake_in
-from marin_rl.storage.tables.parquet import TableReader, load_present
+from marin_rl.storage.tables.parquet import FETCHES_MAX, TableReader, load_present
 from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.upkeep.integrity import Fault
 from marin_rl.storage.upkeep.inventory import Inventory
@@ -38,12 +39,38 @@ def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
         if slot.manifest is not None and slot.number in sealed:
             # Those of earlier rounds too: each is sealed before the next one takes its groups.
             settled = intake_in(slot.manifest).settled
-    for key in inventory.keys:
+    return _settled_keys(config, inventory.keys, settled)
+
+
+def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
+    for key in keys:
         number, claim = stream_group_of(key), claim_of(key)
         if (number is not None and number in settled) or (
             claim is not None and all(n in settled for n in numbers_of(config, claim[0]))
         ):
             yield key
+
+
+def collected_now(run: Run) -> list[str]:
+    """The same keys by a listing of the stream alone, for a run that is being played."""
+    rounds = [r for name in run.folder.children("intakes") if (r := round_of(name)) is not None]
+    for round in sorted(rounds, reverse=True)[:2]:  # the latest one may not be sealed yet
+        intake = read_manifest(run.folder, intake_slot(round))
+        if intake is None or read_manifest(run.folder, rollouts_slot(round)) is None:
+            continue
+        settled = intake_in(intake[0], run.folder.url_of).settled
+        return list(_settled_keys(run.config, run.folder.list(STREAM), settled))
+    return []
+
+
+def delete_all(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Delete objects, remote ones many at once. Raises StorageError."""
+    if not keys or store.local_path(keys[0]) is not None:
+        for key in keys:
+            store.delete(key)
+        return
+    with ThreadPoolExecutor(FETCHES_MAX) as pool:
+        list(pool.map(store.delete, keys))
 
 
 def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
