@@ -101,6 +101,7 @@ def test_all_after_the_intakes_is_played_again_to_the_same_bits(
     assert outcome(config).same_as(outcome(windowed(tmp_path))) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path) -> None:
     config, stop = windowed(tmp_path), Future[None]()
 
