@@ -29,8 +29,8 @@ CONFIG ?= configs/demo.yaml
 demo: install ## Train a tiny model to spell words backward, and show how it learned
 	$(BIN)/marin-rl run $(CONFIG) --run-id $(RUN)
 
-# A file of tests at a time: its fixtures are made once. Three processes on two cores: a quarter of the
-# time a test waits, for a server, a lock or a process.
+# A room of tests at a time, of slow ones a file: what they share is made once (tests/conftest.py).
+# Three processes on two cores: a quarter of the time a test waits, for a server, a lock or a process.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test

@@ -29,11 +29,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 from support.quick_programs import drop_quick_programs, quick_programs
+from xdist.scheduler import LoadFileScheduling
 
 # jaxtyping's plugin has imported JAX before this file, so the variables above reach children only.
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -92,8 +94,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if re.search(marked, collection_path.read_text("utf-8")) else True
 
 
-# The files that take longest, from about the longest on: they begin first, so that `make test` and
-# `make test-slow` do not end with one process at work on one of them.
+# Rooms whose tests share much, from the one that takes longest on: compiled programs, what JAX has
+# traced, a Prefect server, servers of buckets. `make test` gives a room to one process.
+ROOMS = (
+    "training",
+    "inference",
+    "serving",
+    "flows",
+    "attacks",
+    "storage",
+    "rollouts",
+    "environments",
+    "analysis",
+    "batching",
+)
+# The files with the slow tests that take longest, from about the longest on: they begin first, so
+# that `make test-slow`, where a process takes a file at a time, does not end with one at work.
 LONGEST = (
     "test_bench.py",
     "flows/test_every_operation.py",
@@ -101,7 +117,6 @@ LONGEST = (
     "flows/test_many_kills.py",
     "training/test_recipes.py",
     "test_doc_commands.py",
-    "analysis/test_verify.py",
     "test_wheel.py",
     "flows/test_game.py",
     "flows/test_reward_model.py",
@@ -110,45 +125,57 @@ LONGEST = (
     "flows/test_hardships.py",
     "flows/test_kill.py",
     "test_notebooks.py",
-    "rollouts/test_estimates.py",
     "inference/test_families.py",
     "inference/test_engine.py",
     "training/test_step.py",
     "inference/test_engine_load.py",
-    "training/test_losses.py",
-    "serving/test_admin.py",
-    "training/test_backend.py",
     "training/test_logprobs.py",
-    "training/test_model.py",
-    "training/test_loop.py",
-    "serving/test_watcher.py",
-    "inference/test_lanes.py",
-    "serving/test_loading.py",
     "training/test_replay.py",
     "training/test_mesh.py",
-    "inference/test_batch_invariance.py",
-    "serving/test_connections.py",
-    "test_rounds.py",
-    "analysis/test_scan.py",
 )
+TOP = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first, those that are compiled quickly before others; in a file, tests that are
-    themselves compiled quickly last.
+def is_of_slow(config: pytest.Config) -> bool:
+    """Return True where slow tests alone are asked for."""
+    return config.option.markexpr.strip() == "slow"
+
+
+def room_of(path: Path | str) -> str:
+    """Return the folder below this one that a test file is in; the file itself if it is in none."""
+    return Path(path).resolve().relative_to(TOP).parts[0]
+
+
+class ByRoom(LoadFileScheduling):
+    """A room of tests at a time to each process, and a file where no folder is its room."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return room_of(self.config.rootpath / nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Give rooms to processes; slow tests, of which one may take minutes, by file."""
+    by_file = config.option.dist != "loadfile" or is_of_slow(config)
+    return None if by_file else ByRoom(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Longest rooms first, and of slow tests the longest files; in a room, files that are compiled
+    quickly before others; in a file, tests that are themselves compiled quickly last.
 
     A test that is not, after one that is, drops all programs of its process: files of one kind come
     together, so that this is rare.
     """
-    top = Path(__file__).parent
-    rank = {top / name: number for number, name in enumerate(LONGEST)}
+    longest = LONGEST if is_of_slow(config) else ()
+    files = {TOP / name: number for number, name in enumerate(longest)}
+    rooms = {name: number for number, name in enumerate(ROOMS)}
     order = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     others = {item.path for item in items if not is_quick(item)}
     items.sort(
         key=lambda item: (
-            item.path not in rank,
+            files.get(item.path, len(files)),
+            rooms.get(room_of(item.path), len(rooms)),
             item.path in others,
-            rank.get(item.path, len(rank)),
             order[item.path],
             "itself_compiled_quickly" in getattr(item, "fixturenames", ()),
         )
