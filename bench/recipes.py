@@ -38,7 +38,7 @@ SMALLER = (
 )  # fmt: skip
 COLOURS = (
     "#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ea580c", "#0891b2", "#4b5563", "#ca8a04",
-    "#db2777",
+    "#db2777", "#0f766e",
 )  # fmt: skip
 
 

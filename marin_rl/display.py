@@ -460,6 +460,11 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         return "unknown: the model folder is not here" if n_bytes is None else size(n_bytes)
 
     parameters = "unknown" if plan.parameters is None else f"{plan.parameters / 1e6:,.2f}M"
+    kinds = "weights, gradients, Adam"
+    if config.policy.lora is not None:
+        kinds = "frozen base; the adapter's weights, gradients, Adam"
+        if plan.trained_parameters is not None:
+            parameters += f"; an adapter of {plan.trained_parameters / 1e6:,.2f}M is trained"
     embedded = not config.inference.endpoints
     return {
         "rounds": f"{plan.rounds:,}",
@@ -469,7 +474,7 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         "tokens sampled": f"at most {plan.tokens_sampled_max:,}",
         "tokens trained on": f"at most {plan.tokens_trained_max:,}",
         "parameters": parameters,
-        "training memory": f"{or_unknown(plan.training_bytes)} (weights, gradients, Adam)",
+        "training memory": f"{or_unknown(plan.training_bytes)} ({kinds})",
         "activations": f"about {or_unknown(plan.activation_bytes)} a microbatch",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",

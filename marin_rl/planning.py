@@ -6,12 +6,14 @@ measured on committed shards and batches (docs/on-disk-format.md).
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
+from marin_rl.lora import configured_modules, linear_shapes
 from marin_rl.model_folders import check_family, read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
@@ -48,6 +50,22 @@ class Architecture:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embeddings + blocks + self.hidden_size
 
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that an adapter may change, by path in the model."""
+        groups = self.heads // self.kv_heads
+        heads = (self.layers, self.kv_heads, self.head_size, self.hidden_size)
+        shapes = {
+            "self_attn/q_proj": (*heads[:2], groups, *heads[2:]),
+            "self_attn/k_proj": heads,
+            "self_attn/v_proj": heads,
+            "self_attn/o_proj": (self.layers, self.hidden_size, self.heads, self.head_size),
+            "mlp/gate_proj": (self.layers, self.intermediate_size, self.hidden_size),
+            "mlp/up_proj": (self.layers, self.intermediate_size, self.hidden_size),
+            "mlp/down_proj": (self.layers, self.hidden_size, self.intermediate_size),
+        }
+        return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
+
     def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:
         """Bytes of keys and values for `tokens` positions."""
         return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
@@ -68,7 +86,10 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Upper bounds of what a run does and needs; None where the model is not at hand."""
+    """Upper bounds of what a run does and needs; None where the model is not at hand.
+
+    `trained_parameters` are an adapter's where there is one.
+    """
 
     rounds: int
     shards: int
@@ -77,6 +98,7 @@ class Plan:
     tokens_sampled_max: int
     tokens_trained_max: int
     parameters: int | None
+    trained_parameters: int | None
     training_bytes: int | None
     activation_bytes: int | None
     engine_cache_bytes: int | None
@@ -142,6 +164,7 @@ def plan(config: Config) -> Plan:
     sampled = rollouts_max * config.sampling.max_tokens
     trained = size * config.rollouts.groups_per_round * config.policy.context_length
     parameters = architecture.parameters if architecture else None
+    trained_parameters = _trained(config, architecture) if architecture else None
     critic = config.training.critic
     learners = 2 if critic is not None and critic.trunk == "own" else 1
     value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
@@ -155,10 +178,13 @@ def plan(config: Config) -> Plan:
         tokens_sampled_max=sampled,
         tokens_trained_max=trained * config.training.epochs,
         parameters=parameters,
+        trained_parameters=trained_parameters,
         training_bytes=(
             None
-            if parameters is None
-            else learners * parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)  # gradient, Adam
+            if parameters is None or trained_parameters is None
+            # gradient, Adam; and the base of an adapter, in the dtype that is computed in
+            else learners * trained_parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)
+            + (parameters * value_bytes if config.policy.lora else 0)
         ),
         activation_bytes=(
             architecture.activation_bytes(
@@ -181,10 +207,33 @@ def plan(config: Config) -> Plan:
         score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
         checkpoint_disk_bytes=(
             None
-            if parameters is None
-            else (config.rounds + 1) * learners * parameters * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+            if parameters is None or trained_parameters is None
+            else (config.rounds + 1)
+            * learners
+            * trained_parameters
+            * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+            + _base_disk_bytes(config, parameters)
         ),
     )
+
+
+def _trained(config: Config, architecture: Architecture) -> int:
+    """Number of parameters that are trained: A and B of an adapter, else all."""
+    if config.policy.lora is None:
+        return architecture.parameters
+    modules = configured_modules(config.policy.lora, architecture.linear_shapes)
+    layers = linear_shapes(architecture.linear_shapes)
+    return sum(
+        math.prod(layers[path].a_shape(module.rank)) + math.prod(layers[path].b_shape(module.rank))
+        for path, module in modules.items()
+    )
+
+
+def _base_disk_bytes(config: Config, parameters: int) -> int:
+    """Bytes of an adapter's base, which is written once unless a model folder has it."""
+    if config.policy.lora is None or config.policy.init == "hf":
+        return 0
+    return parameters * PARAMETER_BYTES
 
 
 def _built(model: ModelConfig) -> Architecture:

@@ -36,9 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The model of a checkpoint, to be served: its identity, and the bytes of its parameters."""
+    """The model of a checkpoint, to be served: its identity, and the bytes of its parameters.
+
+    `trained` is the model as it is trained, which may be an adapter next to a base; endpoints are
+    proven by it.
+    """
 
     model: "LmHeadModel"
+    trained: "LmHeadModel"
     identity: "Identity"
     bytes: int
 
@@ -174,11 +179,14 @@ class RunRuntime:
                     self.trainer.load(checkpoint)
                     identity = self.trainer.identity
                     assert identity is not None, "a checkpoint is loaded"
-                    return Weights(self.trainer.model, identity, self.trainer.parameter_bytes)
+                    trainer = self.trainer
+                    model, size = trainer.served_model, trainer.parameter_bytes
+                    return Weights(model, trainer.model, identity, size)
             finally:
                 self._lock.release()
         loaded = read_slot(self._run, checkpoint)
-        return Weights(loaded.model, identity_of(self._run, checkpoint), loaded.bytes)
+        identity = identity_of(self._run, checkpoint)
+        return Weights(loaded.model, loaded.model, identity, loaded.bytes)
 
     def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
@@ -204,7 +212,7 @@ class RunRuntime:
         config = self._run.config
         prove(
             policy,
-            weights.model,
+            weights.trained,
             config.inference,
             lambda: self._suspects(version),
             dtype=jnp.dtype(config.policy.compute_dtype),

@@ -1,4 +1,4 @@
-"""Commands that write files out of a run or a configuration: `export`, `pairs`."""
+"""Commands that write files for others: `export`, `pairs`, `merge`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from marin_rl.errors import ConfigError
 if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
 
+DTYPES = ("float32", "bfloat16", "float16")
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -33,6 +34,9 @@ def export(  # noqa: PLR0913 - each is an option of the command
     hf: Annotated[
         Path | None, typer.Option("--hf", help="instead: a checkpoint as a Hugging Face folder")
     ] = None,
+    peft: Annotated[
+        Path | None, typer.Option("--peft", help="instead: an adapter as a PEFT folder")
+    ] = None,
     rollouts: Annotated[
         str | None,
         typer.Option("--format", help="instead: rollouts as trl, verl, atropos or traces has them"),
@@ -43,7 +47,9 @@ def export(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     rounds: Annotated[
         str | None,
-        typer.Option("--round", help="with --hf one, the latest; with --format like 0-9, all"),
+        typer.Option(
+            "--round", help="with --hf, --peft one, the latest; with --format like 0-9, all"
+        ),
     ] = None,
     overrides: Overrides = None,
     trust: Trust = False,
@@ -53,8 +59,9 @@ def export(  # noqa: PLR0913 - each is an option of the command
     """Write a run as one file, or what others read of it.
 
     `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
-    a Hugging Face folder instead; with --format, rollouts are written as another library has them;
-    with --verl, what runs the environment of a configuration under verl's trainer.
+    a Hugging Face folder instead, with --peft its adapter as a PEFT folder; with --format, rollouts
+    are written as another library has them; with --verl, what runs the environment of a
+    configuration under verl's trainer.
     """
     if verl is not None:
         _export_verl(run_name, verl, overrides, root, trust=trust, as_json=as_json)
@@ -66,14 +73,19 @@ def export(  # noqa: PLR0913 - each is an option of the command
     from marin_rl.storage.runs import Run
 
     run = Run.open(root, run_name)
-    if hf is not None:
-        _export_hf(run, hf, chosen, as_json=as_json)
+    folder = hf or peft
+    if hf is not None and peft is not None:
+        raise ConfigError("--hf and --peft write different folders: expected one of them")
+    if folder is not None:
+        _export_weights(run, folder, chosen, peft=hf is None, as_json=as_json)
         return
     if rollouts is not None:
         _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
         return
     if rounds is not None:
-        raise ConfigError("--round chooses a checkpoint or rollouts: expected --hf or --format too")
+        raise ConfigError(
+            "--round chooses a checkpoint or rollouts: expected --hf, --peft or --format too"
+        )
     from marin_rl.storage.upkeep.archive import write_archive
 
     archive = write_archive(run, output or Path(f"{run_name}.tar"), everything=everything)
@@ -84,17 +96,63 @@ def export(  # noqa: PLR0913 - each is an option of the command
     tell(f"root hash {archive.root_hash}")
 
 
-def _export_hf(run: "Run", folder: Path, rounds: list[int] | None, *, as_json: bool) -> None:
-    from marin_rl.serving.weights.checkpoint_loader import export_hf
-
+def _export_weights(
+    run: "Run", folder: Path, rounds: list[int] | None, *, peft: bool, as_json: bool
+) -> None:
     if rounds is not None and len(rounds) > 1:
-        raise ConfigError(f"--round: expected one checkpoint with --hf, found {len(rounds)}")
-    exported = export_hf(run, rounds[0] if rounds else None, folder)
-    digest = exported.parameters_digest
+        option = "--peft" if peft else "--hf"
+        raise ConfigError(f"--round: expected one checkpoint with {option}, found {len(rounds)}")
+    round = rounds[0] if rounds else None
+    facts: dict[str, object] = {"folder": str(folder)}
+    if peft:
+        from marin_rl.serving.weights.adapter_folders import export_peft
+
+        adapter = export_peft(run, round, folder)
+        facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
+        facts |= {"adapter": adapter.adapter_digest}
+    else:
+        from marin_rl.serving.weights.checkpoint_loader import export_hf
+
+        exported = export_hf(run, round, folder)
+        facts |= {"round": exported.round, "parameters": exported.parameters_digest}
     if as_json:
-        tell_json({"folder": str(folder), "round": exported.round, "parameters": digest})
+        tell_json(facts)
         return
-    tell(f"{folder}: checkpoint {exported.round}, parameters {digest}")
+    what = f"adapter of checkpoint {facts['round']}" if peft else f"checkpoint {facts['round']}"
+    tell(f"{folder}: {what}, parameters {facts['parameters']}")
+
+
+def merge(
+    *,
+    base: Annotated[Path, typer.Option("--base", help="Hugging Face folder of the base")],
+    adapter: Annotated[Path, typer.Option("--adapter", help="PEFT folder")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="new folder for the model")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="of the files: float32, bfloat16 or float16")
+    ] = "float32",
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push-to-hub", help="upload as this repository, too")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model that an adapter makes of its base, as a Hugging Face folder.
+
+    Nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the same for a run's checkpoint.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    from marin_rl.serving.weights.adapter_folders import merge as merge_folders
+
+    digest = merge_folders(base, adapter, output, dtype)
+    if push_to_hub is not None:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(push_to_hub, exist_ok=True)
+        HfApi().upload_folder(repo_id=push_to_hub, folder_path=str(output))
+    if as_json:
+        tell_json({"folder": str(output), "parameters": digest, "dtype": dtype})
+        return
+    tell(f"{output}: {dtype}, parameters {digest}")
 
 
 def _export_verl(

@@ -28,7 +28,7 @@ from marin_rl.config.orchestration import (
     RetentionConfig,
     TrackersConfig,
 )
-from marin_rl.config.policy import MeshConfig, ModelConfig, ModelFamily, PolicyConfig
+from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.run import RUN_ID_PATTERN, Config
 from marin_rl.config.sampling import (
     EntrySampling,
@@ -83,6 +83,7 @@ __all__ = [
     "FlowConfig",
     "InferenceConfig",
     "LearnedRewardConfig",
+    "LoraConfig",
     "MeshConfig",
     "MixtureEntry",
     "ModelConfig",

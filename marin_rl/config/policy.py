@@ -3,11 +3,11 @@
 Leaves out how it is trained (training.py) and served (serving.py).
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from marin_rl.config.section import PLAN, Count, Section
+from marin_rl.config.section import PLAN, Count, Section, optional_field
 
 ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -67,6 +67,71 @@ class ModelConfig(Section):
         return self
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=64)]
+Alpha = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class LoraConfig(Section):
+    """An adapter: A and B of low rank next to each linear layer, of a base that stays as it is.
+
+    Layers compute W x + scale B A x, where the scale is alpha / rank.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None, description="rank of B A; null only with init_from, whose ranks apply"
+    )
+    alpha: Alpha = Field(default=32.0, description="the scale of B A is alpha / rank")
+    modules: Names = Field(
+        default=("all-linear",),
+        description="adapted layers: all-linear, or names and patterns such as q_proj, mlp.*; "
+        "embeddings and the head stay frozen",
+    )
+    ranks: dict[str, Count] = Field(
+        default={}, description="ranks of single modules, by names and patterns as in modules"
+    )
+    alphas: dict[str, Alpha] = Field(default={}, description="alphas of single modules, likewise")
+    rslora: bool = Field(default=False, description="the scale is alpha / sqrt(rank) instead")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of A, B and their moments; bfloat16 rounds small updates away",
+    )
+    init_from: str | None = Field(
+        default=None,
+        description="PEFT folder whose A and B are the first ones; null: A random by seed, B zero",
+    )
+    learning_rate_factor: float = Field(
+        default=10.0,
+        gt=0,
+        le=1000,
+        description="A and B are trained at this times the configured learning rates, which are "
+        "those of full training",
+    )
+    begins: Literal["training", "sft"] = Field(
+        default="training",
+        description="first stage that trains the adapter: training, so that a warm start trains "
+        "all parameters and makes the base; or sft, the warm start",
+    )
+
+    @model_validator(mode="after")
+    def _ranks_are_known(self) -> "LoraConfig":
+        own = {"rank", "alpha", "modules", "ranks", "alphas", "rslora"} & self.model_fields_set
+        if self.init_from is None and self.rank is None:
+            raise ValueError("lora.rank: expected a rank of at least 1, found null")
+        if self.init_from is not None and (given := sorted(self._changed(own))):
+            raise ValueError(
+                f"lora.init_from has ranks, scales and modules of its own: remove {given[0]}"
+            )
+        return self
+
+    def _changed(self, names: set[str]) -> list[str]:
+        fields = type(self).model_fields
+        return [name for name in names if getattr(self, name) != fields[name].default]
+
+
 class PolicyConfig(Section):
     """Model that is trained, and the source of its first parameters."""
 
@@ -91,6 +156,9 @@ class PolicyConfig(Section):
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="dtype of activations; master weights stay float32"
+    )
+    lora: LoraConfig | None = optional_field(
+        description="train an adapter, with all other parameters frozen; null: all are trained"
     )
 
     @model_validator(mode="after")

@@ -166,6 +166,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _reward_models_have_no_adapter(self) -> "Config":
+        if self.reward_model is not None and self.policy.lora is not None:
+            raise ValueError(
+                "policy.lora with reward_model: a reward model trains all of its parameters; "
+                "remove policy.lora (policy.init checkpoint begins it at an adapter's policy)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _selects_groups(self) -> "Config":
         """Refuse to choose among groups where there is nothing to choose by."""
         if not self.selects_groups:

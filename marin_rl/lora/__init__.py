@@ -14,6 +14,7 @@ from marin_rl.lora.adapter import (
     merged_weight,
     policy_digest,
 )
+from marin_rl.lora.configured import configured_modules
 from marin_rl.lora.peft import check_adapter_folder, read_peft, write_peft
 from marin_rl.lora.spec import (
     ALL_LINEAR,
@@ -39,6 +40,7 @@ __all__ = [
     "b_name",
     "check_adapter_folder",
     "check_adapter_name",
+    "configured_modules",
     "initial_arrays",
     "linear_shapes",
     "merged",

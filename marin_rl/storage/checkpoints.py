@@ -87,7 +87,8 @@ def commit_checkpoint(
     attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
-    parts = _write(run, f"{slot}/{attempt}", attempt, arrays)
+    # A slot may refer to arrays that lie elsewhere, and have none.
+    parts = _write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
     parts += () if extra_parts is None else extra_parts.parts()
     return commit_slot(
         run.store,

@@ -122,6 +122,11 @@ def sft_slot(step: int) -> str:
     return f"sft/step-{step:05d}"
 
 
+def base_slot() -> str:
+    """The slot of the base that a run's adapter is of."""
+    return "base"
+
+
 def pairs_slot() -> str:
     """The slot of the preference pairs that a run's reward model learns from."""
     return "pairs"

@@ -28,6 +28,7 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.layout import (
     STEP,
+    base_slot,
     batches_slot,
     checkpoint_slot,
     evals_slot,
@@ -57,7 +58,7 @@ from schemas.fields import is_name
 
 __all__ = [
     "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RoundProgress", "Run", "RunRef",
-    "as_continued", "batches_slot", "check_run_id", "checkpoint_named",
+    "as_continued", "base_slot", "batches_slot", "check_run_id", "checkpoint_named",
     "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
     "pairs_slot", "place_named", "progress", "refuse_other_content",

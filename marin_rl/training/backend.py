@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config
 from marin_rl.errors import InputError
 from marin_rl.storage.checkpoints import ExtraParts
+from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
 from marin_rl.training.gradients import combine
 from marin_rl.training.optimizer import policy_adamw
@@ -132,17 +133,21 @@ class DeviceBackend:
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "DeviceBackend":
         """Return a backend for a configuration's policy, at its first weights.
 
-        Those are the weights of its model folder, or random ones by its seed. Raises InputError.
+        Those are the weights of its model folder, or random ones by its seed; with `policy.lora`
+        they are frozen, and the adapter is what is trained and saved. Raises InputError.
         """
         adamw, settings = policy_adamw(config.training), policy_settings(config)
         program = compiled_step_of(config, tokenizer, adamw, settings)
-        parameters = first_parameters(config, tokenizer)
+        parameters, frozen = first_parameters(config, tokenizer), dict[str, Any]()
+        if program.modules:
+            frozen = program.place_frozen(parameters)
+            parameters = first_adapter(config, program.modules, program.base_template)
         critic = program.critic and program.critic.first_state(parameters, program.template)
         averaged = program.like.average is not None
         state = fresh_state(
             parameters, program.optimizer, config.seed, averaged=averaged, critic=critic
         )
-        return cls(program, program.place(state))
+        return cls(program, program.place(state), frozen)
 
     def close(self) -> TrainState:
         """End the queue once it is empty, and return the state."""
@@ -235,8 +240,9 @@ class DeviceBackend:
                 f"weights do not fit the policy: {names[0]} expected {expected.get(names[0])}, "
                 f"found {shapes.get(names[0])}; load those of a model of its architecture"
             )
-        # Masters are float32, whatever a model folder has.
-        copies = {name: jnp.asarray(array, jnp.float32) for name, array in weights.items()}
+        # Masters are float32, whatever a model folder has; an adapter's may be configured.
+        dtypes = {name: array.dtype for name, array in self._state.parameters.items()}
+        copies = {name: jnp.asarray(array, dtypes[name]) for name, array in weights.items()}
         layout, template = self._program.layout, self._program.template
         self._state = self._state._replace(parameters=layout.place_parameters(copies, template))
 

@@ -4,10 +4,12 @@ A CompiledStep has the layout of devices and knows what a state looks like. It h
 and knows no run: runs of a process whose shapes and settings are the same share one.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config
 from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
+from marin_rl.training.adapters import Modules, modules_of, with_adapter
 from marin_rl.training.critic import make_critic
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
@@ -70,12 +73,20 @@ class CompiledStep:
         tokenizer: PreTrainedTokenizerBase,
         adamw: AdamW,
         settings: StepSettings,
+        modules: Modules | None = None,
     ) -> None:
         self.settings = settings
         self.layout: Layout = layout_of(config.mesh)
-        self.template = template_of(config.policy, tokenizer)
+        # Without an adapter, as the engine and exports have the model.
+        self.base_template = template_of(config.policy, tokenizer)
+        self.modules = modules_of(config.policy, self.base_template) if modules is None else modules
+        self.template = self.base_template
         if config.training.gradient_checkpointing:
             self.template = with_gradient_checkpointing(self.template)
+        if config.policy.lora is not None:
+            self.template = with_adapter(self.template, self.modules, config.policy.lora.dtype)
+            rate = adamw.learning_rate * config.policy.lora.learning_rate_factor
+            adamw = dataclasses.replace(adamw, learning_rate=rate)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
         self.critic = make_critic(config.training, self.template) if settings.critic else None
         objective = settings.objective
@@ -114,6 +125,13 @@ class CompiledStep:
         """The state on the devices, sharded as the step wants it."""
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
 
+    def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
+        """The base of an adapter on the devices, in the dtype that is computed in."""
+        dtype = self.settings.compute_dtype
+        # Cast once and not by each step: no update ever needs the digits that this drops.
+        cast = {name: jnp.asarray(array).astype(dtype) for name, array in base.items()}
+        return self.layout.place_parameters(cast, self.template)
+
     def rows(
         self, run: RowsPass, trainable: TrainableParams, frozen: Parameters, rows: StepRows
     ) -> Float32[np.ndarray, "M R T"]:
@@ -132,17 +150,23 @@ _programs: dict[Any, CompiledStep] = {}
 
 
 def compiled_step_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, adamw: AdamW, settings: StepSettings
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    adamw: AdamW,
+    settings: StepSettings,
+    modules: Modules | None = None,
 ) -> CompiledStep:
     """The program of a run; where this process has one like it, that one, compiled as it is.
 
     So a run that is continued in its process, or one that differs in no shape, compiles nothing.
+    `modules` are those of its adapter, where they are recorded; None: as the configuration says.
     """
-    if config.policy.hf_path is not None:  # what lies in that folder may be another model by now
-        return CompiledStep(config, tokenizer, adamw, settings)
+    # What lies in a folder may be another model, or another adapter, by now.
+    if config.policy.hf_path is not None or (config.policy.lora and config.policy.lora.init_from):
+        return CompiledStep(config, tokenizer, adamw, settings, modules)
     training = config.training
     key = (
-        config.policy,
+        config.policy.model_dump_json(),  # an adapter's ranks are a dict, which has no hash
         config.mesh,
         # A critic's optimizer is made from `training`; a policy's is in `adamw`.
         training.gradient_checkpointing if settings.critic is None else training,

@@ -30,6 +30,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.round_advantages import whitened as whitened_tokens
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
+from marin_rl.training.adapters import HEAD, trained_shapes
 from marin_rl.training.logprobs import (
     TokenScores,
     final_states,
@@ -54,6 +55,7 @@ from marin_rl.training.optimizer import (
 from marin_rl.training.step_types import CriticState, Parameters, StepArrays, StepSettings
 
 EMBED = "embed"  # as the models name the axis that mesh.py shards
+TRUNK = "trunk/"  # names of a scalar model's parameters begin so, or with HEAD
 
 
 class ScalarHead(eqx.Module):
@@ -155,10 +157,14 @@ class Critic:
 
         Its head returns 0; a trunk of its own begins as a copy of the policy's.
         """
+        head = named_parameters(ScalarHead.init(policy_template.Embed.size))
         if self.config.trunk == "shared":
-            parameters = named_parameters(ScalarHead.init(policy_template.Embed.size))
+            parameters = head
         else:
-            parameters = named_parameters(ScalarModel.of(with_parameters(policy_template, policy)))
+            own = parameter_shapes(self.template)  # without an output head
+            trunk = {f"{TRUNK}{name}": array for name, array in policy.items()}
+            parameters = {name: array for name, array in trunk.items() if name in own}
+            parameters |= {f"{HEAD}{name}": array for name, array in head.items()}
         # The policy's arrays are served while the critic's are donated to each step.
         parameters = {name: jnp.array(array, copy=True) for name, array in parameters.items()}
         return self._fresh(parameters)
@@ -168,11 +174,14 @@ class Critic:
 
     def state_like(self) -> CriticState:
         """A state with shapes in place of arrays."""
-        shapes = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in parameter_shapes(self.template).items()
-        }
-        return jax.eval_shape(self._fresh, shapes)
+        return jax.eval_shape(self._fresh, trained_shapes(self.template))
+
+    def _module(self, parameters: Parameters, policy: LmHeadModel) -> ScalarModel | ScalarHead:
+        """Return the critic of these parameters; what it does not train is the policy's own."""
+        names = parameter_shapes(self.template)
+        base = {f"{TRUNK}{name}": array for name, array in named_parameters(policy).items()}
+        frozen = {name: array for name, array in base.items() if name in names}
+        return with_parameters(self.template, {**frozen, **parameters})
 
     def update_metrics(self, state: CriticState, gradients: Parameters) -> dict[str, Array]:
         """Metrics of an update that are known before it is applied."""
@@ -193,7 +202,7 @@ class Critic:
         self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
     ) -> FloatBT:
         """The value of every trained token of rows [R, T]; 0 elsewhere."""
-        module = with_parameters(self.template, parameters)
+        module = self._module(parameters, policy)
         if isinstance(module, ScalarHead):
             trunk, head = policy, module
         else:
@@ -204,7 +213,7 @@ class Critic:
         self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
     ) -> tuple[TokenScores, FloatBT]:
         """Scores of every trained token by the policy, and its value; from one pass if shared."""
-        module = with_parameters(self.template, parameters)
+        module = self._module(parameters, policy)
         options = {"temperature": settings.temperature, "packing": settings.packing}
         if isinstance(module, ScalarHead):
             return token_logprobs_and_values(policy, module, *_places(rows), **options)

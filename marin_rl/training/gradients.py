@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Int
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
 from marin_rl.training.logprobs import TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
-from marin_rl.training.model import with_parameters
 from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
 from marin_rl.training.step_types import (
     ForwardOutputs,
@@ -77,7 +77,7 @@ def scorer_of(
     def score(
         parameters: Parameters, critic_params: Parameters | None, rows: StepArrays
     ) -> tuple[TokenScores, Array | None]:
-        policy = with_parameters(template, parameters)
+        policy = policy_module(template, parameters)
         if critic is not None and critic_params is not None:
             return critic.scores(critic_params, policy, rows, settings)
         scores = token_logprobs(

@@ -9,6 +9,7 @@ Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embed
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax.partitioning import physical_axis_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from levanter.models.lm_model import LmHeadModel
@@ -327,31 +329,56 @@ def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Arr
 
 
 def _scores_forward(
-    states_NE: Array,
-    tail: _Tail,
-    targets_N: Array,
-    sources_N: Array,
-    mask_N: Array,
+    states_NE: Any,
+    tail: Any,
+    targets_N: Any,
+    sources_N: Any,
+    mask_N: Any,
     temperature: float,
     axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
-    scores: Any = _scores_where(states_NE, tail, targets_N, sources_N, mask_N, temperature, axes)
-    return scores, (states_NE, tail, targets_N, sources_N, mask_N)
+    # With symbolic zeros every leaf says whether a derivative by it is wanted.
+    primals = states_NE, tail, targets_N, sources_N, mask_N
+    rows: Any = custom_vjp_primal_tree_values(primals)
+    wanted = tuple(bool(primal.perturbed) for primal in jax.tree.leaves(tail))
+    scores: Any = _scores_where(*rows, temperature, axes)
+    return scores, (rows, _Static(wanted))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """Facts for the backward pass that are known when it is compiled."""
+
+    wanted: tuple[bool, ...]
 
 
 def _scores_backward(
-    temperature: float, axes: tuple[str, ...], saved: Any, gradients: tuple[Array, ...]
+    temperature: float, axes: tuple[str, ...], saved: Any, gradients: tuple[Any, ...]
 ) -> Any:
-    states_NE, tail, targets_N, sources_N, mask_N = saved
+    (states_NE, tail, targets_N, sources_N, mask_N), static = saved
+    leaves, structure = jax.tree.flatten(tail)
+    # A scan over chunks computes what it carries, wanted or not, and the gradient of a head that is
+    # frozen would be its largest part: such leaves are no argument of what is differentiated.
+    trained = [leaf for leaf, wanted in zip(leaves, static.wanted, strict=True) if wanted]
+    gradients = tuple(
+        jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in gradients
+    )
+
+    def whole(trained: list[Array], leaves: list[Array]) -> Any:
+        own = iter(trained)
+        pairs = zip(leaves, static.wanted, strict=True)
+        return structure.unflatten([next(own) if wanted else leaf for leaf, wanted in pairs])
 
     def gradient(
-        tail: _Tail,
+        tail: Any,
         states_NE: Array,
         targets_N: Array,
         sources_N: Array,
         mask_N: Array,
         gradients: tuple[Array, ...],
-    ) -> tuple[Array, _Tail]:
+    ) -> tuple[Array, list[Array]]:
+        leaves, trained = tail
         order_N, chunks, chunk = _masked_first(mask_N, axes)
         sources_N = _own(sources_N, axes)
         # The forward pass returned a constant 0 off the mask: no gradient may pass there.
@@ -362,11 +389,11 @@ def _scores_backward(
             rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
             by_scores_C = tuple(g.at[rows].get(mode="fill", fill_value=0) for g in by_scores_N)
 
-            def scores(tail: _Tail, states_CE: Array) -> tuple[Array, ...]:
-                return _tail_scores(tail, states_CE, targets_N[rows], temperature)
+            def scores(trained: list[Array], states_CE: Array) -> tuple[Array, ...]:
+                return _tail_scores(whole(trained, leaves), states_CE, targets_N[rows], temperature)
 
             sources = sources_N[rows]
-            _, pull = jax.vjp(scores, tail, states_NE[sources])
+            _, pull = jax.vjp(scores, trained, states_NE[sources])
             by_tail_C, by_states_CE = pull(by_scores_C)
             by_tail = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), by_tail, by_tail_C)
             # several completions may be predicted from the last state of one prompt
@@ -374,16 +401,20 @@ def _scores_backward(
 
         # Summed over chunks in float32: bfloat16 would round small gradients away next to a large
         # sum.
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tail)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         start = (jnp.zeros_like(states_NE), nothing)
         by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
         if axes:
             by_tail = jax.lax.psum(by_tail, axes)  # before it is rounded
-        by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, tail)
+        by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, trained)
         return by_states_NE, by_tail
 
     run = _on_each_device(gradient, axes, (PartitionSpec(axes), PartitionSpec()))
-    return *run(tail, states_NE, targets_N, sources_N, mask_N, gradients), None, None, None
+    arrays = states_NE, targets_N, sources_N, mask_N, gradients
+    by_states_NE, by_trained = run((leaves, trained), *arrays)
+    own = iter(by_trained)
+    by_tail = structure.unflatten([next(own) if wanted else None for wanted in static.wanted])
+    return by_states_NE, by_tail, None, None, None
 
 
-_scores_where.defvjp(_scores_forward, _scores_backward)
+_scores_where.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)

@@ -24,6 +24,7 @@ from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.adapters import changes_nothing, first_adapter
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import (
     check_finite,
@@ -32,8 +33,11 @@ from marin_rl.training.compiled_step import (
     rows_compiled_for,
     to_fixed_shape,
 )
+from marin_rl.training.frozen import FrozenBase
+from marin_rl.training.gradients import combine
 from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.policy_source import policy_parameters, recorded_modules
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import groups_of, kl_coefficient, reference_round
 from marin_rl.training.round_stats import RoundAccount, scored_step
@@ -43,7 +47,6 @@ from marin_rl.training.state import (
     Identity,
     fresh_state,
     identity_of,
-    policy_parameters,
     restore_parameters,
     sft_result,
 )
@@ -73,9 +76,14 @@ class Trainer:
         self._names = TokenizerIdentity.of(tokenizer)
         self._settings = policy_settings(config)
         self._program = compiled_step_of(
-            config, tokenizer, policy_adamw(config.training), self._settings
+            config,
+            tokenizer,
+            policy_adamw(config.training),
+            self._settings,
+            recorded_modules(run) if config.policy.lora else None,
         )
         program = self._program
+        self._base = FrozenBase(run, tokenizer, program)
         self._committed = CommittedState(run, self._names, program.like, program.place)
         self._reference_policy: tuple[int, Parameters] | None = None
         self.identity: Identity | None = None
@@ -88,12 +96,19 @@ class Trainer:
     @property
     def model(self) -> LmHeadModel:
         """The model of the loaded checkpoint: the trainer's own arrays, never written to."""
-        return with_parameters(self._program.template, self._loaded.parameters)
+        parameters = combine(self._loaded.parameters, self._base.parameters)
+        return with_parameters(self._program.template, parameters)
+
+    @property
+    def served_model(self) -> LmHeadModel:
+        """The same for an engine: an adapter is merged into its base."""
+        return self._base.served(self._loaded.parameters)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the loaded parameters."""
-        return sum(array.nbytes for array in self._loaded.parameters.values())
+        """Bytes of the loaded parameters, an adapter's base included."""
+        parameters = combine(self._loaded.parameters, self._base.parameters)
+        return sum(array.nbytes for array in parameters.values())
 
     @property
     def _loaded(self) -> TrainState:
@@ -106,16 +121,23 @@ class Trainer:
         Raises CorruptObject, ObjectMissing, or InputError for another tokenizer's checkpoint.
         """
         if self.checkpoint != checkpoint:
-            self.identity = Identity.of(self._committed.load(checkpoint), self._names)
+            state = self._committed.load(checkpoint)
+            self.identity = Identity.of(state, self._names, self._base.adapter)
+
+    def digest_of(self, state: TrainState) -> str:
+        """The identity of a state's policy, as a checkpoint's manifest has it."""
+        return Identity.of(state, self._names, self._base.adapter).parameters_digest
 
     def init_policy(self) -> SlotRef:
         """Commit the configured checkpoint 0, or return the existing one."""
         run, program = self._run, self._program
-        parents = (sft_result(run),) if run.config.policy.init == "sft" else ()
-        slot = self._slot(0, self._first_content(), parents)
+        warm = (sft_result(run),) if run.config.policy.init == "sft" else ()
+        # The base of an adapter first: it is a parent, and names the warm start that made it.
+        base = self._base.commit()
+        slot = self._slot(0, self._first_content(), (*base, *warm))
         if (existing := slot.find()) is not None:
             return existing
-        parameters = policy_parameters(run, self._names, self._tokenizer, program.like)
+        parameters = self._first_parameters()
         critic = program.critic and program.critic.first_state(parameters, program.template)
         averaged = program.like.average is not None
         state = fresh_state(
@@ -125,6 +147,16 @@ class Trainer:
         ref = self._commit(DeviceBackend(program, program.place(state)), slot, {})
         give_back_freed_memory()  # reading a model's folder frees several times its size
         return ref
+
+    def _first_parameters(self) -> Parameters:
+        """The trained parameters of checkpoint 0."""
+        run, program = self._run, self._program
+        policy, template = run.config.policy, program.base_template
+        if policy.lora is None:
+            return policy_parameters(run, self._names, self._tokenizer, template)
+        if policy.init == "sft" and policy.lora.begins == "sft":
+            return restore_parameters(run, sft_result(run), program.like, self._names)
+        return first_adapter(run.config, program.modules, template)
 
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train on a round's batches from `checkpoint`, and commit checkpoint `round` + 1.
@@ -180,7 +212,8 @@ class Trainer:
             rows = extras[step](rows) if extras else rows
             with program.layout.active():
                 placed = program.layout.place_rows(rows.arrays)
-                parts, _, _ = passes(*trainable_of(state, {}), reference, placed, rows.used)
+                trainable = trainable_of(state, self._base.parameters)
+                parts, _, _ = passes(*trainable, reference, placed, rows.used)
             for gradients in parts:
                 assert gradients.policy is not None, "the policy is trained"
                 for name, array in gradients.policy.items():
@@ -207,7 +240,7 @@ class Trainer:
         if config.objective.kl_placement == "reward":
             reference = None  # it is applied in the advantages
         loss = Loss(settings=self._settings, reference=reference, warming=program.warms_up(round))
-        backend = DeviceBackend(program, self._committed.take(checkpoint))
+        backend = DeviceBackend(program, self._committed.take(checkpoint), self._base.parameters)
         history: list[Mapping[str, float]] = []
         for batch, extra in self._steps(batches, extras):
             rows = extra(self._rows(batch))
@@ -254,7 +287,7 @@ class Trainer:
         read = list(batches())
         # The whole round at once: whitening and penalties are over all of its tokens.
         precompute = RowPrecompute(objective, read, [self._rows(batch) for batch in read])
-        trainable, frozen = trainable_of(state, {})
+        trainable, frozen = trainable_of(state, self._base.parameters)
         if correcting:
             precompute.correct(partial(program.rows, program.score, trainable, frozen))
         if reference is not None and penalising:
@@ -310,6 +343,10 @@ class Trainer:
             assert ref is not None, "the checkpoints before a round are committed"
             program = self._program
             parameters = restore_parameters(self._run, ref, program.like, self._names)
+            # An adapter that changes nothing yet, as all do whose B is zero: the base by itself is
+            # the reference, and costs the adapter's part of a pass less.
+            if program.modules and changes_nothing(parameters):
+                parameters = {}
             placed = program.layout.place_parameters(parameters, program.template)
             self._reference_policy = number, placed
         return Reference(self._reference_policy[1], coefficient)
@@ -333,6 +370,7 @@ class Trainer:
             tokenizer=self._names,
             content=content,
             parents=parents,
+            adapter=self._base.adapter,
         )
 
     def _commit(

@@ -118,7 +118,17 @@ def _template(config: LevanterConfig, vocab_size: int) -> LmHeadModel:
 
 def _named_arrays(model: Any) -> dict[str, NamedArray]:
     leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_named)[0]
-    return {"/".join(part.name for part in path): leaf for path, leaf in leaves if _is_named(leaf)}
+    return {_name_of(path): leaf for path, leaf in leaves if _is_named(leaf)}
+
+
+def _name_of(path: Any) -> str:
+    """Name of a parameter by its path in the module.
+
+    A layer with an adapter keeps the name of its weight, which the adapter's arrays are named for.
+    """
+    name = "/".join(part.name for part in path if part.name != "wrapped")
+    head, _, last = name.rpartition("/")
+    return f"{head}/weight:{last[-1]}" if last in ("lora_A", "lora_B") else name
 
 
 def _is_named(node: Any) -> bool:
@@ -138,7 +148,7 @@ def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
     def replace(path: Any, leaf: Any) -> Any:
         if not _is_named(leaf):
             return leaf
-        name = "/".join(part.name for part in path)
+        name = _name_of(path)
         return NamedArray(jnp.asarray(parameters[name]), axes[name])
 
     return jax.tree_util.tree_map_with_path(replace, model, is_leaf=_is_named)
@@ -147,6 +157,14 @@ def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
 def parameter_shapes(model: eqx.Module) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, of a model or of a template."""
     return {path: tuple(array.array.shape) for path, array in _named_arrays(model).items()}
+
+
+def parameter_structs(model: eqx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and dtype of every parameter, of a model or of a template."""
+    return {
+        path: jax.ShapeDtypeStruct(named.array.shape, named.array.dtype)
+        for path, named in _named_arrays(model).items()
+    }
 
 
 def parameter_axes(model: eqx.Module) -> dict[str, tuple[Axis, ...]]:
@@ -242,7 +260,12 @@ def _check_tensors(template: LmHeadModel, path: Path) -> None:
         )
 
 
-def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def save_hf(
+    model: LmHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    dtype: str = "float32",
+) -> None:
     """Write model.safetensors, config.json and the tokenizer; loads back to equal logits.
 
     The configuration carries `rope_theta` and `rope_parameters`, so that transformers 4 and 5 and
@@ -252,11 +275,13 @@ def save_hf(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase, folder: str 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: np.ascontiguousarray(np.asarray(array)) for name, array in _exported(model).items()
+        name: np.ascontiguousarray(np.asarray(array).astype(jnp.dtype(dtype)))
+        for name, array in _exported(model).items()
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
     tokenizer.save_pretrained(str(path))
-    _write_json(path / "config.json", _hf_config_of(model, tokenizer))
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    _write_json(path / "config.json", _hf_config_of(model, tokenizer) | dtypes)
     ends = end_token_ids(tokenizer)
     if len(ends) > 1:
         _write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
@@ -280,8 +305,6 @@ def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dic
         "rope_theta": theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
-        "dtype": "float32",
-        "torch_dtype": "float32",
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

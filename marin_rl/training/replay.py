@@ -22,7 +22,6 @@ from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
 from marin_rl.storage.tables.tombstones import pruned_parts
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import digest_of
 from marin_rl.training.state import tree_of
 from marin_rl.trust import Consent, check_named
 from marin_rl.types import SlotRef
@@ -93,7 +92,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     return Replay(
         round=round,
         recorded_digest=str(recorded.extra["parameters_digest"]),
-        digest=digest_of(state.parameters),
+        digest=trainer.digest_of(state),
         compared=compared,
         differing=differing,
         metrics=_apart(recorded.totals, finite),

@@ -42,6 +42,7 @@ from marin_rl.training.model import (
     with_parameters,
 )
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, sft_adamw
+from marin_rl.training.policy_source import policy_parameters
 from marin_rl.training.preference import (
     SequenceScorer,
     make_preference_step,
@@ -54,7 +55,6 @@ from marin_rl.training.state import (
     CheckpointSlot,
     CommittedState,
     fresh_state,
-    policy_parameters,
     sft_result,
     state_like,
     template_of,
@@ -178,9 +178,7 @@ class RewardModelTraining:
     def _first_state(self) -> TrainState:
         """The trunk of a policy, and a head that returns 0 for everything."""
         config, trunk = self._run.config, self._trunk
-        optimizer = make_optimizer(sft_adamw(config.sft, config.training), matrix_mask(trunk))
-        like = state_like(trunk, optimizer)
-        policy = policy_parameters(self._run, self._names, self._tokenizer, like)
+        policy = policy_parameters(self._run, self._names, self._tokenizer, trunk)
         parameters = named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
         state = fresh_state(parameters, self._optimizer, config.seed)
         return self._layout.place_state(state, self._template, self._optimizer)

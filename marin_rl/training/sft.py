@@ -21,6 +21,7 @@ from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.runs import Run, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.adapters import first_adapter, warm_start_config
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import (
     check_finite,
@@ -28,14 +29,11 @@ from marin_rl.training.compiled_step import (
     supervised_settings,
     to_fixed_shape,
 )
+from marin_rl.training.frozen import FrozenBase
 from marin_rl.training.loop import PROGRAM_VERSION
 from marin_rl.training.optimizer import sft_adamw
-from marin_rl.training.state import (
-    CheckpointSlot,
-    CommittedState,
-    fresh_state,
-    policy_parameters,
-)
+from marin_rl.training.policy_source import policy_parameters
+from marin_rl.training.state import CheckpointSlot, CommittedState, fresh_state
 from marin_rl.training.step_types import TrainState
 from marin_rl.types import Message, SlotRef, TrainingBatch
 
@@ -50,7 +48,7 @@ class WarmStart:
     """Trains the warm start of one run, segment by segment."""
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-        config = run.config
+        config = warm_start_config(run.config)
         self._run, self._tokenizer = run, tokenizer
         self._names = TokenizerIdentity.of(tokenizer)
         self._environment = make_environment(config.sft.environment or config.environment)
@@ -60,6 +58,7 @@ class WarmStart:
             config, tokenizer, sft_adamw(config.sft, config.training), self._loss.settings
         )
         self._program = program
+        self._base = FrozenBase(run, tokenizer, program)
         self._committed = CommittedState(run, self._names, program.like, program.place)
 
     def run_segment(self, step_from: int) -> SlotRef:
@@ -76,7 +75,9 @@ class WarmStart:
         slot = self._slot(step_from, step_to)
         if existing := slot.find():
             return existing
-        backend, metrics = DeviceBackend(self._program, self._begin(slot)), dict[str, float]()
+        state, metrics = self._begin(step_from, slot), dict[str, float]()
+        backend = DeviceBackend(self._program, state, self._base.parameters)
+        del state  # the backend's: its optimizer's part is donated
         for step, batch in made_ahead(self._batch, step_from, step_to):
             layout = self._program.layout
             rows = to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
@@ -95,22 +96,27 @@ class WarmStart:
     def _slot(self, step_from: int, step_to: int) -> CheckpointSlot:
         before = committed(self._run, sft_slot(step_from)) if step_from else None
         assert before or not step_from, f"{sft_slot(step_from)} is committed before what follows it"
+        parents = (before,) if before else self._base.commit()
         return CheckpointSlot(
             run=self._run,
             slot=sft_slot(step_to),
             tokenizer=self._names,
             content=self._content(),
-            parents=(before,) if before else (),
+            parents=parents,
+            adapter=self._base.adapter,
         )
 
-    def _begin(self, slot: CheckpointSlot) -> TrainState:
+    def _begin(self, step_from: int, slot: CheckpointSlot) -> TrainState:
         """The state that a segment starts from: its parent's, or the first."""
-        if slot.parents:
+        if step_from:
             return self._committed.take(slot.parents[0])
         program, run = self._program, self._run
-        parameters = policy_parameters(
-            run, self._names, self._tokenizer, program.like, warm_start=False
-        )
+        if program.modules:
+            parameters = first_adapter(run.config, program.modules, program.base_template)
+        else:
+            parameters = policy_parameters(
+                run, self._names, self._tokenizer, program.base_template, warm_start=False
+            )
         return program.place(fresh_state(parameters, program.optimizer, run.config.seed))
 
     def _content(self) -> dict[str, object]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
+from marin_rl.lora import LoraModule, policy_digest
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.checkpoints import (
     ExtraParts,
@@ -31,6 +32,7 @@ from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import (
     build_model,
@@ -39,7 +41,6 @@ from marin_rl.training.model import (
     load_hf,
     model_template,
     named_parameters,
-    parameter_shapes,
 )
 from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
@@ -109,11 +110,8 @@ def state_like(
     averaged: bool = False,
     critic: Critic | None = None,
 ) -> TrainState:
-    """A state with shapes in place of arrays."""
-    shapes = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for name, shape in parameter_shapes(template).items()
-    }
+    """A state with shapes in place of arrays; of what is trained, an adapter alone if it is one."""
+    shapes = trained_shapes(template)
     like = jax.eval_shape(
         lambda parameters: fresh_state(parameters, optimizer, 0, averaged=averaged), shapes
     )
@@ -179,25 +177,70 @@ def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOf:
+    """The base of an adapter, by its digest, and the modules that it adapts."""
+
+    base_digest: str
+    modules: Mapping[str, LoraModule]
+
+    def policy_digest(self, adapter_digest: str) -> str:
+        """Identity of the policy that an adapter makes of the base."""
+        return policy_digest(self.base_digest, self.modules, adapter_digest)
+
+    def as_dict(self) -> dict[str, list[Any]]:
+        """Return the modules as a manifest keeps them: rank, alpha and rslora by path."""
+        return {path: [each.rank, each.alpha, each.rslora] for path, each in self.modules.items()}
+
+    @classmethod
+    def parsed(cls, base_digest: str, modules: Mapping[str, Sequence[Any]]) -> "AdapterOf":
+        """Return what `as_dict` described. Raises ValueError or TypeError for anything else."""
+        parsed = {
+            str(path): LoraModule(rank=int(rank), alpha=float(alpha), rslora=bool(rslora))
+            for path, (rank, alpha, rslora) in modules.items()
+        }
+        return cls(base_digest=base_digest, modules=parsed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identity of a checkpoint in its manifest; the critic's fields are None where it has none."""
+    """Identity of a checkpoint in its manifest; fields are None for what it does not have.
+
+    `parameters_digest` identifies the policy: by all parameters or, with an adapter, by
+    `adapter_digest`, `base_digest` and `lora`, the rank and scale of each module.
+    """
 
     parameters_digest: str
     tokenizer_digest: str
     chat_template_digest: str
     step: int
     critic_digest: str | None = None
+    adapter_digest: str | None = None
+    base_digest: str | None = None
+    lora: Mapping[str, Sequence[Any]] | None = None
 
     @classmethod
-    def of(cls, state: TrainState, tokenizer: TokenizerIdentity) -> "Identity":
+    def of(
+        cls, state: TrainState, tokenizer: TokenizerIdentity, adapter: AdapterOf | None = None
+    ) -> "Identity":
         """The identity of a state that is trained and served with a tokenizer."""
+        own = digest_of(state.parameters)
         return cls(
-            parameters_digest=digest_of(state.parameters),
+            parameters_digest=own if adapter is None else adapter.policy_digest(own),
             tokenizer_digest=tokenizer.tokenizer_digest,
             chat_template_digest=tokenizer.chat_template_digest,
             step=int(state.step),
             critic_digest=None if state.critic is None else digest_of(state.critic.parameters),
+            adapter_digest=None if adapter is None else own,
+            base_digest=None if adapter is None else adapter.base_digest,
+            lora=None if adapter is None else adapter.as_dict(),
         )
+
+    @property
+    def adapter(self) -> AdapterOf | None:
+        """The base and the modules of its adapter; None where all parameters are its own."""
+        if self.base_digest is None or self.lora is None:
+            return None
+        return AdapterOf.parsed(self.base_digest, self.lora)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest's `extra` keeps them."""
@@ -209,9 +252,13 @@ class Identity:
 def identity_of(run: Run, ref: SlotRef) -> Identity:
     """The identity that a committed checkpoint carries."""
     extra = manifest_of(run.store, ref).extra
-    names = (field.name for field in dataclasses.fields(Identity) if field.name != "critic_digest")
-    critic_digest = extra.get("critic_digest")
-    return Identity(**{name: extra[name] for name in names}, critic_digest=critic_digest)
+    fields = {field.name: field.default for field in dataclasses.fields(Identity)}
+    # Fields without a default must be there.
+    present: dict[str, Any] = {
+        name: extra.get(name) if default is None else extra[name]
+        for name, default in fields.items()
+    }
+    return Identity(**present)
 
 
 def restore_state(
@@ -227,6 +274,12 @@ def restore_state(
     Raises CorruptObject where files are damaged, or where the arrays are those of another model.
     """
     # By the manifest, before gigabytes of arrays are read.
+    check_restored(run, ref, tokenizer)
+    return state_of(restore_checkpoint(run, ref, tree_of(like), unasked=unasked), like)
+
+
+def check_restored(run: Run, ref: SlotRef, tokenizer: TokenizerIdentity) -> None:
+    """Raise InputError for a checkpoint that was trained with another tokenizer."""
     digest, expected = identity_of(run, ref).tokenizer_digest, tokenizer.tokenizer_digest
     if digest != expected:
         raise InputError(
@@ -234,37 +287,15 @@ def restore_state(
             f"{expected[:12]}, found {digest[:12]}; set policy.tokenizer to the one it was trained "
             "with"
         )
-    return state_of(restore_checkpoint(run, ref, tree_of(like), unasked=unasked), like)
 
 
 def restore_parameters(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> Parameters:
-    """The parameters of a checkpoint alone. Raises as `restore_state` does."""
+    """The trained parameters of a checkpoint alone. Raises as `restore_state` does."""
     # Which other branches there are is up to the run that wrote the checkpoint.
     alone = like._replace(average=None, critic=None)
     return restore_state(run, ref, alone, tokenizer, unasked=UNSERVED).parameters
-
-
-def policy_parameters(
-    run: Run,
-    names: TokenizerIdentity,
-    tokenizer: PreTrainedTokenizerBase,
-    like: TrainState,
-    *,
-    warm_start: bool = True,
-) -> Parameters:
-    """Return the parameters that `policy.init` names: another checkpoint's, or the first weights.
-
-    Without `warm_start`, those that a warm start itself begins at. Raises ConfigError until the
-    warm start is committed, and as `restore_state` does.
-    """
-    config = run.config
-    if config.policy.init == "sft" and warm_start:
-        return restore_parameters(run, sft_result(run), like, names)
-    if config.policy.init == "checkpoint":
-        return restore_parameters(*other_run(config), like, names)
-    return first_parameters(config, tokenizer)
 
 
 def sft_result(run: Run) -> SlotRef:
@@ -288,7 +319,8 @@ def other_run(config: Config) -> tuple[Run, SlotRef]:
 class CheckpointSlot:
     """A slot of a run that a training state is committed as.
 
-    `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity.
+    `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity,
+    and so does `adapter`, where the state is one.
     """
 
     run: Run
@@ -296,6 +328,7 @@ class CheckpointSlot:
     tokenizer: TokenizerIdentity
     content: Mapping[str, Any]
     parents: Sequence[SlotRef] = ()
+    adapter: AdapterOf | None = None
 
     def find(self) -> SlotRef | None:
         """Return the slot if it is committed. Raises CommitConflict if it holds something else."""
@@ -321,7 +354,7 @@ class CheckpointSlot:
             parents=self.parents,
             # A manifest is strict JSON, which has neither NaN nor infinities.
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
-            extra={**Identity.of(state, self.tokenizer).as_dict(), **(extra or {})},
+            extra={**Identity.of(state, self.tokenizer, self.adapter).as_dict(), **(extra or {})},
             extra_parts=extra_parts,
         )
 

@@ -21,6 +21,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
+from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
 from marin_rl.training.gradients import (
     MicrobatchRange,
@@ -31,7 +32,6 @@ from marin_rl.training.gradients import (
     sum_ranges,
 )
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
-from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.step_metrics import Metrics, TokenMeasures, step_metrics, token_measures
 from marin_rl.training.step_types import (
@@ -300,7 +300,7 @@ def make_score_norms(template: LmHeadModel, settings: StepSettings) -> RowsPass:
     return rows_pass(
         settings,
         lambda policy, _, rows: squared_score_norms(
-            with_parameters(template, policy), rows, settings
+            policy_module(template, policy), rows, settings
         ),
     )
 
@@ -310,7 +310,7 @@ def make_values(template: LmHeadModel, settings: StepSettings, critic: Critic) -
 
     def values(policy: Parameters, critic_params: Parameters | None, rows: StepArrays) -> Array:
         assert critic_params is not None, "values are a critic's"
-        return critic.values(critic_params, with_parameters(template, policy), rows, settings)
+        return critic.values(critic_params, policy_module(template, policy), rows, settings)
 
     return rows_pass(settings, values)
 

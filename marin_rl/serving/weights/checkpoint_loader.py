@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing, StalePolicy
 from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
-from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.model import (
@@ -31,21 +31,13 @@ from marin_rl.training.model import (
     digest_of,
     hf_template,
     load_hf,
-    matrix_mask,
     named_parameters,
     parameter_shapes,
     save_hf,
     with_parameters,
 )
-from marin_rl.training.optimizer import make_optimizer, policy_adamw
-from marin_rl.training.state import (
-    UNSERVED,
-    Identity,
-    identity_of,
-    state_like,
-    template_of,
-    tree_of,
-)
+from marin_rl.training.policy_source import read_policy
+from marin_rl.training.state import Identity, identity_of, template_of
 from marin_rl.types import SlotRef
 
 # Not what follows a word, a colon or another slash: those are URLs and fractions.
@@ -201,7 +193,7 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
             served.architecture.check(hf_template(path))
         model = load_hf(path)
     parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
-    digest = _verified(parameters, (promised,))
+    digest = _verified(digest_of(parameters), parameters, (promised,))
     return Loaded(model=model, parameters_digest=digest, bytes=_bytes_of(parameters))
 
 
@@ -250,8 +242,10 @@ def read_slot(
     template = template_of(run.config.policy, tokenizer)
     if served is not None:
         served.architecture.check(template)
-    parameters = _read_parameters(run, ref, template)
-    digest = _verified(parameters, (identity.parameters_digest, promised))
+    policy = read_policy(run, ref, template)
+    promises = identity.parameters_digest, promised
+    digest = _verified(policy.digest, policy.trained, promises)
+    parameters = policy.parameters() if policy.adapter else policy.trained
     return Loaded(
         model=with_parameters(template, parameters),
         parameters_digest=digest,
@@ -271,7 +265,8 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
         raise InputError(f"{folder} is not empty: expected a new folder for the checkpoint")
     loaded = read_checkpoint(run, round)
     save_hf(loaded.model, tokenizer_for(run.config.policy), folder)
-    read_folder(str(folder), loaded.parameters_digest)
+    # Of all parameters: an adapter's policy has another identity, but is written merged.
+    read_folder(str(folder), digest_of(named_parameters(loaded.model)))
     return loaded
 
 
@@ -284,21 +279,10 @@ def _identity(run: Run, ref: SlotRef) -> Identity:
         ) from None
 
 
-def _read_parameters(run: Run, ref: SlotRef, template: LmHeadModel) -> dict[str, np.ndarray]:
-    """Parameters on the host alone; the optimizer state and the average are dropped."""
-    optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
-    like = tree_of(state_like(template, optimizer))
-    try:
-        return restore_checkpoint(run, ref, like, unasked=UNSERVED)["parameters"]
-    except MarinRLError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise CorruptObject(f"cannot read {run.store.url_of(ref.slot)}: {error}") from error
-
-
-def _verified(parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]) -> str:
+def _verified(
+    digest: str, parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]
+) -> str:
     """The digest of the parameters: finite ones, and those that were promised."""
-    digest = digest_of(parameters)
     for promised in promises:
         if promised not in (None, digest):
             raise StalePolicy(
@@ -312,7 +296,7 @@ def _verified(parameters: Mapping[str, np.ndarray], promises: Sequence[str | Non
     return digest
 
 
-def _bytes_of(parameters: Mapping[str, np.ndarray]) -> int:
+def _bytes_of(parameters: Mapping[str, Any]) -> int:
     return sum(array.nbytes for array in parameters.values())
 
 

@@ -13,6 +13,7 @@ from marin_rl.storage.commits import attempt_in
 from marin_rl.storage.layout import (
     LEARNING_CURVE,
     REPORT,
+    base_slot,
     batches_slot,
     checkpoint_slot,
     evals_slot,
@@ -101,6 +102,8 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
         case "checkpoints" if number:
             return list(parents) == [checkpoint_slot(number - 1), batches_slot(number - 1)]
         case "checkpoints" | "sft":
+            return all(parent.startswith("sft/") or parent == base_slot() for parent in parents)
+        case "base":
             return all(parent.startswith("sft/") for parent in parents)
         case _:  # a reward model and its pairs
             return all(parent.partition("/")[0] in ("pairs", "reward_model") for parent in parents)

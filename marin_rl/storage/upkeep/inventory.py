@@ -36,6 +36,7 @@ KINDS: Mapping[str, str] = {
     "intakes": "round", "sft": "step", "reward_model": "step",
 }  # fmt: skip
 PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
+BASE = "base"  # what an adapter is of: likewise
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
 _SHARD = re.compile(r"shard-\d{4,}\.parquet")
@@ -297,8 +298,8 @@ def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:
 
 def _slot_of(key: str) -> str | None:
     parts = key.split("/")
-    if parts[0] == PAIRS and len(parts) == 2:
-        return PAIRS
+    if (parts[0] == PAIRS and len(parts) == 2) or (parts[0] == BASE and len(parts) > 1):
+        return parts[0]
     if len(parts) < 3 or parts[0] not in KINDS:
         return None
     match = _NUMBERED.fullmatch(parts[1])
@@ -312,7 +313,7 @@ def _order(slot: str) -> tuple[str, int]:
 
 
 def _number(slot: str) -> int:
-    return 0 if slot == PAIRS else int(slot.rpartition("-")[2])
+    return 0 if slot in (PAIRS, BASE) else int(slot.rpartition("-")[2])
 
 
 def _is_metrics(key: str) -> bool:

@@ -1,0 +1,234 @@
+"""Sources of a policy's parameters: first weights, other checkpoints, and an adapter's base.
+
+The base of a run's adapter is committed once, in a slot of its own: its parameters, or the digest
+of a Hugging Face folder that has them. Checkpoints of the run hold the adapter and that digest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import fingerprint_fields
+from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
+from marin_rl.lora import Adapter
+from marin_rl.storage.checkpoints import (
+    checkpoint_fingerprint,
+    commit_checkpoint,
+    restore_checkpoint,
+)
+from marin_rl.storage.commits import find_commit, manifest_of
+from marin_rl.storage.runs import Run, base_slot, checkpoint_slot, committed
+from marin_rl.storage.tables.tombstones import array_parts
+from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.adapters import (
+    Modules,
+    merged_parameters,
+    trained_shapes,
+    with_adapter,
+    without_lora,
+)
+from marin_rl.training.model import digest_of, load_hf, matrix_mask, named_parameters
+from marin_rl.training.optimizer import make_optimizer, policy_adamw
+from marin_rl.training.state import (
+    UNSERVED,
+    AdapterOf,
+    Identity,
+    check_restored,
+    first_parameters,
+    identity_of,
+    other_run,
+    sft_result,
+    state_like,
+    tree_of,
+)
+from marin_rl.training.step_types import Parameters
+from marin_rl.types import SlotRef
+
+# Counts up when the same configuration would commit another base.
+PROGRAM_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedPolicy:
+    """The policy of a committed checkpoint, on the host.
+
+    `trained` are all parameters, or an adapter's arrays; then `base` are those of its base.
+    """
+
+    identity: Identity
+    trained: Mapping[str, Any]
+    base: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Identity of the policy that these arrays are: see `Identity`."""
+        adapter, own = self.identity.adapter, digest_of(self.trained)
+        return own if adapter is None else adapter.policy_digest(own)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter; None where all parameters were trained."""
+        adapter = self.identity.adapter
+        return adapter and Adapter(modules=adapter.modules, arrays=self.trained)
+
+    def parameters(self) -> Parameters:
+        """All parameters of the policy, an adapter merged into its base."""
+        adapter = self.adapter
+        if adapter is None:
+            return {name: jnp.asarray(array) for name, array in self.trained.items()}
+        base = {name: jnp.asarray(array) for name, array in self.base.items()}
+        return merged_parameters(base, adapter)
+
+
+def read_policy(run: Run, ref: SlotRef, template: LmHeadModel) -> CommittedPolicy:
+    """Read a committed checkpoint of a run; `template` is the model's, without an adapter.
+
+    Optimizer, average and critic are dropped. Raises CorruptObject, ObjectMissing, InputError for a
+    folder that is another base than the adapter's.
+    """
+    identity = identity_of(run, ref)
+    adapter, base = identity.adapter, dict[str, Any]()
+    if adapter is not None:
+        base = read_base(run, adapter.base_digest, template)
+    return CommittedPolicy(identity=identity, trained=read_trained(run, ref, template), base=base)
+
+
+def dtype_of(run: Run) -> str:
+    """Dtype of an adapter's arrays."""
+    lora = run.config.policy.lora
+    return "float32" if lora is None else lora.dtype
+
+
+def read_trained(run: Run, ref: SlotRef, template: LmHeadModel) -> Mapping[str, np.ndarray]:
+    """Trained parameters of a checkpoint on the host alone: an adapter's arrays, where it has one.
+
+    Raises as `read_policy` does, but that it reads no base.
+    """
+    adapter = identity_of(run, ref).adapter
+    if adapter is not None:
+        template = with_adapter(template, adapter.modules, dtype_of(run))
+    optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
+    like = tree_of(state_like(template, optimizer))
+    try:
+        return restore_checkpoint(run, ref, like, unasked=UNSERVED)["parameters"]
+    except MarinRLError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptObject(f"cannot read {run.store.url_of(ref.slot)}: {error}") from error
+
+
+def policy_parameters(
+    run: Run,
+    names: TokenizerIdentity,
+    tokenizer: PreTrainedTokenizerBase,
+    template: LmHeadModel,
+    *,
+    warm_start: bool = True,
+) -> Parameters:
+    """Return all parameters that `policy.init` names: another checkpoint's, or the first weights.
+
+    `template` is the model's, without an adapter; a checkpoint's adapter is merged. Without
+    `warm_start`, those that a warm start itself begins at. Raises ConfigError until the warm start
+    is committed, InputError for another tokenizer's checkpoint, and as `read_policy` does.
+    """
+    config = run.config
+    if config.policy.init == "sft" and warm_start:
+        source = run, sft_result(run)
+    elif config.policy.init == "checkpoint":
+        source = other_run(config)
+    else:
+        return first_parameters(config, tokenizer)
+    check_restored(*source, names)
+    return read_policy(*source, template).parameters()
+
+
+# ---------------------------------------------------------------- the base of an adapter
+
+
+def commit_base(
+    run: Run, names: TokenizerIdentity, tokenizer: PreTrainedTokenizerBase, template: LmHeadModel
+) -> SlotRef:
+    """Commit the base of a run's adapter, or return the existing one.
+
+    Its arrays are written unless a Hugging Face folder has them. Raises as `policy_parameters` does
+    and CommitConflict.
+    """
+    config, lora = run.config, run.config.policy.lora
+    assert lora is not None, "a base is that of an adapter"
+    from_warm_start = config.policy.init == "sft" and lora.begins == "training"
+    parents = [sft_result(run)] if from_warm_start else []
+    content = {
+        "program": PROGRAM_VERSION,
+        "policy": fingerprint_fields(without_lora(config).policy),
+        "seed": config.seed,
+    }
+    decided = checkpoint_fingerprint(content, parents)
+    if (existing := find_commit(run.store, base_slot(), decided)) is not None:
+        return existing
+    parameters = policy_parameters(run, names, tokenizer, template, warm_start=from_warm_start)
+    trained_here = from_warm_start or config.policy.init == "checkpoint"
+    folder = None if trained_here else config.policy.hf_path
+    return commit_checkpoint(
+        run,
+        base_slot(),
+        {"parameters": parameters} if folder is None else {},
+        content=content,
+        parents=parents,
+        totals={"parameters": float(sum(array.size for array in parameters.values()))},
+        extra={"parameters_digest": digest_of(parameters)} | ({"folder": folder} if folder else {}),
+    )
+
+
+def base_of(run: Run) -> tuple[SlotRef, str]:
+    """The committed base of a run's adapter, and its digest. Raises ObjectMissing."""
+    ref = committed(run, base_slot())
+    if ref is None:
+        raise ObjectMissing(
+            f"{run.store.url_of(base_slot())} is not committed: expected the base that the run's "
+            "adapter is of; restore that folder from a copy"
+        )
+    return ref, str(manifest_of(run.store, ref).extra["parameters_digest"])
+
+
+def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
+    """Parameters of the base with this digest, on the host, in float32.
+
+    Raises ObjectMissing, CorruptObject, and InputError where a model folder has other weights.
+    """
+    ref, recorded = base_of(run)
+    manifest = manifest_of(run.store, ref)
+    if recorded != digest:
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)} has the digest {recorded}, expected that of the "
+            f"adapter's base, {digest}: run fsck, and restore the folder from a copy"
+        )
+    if array_parts(manifest):
+        return restore_checkpoint(run, ref, {"parameters": trained_shapes(template)})["parameters"]
+    folder = run.config.policy.hf_path or ""
+    parameters = {name: np.asarray(a) for name, a in named_parameters(load_hf(folder)).items()}
+    if (found := digest_of(parameters)) != digest:
+        raise InputError(
+            f"{folder} has other weights than the base of this run's adapter: expected the digest "
+            f"{digest}, found {found}; restore the folder that the run began with"
+        )
+    return parameters
+
+
+def recorded_modules(run: Run) -> Modules | None:
+    """Modules of a run's adapter by its first checkpoint; None until there is one.
+
+    The folder that an adapter began from need not exist any longer.
+    """
+    ref = committed(run, checkpoint_slot(0))
+    adapter = identity_of(run, ref).adapter if ref else None
+    return adapter and adapter.modules
+
+
+def adapter_of_run(run: Run, modules: Modules) -> AdapterOf | None:
+    """Base and modules of a run's adapter; None without one. Raises ObjectMissing."""
+    return AdapterOf(base_digest=base_of(run)[1], modules=modules) if modules else None
