@@ -362,7 +362,7 @@ def _scores_backward(
     # frozen would be its largest part: such leaves are no argument of what is differentiated.
     trained = [leaf for leaf, wanted in zip(leaves, static.wanted, strict=True) if wanted]
     gradients = tuple(
-        jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in gradients
+        jnp.zeros(g.shape, jnp.float32) if isinstance(g, SymbolicZero) else g for g in gradients
     )
 
     def whole(trained: list[Array], leaves: list[Array]) -> Any:
