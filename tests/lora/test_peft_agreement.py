@@ -103,7 +103,7 @@ def by_peft(tokens: list[int], base: Path, adapter: Path | None = None) -> np.nd
 def test_peft_reads_what_we_write_to_our_logprobs(name: str, tmp_path: Path) -> None:
     base = base_at(tmp_path / "base", name, 0)
     model = load_hf(base)
-    spec = LoraSpec(rank=4, alpha=1.0, ranks={"mlp.*": 3}, alphas={"o_proj": 0.5})
+    spec = LoraSpec(rank=4, alpha=0.1, ranks={"mlp.*": 3}, alphas={"o_proj": 0.05})
     adapter = random_adapter(spec, shapes=parameter_shapes(model))
     write_peft(tmp_path / "adapter", adapter)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, 48).tolist()

@@ -101,10 +101,9 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
             return len(parents) == 1 and parents[0] in map(checkpoint_slot, range(number + 1))
         case "checkpoints" if number:
             return list(parents) == [checkpoint_slot(number - 1), batches_slot(number - 1)]
-        case "checkpoints" | "sft":
-            return all(parent.startswith("sft/") or parent == base_slot() for parent in parents)
-        case "base":
-            return all(parent.startswith("sft/") for parent in parents)
+        case "checkpoints" | "sft" | "base":
+            # A base is no parent of its own: a manifest cannot name itself.
+            return {parent.partition("/")[0] for parent in parents} <= {"sft", base_slot()}
         case _:  # a reward model and its pairs
             return all(parent.partition("/")[0] in ("pairs", "reward_model") for parent in parents)
 
