@@ -1,4 +1,4 @@
-"""What of a Hugging Face configuration is accepted: settings that Levanter reads as they are meant.
+"""Settings of a Hugging Face configuration that Levanter reads as they are meant.
 
 Refuses a config.json that Levanter would load to another function than it describes. Imports
 transformers, whose classes have the defaults, and neither JAX nor Levanter, so that a run of such a
