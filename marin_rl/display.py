@@ -257,6 +257,21 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
     return table
 
 
+def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Servers that announce themselves, with what their last heartbeats say."""
+    headings = ("server", "labels", "serves", "queued", "busy", "slots", "tokens/s", "heartbeat")
+    table = _table("Fleet", headings, left=("server", "labels", "serves"))
+    for row in rows:
+        if "error" in row:
+            table.add_row(plain(row["server"]), "", plain(row["error"]), *[""] * 5)
+            continue
+        labels = " ".join(f"{name}={value}" for name, value in sorted(row["labels"].items()))
+        numbers = (f"{row[name]:,}" for name in ("queued", "busy", "slots"))
+        rate, ago = f"{row['tokens_per_second']:,.0f}", f"{row['beat_ago_s']:,.0f} s ago"
+        table.add_row(plain(row["url"]), plain(labels), plain(row["model"]), *numbers, rate, ago)
+    return table
+
+
 def _round_cell(name: str, row: Mapping[str, Any]) -> str:
     """A metric of a round; the held-out accuracy with its 95 % interval, where the row has it."""
     low, high = (row.get(f"{name}/{side}") for side in ("low", "high"))

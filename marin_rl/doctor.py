@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from marin_rl.config import Config, InferenceConfig
+from marin_rl.config import REGISTERED, Config, InferenceConfig
 from marin_rl.errors import (
     ConfigError,
     EndpointUnavailable,
@@ -262,15 +262,19 @@ def endpoints(config: Config) -> str:
     """Check that every endpoint answers and serves the model by name."""
     if not config.inference.endpoints:
         return "embedded server (none configured)"
-    wanted = config.inference.model
-    for endpoint in config.inference.endpoints:
+    from marin_rl.inference.client.fleet_sources import EndpointSource
+
+    wanted, entries = config.inference.model, config.inference.endpoints
+    named = EndpointSource([entry for entry in entries if entry != REGISTERED]).resolve()
+    for endpoint in (each.url for each in named):
         served = _models_of(config.inference, endpoint)
         if not any(name == wanted or name.startswith(f"{wanted}@") for name in served):
             raise StalePolicy(
                 f"{endpoint} serves {', '.join(served) or 'nothing'}, not {wanted!r}: set "
                 "inference.model to a served name, or serve this one"
             )
-    return f"{len(config.inference.endpoints)} endpoints serve {wanted}"
+    later = "; servers may register later" if REGISTERED in entries else ""
+    return f"{len(named)} endpoints serve {wanted}{later}"
 
 
 def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:

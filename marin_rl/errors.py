@@ -24,7 +24,11 @@
     │   ├── RequestRejected      the endpoint refuses what was asked
     │   │   └── NoSuchRoute      the endpoint does not know the route, or what it names
     │   ├── BadResponse          the endpoint answered something we cannot train on
+    │   ├── FleetEmpty           no endpoint served the round's policy for too long
     │   └── StalePolicy          the endpoint serves other weights than the round's
+    ├── WorkError
+    │   ├── WorkerLost           a node ended before it had committed its shards       (passes)
+    │   └── StageFailed          a stage failed on another machine, for good
     └── TrainingError
         └── NonFiniteUpdate    loss or gradients were not finite too often in a row
 
@@ -139,8 +143,26 @@ class BadResponse(InferenceError):
     """The endpoint's answer lacks what training needs, or contradicts itself."""
 
 
+class FleetEmpty(InferenceError):
+    """No endpoint served the round's policy for `inference.fleet_timeout_s`."""
+
+
 class StalePolicy(InferenceError):
     """The endpoint does not serve the parameters that this round must be sampled with."""
+
+
+class WorkError(MarinRLError):
+    """A stage that runs on another machine did not end well there."""
+
+
+class WorkerLost(WorkError):
+    """A node ended, or was lost, before it had committed what it was to commit."""
+
+    transient = True
+
+
+class StageFailed(WorkError):
+    """A stage failed on another machine, and trying again would not help."""
 
 
 class TrainingError(MarinRLError):

@@ -7,14 +7,14 @@ needed for correctness: a new process reads all of it from the committed slots.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import ConfigError, MarinRLError, StorageError
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import tokenizer_for
@@ -24,6 +24,7 @@ from marin_rl.types import ServedPolicy, SlotRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from marin_rl.inference.endpoints import Published
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.serving.server import PolicyServer
     from marin_rl.serving.weights.canary import Suspect
@@ -61,6 +62,7 @@ class RunRuntime:
         self._serving = threading.RLock()
         self._server: PolicyServer | None = None
         self._transfers_failed = 0
+        self._published = False
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -193,24 +195,25 @@ class RunRuntime:
 
         from marin_rl.inference.client.sglang_client import client_of
         from marin_rl.rollouts.bridge import TemplateBridge
-        from marin_rl.serving.weights.canary import prove
+        from marin_rl.serving.weights.canary import prove_all
 
         identity = weights.identity
         version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
         began = time.monotonic()
-        endpoints, model_id = self._load_weights(version, weights)
+        published = self._load_weights(version, weights)
         policy = ServedPolicy(
-            endpoints=endpoints,
-            model=model_id,
+            endpoints=published.endpoints,
+            model=published.model,
             weight_version=version,
             parameters_digest=identity.parameters_digest,
             tokenizer_digest=identity.tokenizer_digest,
             chat_template_digest=identity.chat_template_digest,
             checkpoint=checkpoint,
-            transfer=self._transfer(time.monotonic() - began, weights.bytes),
+            transfer=self._transfer(time.monotonic() - began, weights.bytes, published.endpoints),
+            weights=published.weights,
         )
         config = self._run.config
-        prove(
+        proof = prove_all(
             policy,
             weights.trained,
             config.inference,
@@ -219,12 +222,16 @@ class RunRuntime:
             temperature=config.sampling.temperature,
             connect=client_of(config.inference, TemplateBridge(config.policy).prompt),
         )
-        return policy
+        # Adapters and SGLang's own route are asked for in other ways: there the list is fixed.
+        inference = config.inference
+        fixed = inference.publish == "lora_adapter" or inference.route == "sglang"
+        joins = inference.endpoints and not fixed
+        return replace(policy, canary=proof.canary) if joins else policy
 
-    def _transfer(self, seconds: float, size: int) -> dict[str, float]:
+    def _transfer(self, seconds: float, size: int, endpoints: Sequence[str]) -> dict[str, float]:
         """Cost of the weight transfer. Endpoints that must have the weights already get none."""
         inference = self._run.config.inference
-        remote = len(inference.endpoints) if inference.publish != "none" else 0
+        remote = len(endpoints) if inference.publish != "none" else 0
         servers = remote if inference.endpoints else 1
         return {
             "bytes": float(servers * size),
@@ -248,15 +255,16 @@ class RunRuntime:
                 model=loaded.model,
             )
 
-    def _load_weights(self, version: int, weights: "Weights") -> tuple[tuple[str, ...], str]:
-        """Load a model where it is served; return the endpoints and its model id."""
-        from marin_rl.inference.endpoints import publish
+    def _load_weights(self, version: int, weights: "Weights") -> "Published":
+        """Load a model where it is served."""
+        from marin_rl.inference.endpoints import Published, publish
         from marin_rl.training.model import save_hf
 
-        remote = self._run.config.inference.endpoints
-        if not remote:
+        identity = weights.identity
+        if not self._run.config.inference.endpoints:
             server = self._swapped_server(version, weights)
-            return (server.base_url,), server.model_id
+            return Published(endpoints=(server.base_url,), model=server.model_id)
+        names = identity.tokenizer_digest, identity.chat_template_digest
 
         if self._run.config.inference.publish == "lora_adapter":
             raise ConfigError(
@@ -267,7 +275,8 @@ class RunRuntime:
         def save(folder: Path) -> None:
             save_hf(weights.model, self.tokenizer, folder)
 
-        return remote, publish(self._run, version, weights.identity.parameters_digest, save)
+        self._published = True
+        return publish(self._run, version, identity.parameters_digest, names, save)
 
     def _swapped_server(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this model in it."""
@@ -305,6 +314,12 @@ class RunRuntime:
             if self._server is not None:
                 self._server.stop()
                 self._server = None
+            if self._published:
+                from marin_rl.inference.endpoints import unpublish
+
+                self._published = False
+                with suppress(StorageError):  # servers find by themselves that it is out of date
+                    unpublish(self._run)
 
 
 _runtimes: dict[tuple[str, str], RunRuntime] = {}

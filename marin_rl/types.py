@@ -297,11 +297,26 @@ def segment_starts(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Tokens that a policy samples for the canary's prompt, with the trainer's logprobs in nats.
+
+    An endpoint that joins later is proven by them, without the trainer.
+    """
+
+    temperature: float
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
     """Policy that a round samples from: endpoints (base URLs ending in /v1), model id, proven
     identity.
 
-    `transfer` has the cost of the weight sync: bytes, seconds, transfers, failures.
+    `transfer` has the cost of the weight sync: bytes, seconds, transfers, failures. `canary` is set
+    for remote endpoints alone, which may come and go; `weights` is the folder that those load which
+    are sent weights.
     """
 
     endpoints: tuple[str, ...]
@@ -312,3 +327,5 @@ class ServedPolicy:
     chat_template_digest: str
     checkpoint: SlotRef
     transfer: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    canary: Canary | None = field(default=None, compare=False)
+    weights: str | None = field(default=None, compare=False)

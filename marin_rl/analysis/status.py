@@ -3,6 +3,7 @@
 Returns plain rows; `marin_rl.display` draws them.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,8 +11,10 @@ from typing import Any, TypeVar
 from marin_rl.analysis.warnings import warnings_of
 from marin_rl.config import EnvironmentConfig
 from marin_rl.errors import MarinRLError
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
+from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.runs import (
     RoundProgress,
     Run,
@@ -82,6 +85,7 @@ class RunStatus:
     """Committed slots of a run, its metric rows, warnings, and one sentence on what it learned.
 
     The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
+    `fleet` are the servers that announce themselves, as their last heartbeats say.
     `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none, and
     `warm_start` where it has none, or rounds already.
     """
@@ -100,6 +104,7 @@ class RunStatus:
     headline: str
     warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
+    fleet: Sequence[Mapping[str, Any]] = ()
 
     @property
     def facts(self) -> dict[str, str]:
@@ -155,7 +160,27 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         headline=headline(rows),
         warnings=warnings_of(rows),
         rounds=_with_intervals(rows),
+        fleet=fleet_rows(run),
     )
+
+
+def fleet_rows(run: Run) -> list[dict[str, Any]]:
+    """Servers that announce themselves next to a run, by address; none of them is asked anything.
+
+    `beat_ago_s` is by the clocks of this machine and of the server, which may differ. What cannot
+    be read has its `error` alone.
+    """
+    rows: list[dict[str, Any]] = []
+    board = board_of(run.config.inference, run.folder)
+    for beat in board.heartbeats():
+        if isinstance(beat, UnreadableHeartbeat):
+            rows.append({"server": beat.name, "error": beat.error})
+            continue
+        shown = ("server", "url", "model", "weight_version", "slots", "busy", "queued", "beat")
+        row: dict[str, Any] = {name: getattr(beat, name) for name in shown}
+        row |= {"labels": dict(beat.labels), "tokens_per_second": beat.tokens_per_second}
+        rows.append(row | {"beat_ago_s": time.time() - beat.beat_at})
+    return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
 
 
 def _environment(config: EnvironmentConfig) -> str:

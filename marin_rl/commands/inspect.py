@@ -64,7 +64,7 @@ def status(
         _status_of_all(root, as_json=as_json)
         return
     from marin_rl.analysis.status import run_status
-    from marin_rl.display import key_values, rounds_table
+    from marin_rl.display import fleet_table, key_values, rounds_table
 
     current = run_status(root, run_name)
     if as_json:
@@ -73,6 +73,8 @@ def status(
     out.print(key_values(f"Run {run_name}", current.facts))
     if current.rounds:
         out.print(rounds_table(current.rounds, "Rounds"))
+    if current.fleet:
+        out.print(fleet_table(current.fleet))
     tell_learned(current)
 
 

@@ -1,6 +1,6 @@
 """`marin-rl serve`: an OpenAI-compatible server of a run's checkpoints or of a model folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,19 +57,30 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     poll_s: Annotated[
         float, typer.Option("--poll-s", min=0.1, help="seconds between checks for one")
     ] = 2.0,
+    register: Annotated[
+        bool, typer.Option("--register", help="with --follow: announce this server to the run")
+    ] = False,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="such as zone=eu")
+    ] = None,
+    announce: Annotated[
+        str | None, typer.Option("--announce", metavar="URL", help="address for the trainer")
+    ] = None,
     as_json: AsJsonLines = False,
 ) -> None:
     """Serve a run or a model folder as an OpenAI server.
 
-    Ctrl-C ends it. With --json, a line of standard output for each state: compiling, ready (with
-    url and model), draining, ended.
+    Ctrl-C ends it. With --follow --register it is one of the servers of a run whose
+    inference.endpoints is `registered`. With --json, a line of standard output for each state:
+    compiling, ready (with url and model), draining, ended.
     """
     share_one_heap()
-    if (run_name is None) == (model is None):
-        raise ConfigError("serve needs a RUN or --model FOLDER, and not both")
-    for flag, chosen in (("--follow", follow), ("--round", round_number is not None)):
-        if chosen and run_name is None:
-            raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
+    check_flags(
+        run_name,
+        model,
+        of_a_run={"--follow": follow, "--round": round_number is not None, "--register": register},
+        of_registered={"--label": bool(labels), "--announce": announce is not None},
+    )
     adapters = adapters_named(adapter or ())
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
@@ -83,6 +94,8 @@ def serve(  # noqa: PLR0913 - each is an option that people type
 
     report = tell_json if as_json else None
     if run_name is not None:
+        from marin_rl.serving.weights.registration import announcement_of
+
         code = serve_checkpoint(
             root,
             run_name,
@@ -93,6 +106,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
             adapters=adapters,
             follow=follow,
             poll_s=poll_s,
+            register=announcement_of(labels, announce) if register else None,
             report=report,
         )
         raise typer.Exit(code)
@@ -119,6 +133,26 @@ def adapters_named(options: Sequence[str]) -> dict[str, Path]:
         folders[name] = Path(path)
         check_adapter_folder(folders[name])
     return folders
+
+
+def check_flags(
+    run_name: str | None,
+    model: Path | None,
+    *,
+    of_a_run: Mapping[str, bool],
+    of_registered: Mapping[str, bool],
+) -> None:
+    """Raise ConfigError for flags that do not go together, each with whether it was given."""
+    if (run_name is None) == (model is None):
+        raise ConfigError("serve needs a RUN or --model FOLDER, and not both")
+    for flag, chosen in of_a_run.items():
+        if chosen and run_name is None:
+            raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
+    if of_a_run["--register"] and not of_a_run["--follow"]:
+        raise ConfigError("--register needs --follow: registered servers take every checkpoint")
+    for flag, chosen in of_registered.items():
+        if chosen and not of_a_run["--register"]:
+            raise ConfigError(f"{flag} needs --register: marin-rl serve RUN --follow --register")
 
 
 def check_folder(model: Path) -> None:

@@ -54,7 +54,13 @@ from marin_rl.config.section import (
     omitted_if_none,
     section_of,
 )
-from marin_rl.config.serving import EngineConfig, InferenceConfig, ServerConfig
+from marin_rl.config.serving import (
+    REGISTERED,
+    EngineConfig,
+    InferenceConfig,
+    ServerConfig,
+    split_labels,
+)
 from marin_rl.config.training import (
     CriticConfig,
     RewardModelConfig,
@@ -67,6 +73,7 @@ __all__ = [
     "OMIT_IF_NONE",
     "PLAN",
     "RECIPE",
+    "REGISTERED",
     "RUNTIME_ONLY",
     "RUN_ID_PATTERN",
     "AsynchronyConfig",
@@ -119,6 +126,7 @@ __all__ = [
     "pin_code",
     "section_of",
     "shipped_recipes",
+    "split_labels",
     "whole_weights",
     "without",
 ]

@@ -223,7 +223,16 @@ class Config(Section):
             raise ValueError(
                 f"asynchrony.max_staleness is {ahead}, but inference.publish none leaves it to the "
                 "endpoints which checkpoint they serve: set inference.publish to "
-                "update_weights_from_disk, so that they keep one until a round is sampled"
+                "update_weights_from_disk or pull, so that they keep one until a round is sampled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_machines_reach_the_policy(self) -> "Config":
+        if self.flow.runner != "local" and not self.inference.endpoints:
+            raise ValueError(
+                f"flow.runner is {self.flow.runner}, but inference.endpoints is empty: the "
+                "embedded engine answers this process alone; expected endpoints, such as registered"
             )
         return self
 

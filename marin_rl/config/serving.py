@@ -6,7 +6,7 @@ With the limits that a server sets for its callers. Leaves out what is sampled (
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marin_rl.config.section import (
     OMIT_IF_NONE,
@@ -34,6 +34,39 @@ def _key_variable(name: str) -> str:
 
 
 KeyVariable = Annotated[str, AfterValidator(_key_variable)]
+
+REGISTERED = "registered"
+_LABEL = r"[A-Za-z0-9_.-]{1,63}=[A-Za-z0-9_.:-]{1,63}"
+_LABEL_WORD = re.compile(_LABEL)
+_PLACE = re.compile(rf"((dns:http|https?)://[^\s]+|file:[^\s].*?)( {_LABEL})*")
+
+
+def _as_list(value: object) -> object:
+    """A single entry stands for a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+def _endpoint_entry(entry: str) -> str:
+    if entry != REGISTERED and not _PLACE.fullmatch(entry):
+        raise ValueError(
+            f"expected http(s)://HOST/v1, dns:http://NAME:PORT/v1 or file:PATH, with labels like "
+            f"zone=eu after a space, or {REGISTERED}; found {entry!r:.200}"
+        )
+    return entry
+
+
+def split_labels(entry: str) -> tuple[str, dict[str, str]]:
+    """The place of an entry, and the labels after it."""
+    words = entry.split(" ")
+    labels: dict[str, str] = {}
+    while len(words) > 1 and _LABEL_WORD.fullmatch(words[-1]):
+        name, _, value = words.pop().partition("=")
+        labels[name] = value
+    return " ".join(words), labels
+
+
+PublishedBy = Literal["none", "pull", "update_weights_from_disk", "vllm_reload", "lora_adapter"]
+EndpointEntry = Annotated[str, AfterValidator(_endpoint_entry)]
 
 
 class EngineConfig(Section):
@@ -194,8 +227,23 @@ class ServerConfig(Section):
 class InferenceConfig(Section):
     """Source of completions: the embedded server, or remote OpenAI-compatible endpoints."""
 
-    endpoints: tuple[str, ...] = runtime_field(
-        default=(), description="base URLs ending in /v1; empty: serve from this process"
+    endpoints: Annotated[tuple[EndpointEntry, ...], BeforeValidator(_as_list)] = runtime_field(
+        default=(),
+        description="servers to sample from, a list or one of: base URLs ending in /v1; "
+        "dns:http://NAME:PORT/v1 for every address of a name; file:PATH for such entries by line; "
+        "registered for those that announce themselves next to the run; labels follow a space "
+        "(zone=eu); empty: serve from this process",
+    )
+    zone: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.:-]{1,63}$",
+        description="endpoints with this label zone are asked first, others while those are full; "
+        "null: all alike",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    fleet_timeout_s: Seconds = runtime_field(
+        default=300.0,
+        description="seconds that sampling waits while no endpoint serves the round's policy",
     )
     host: str | None = Field(
         default=None,
@@ -216,11 +264,12 @@ class InferenceConfig(Section):
         default="MARIN_RL_API_KEY",
         description="environment variable, MARIN_RL_*, that holds the bearer token",
     )
-    publish: Literal["none", "update_weights_from_disk", "lora_adapter"] = runtime_field(
+    publish: PublishedBy = runtime_field(
         default="none",
-        description="how remote endpoints receive new weights: by SGLang's route "
-        "update_weights_from_disk; the adapter alone, of a run that trains one, by vLLM's route "
-        "load_lora_adapter or SGLang's; or not at all",
+        description="how remote endpoints receive new weights: not at all; pull: by following the "
+        "run themselves (marin-rl serve --follow); by SGLang's route update_weights_from_disk; by "
+        "vLLM's routes of its development mode (vllm_reload); or the adapter alone, of a run that "
+        "trains one, by vLLM's route load_lora_adapter or SGLang's",
     )
     publish_root: str | None = runtime_field(
         default=None,
@@ -266,4 +315,21 @@ class InferenceConfig(Section):
                 "route: sglang samples from the base model alone; expected the chat route with "
                 "publish: lora_adapter"
             )
+        return self
+
+    @property
+    def pulled(self) -> bool:
+        """True where the endpoints take each checkpoint by themselves."""
+        return self.publish == "pull"
+
+    @model_validator(mode="after")
+    def _the_fleet_follows(self) -> "InferenceConfig":
+        """Refuse ways to new weights that a fleet, or no fleet, cannot take."""
+        if REGISTERED in self.endpoints and not self.pulled:
+            raise ValueError(
+                f"publish is {self.publish}, but endpoints has registered: such servers take each "
+                "checkpoint by themselves; expected pull"
+            )
+        if self.pulled and not self.endpoints:
+            raise ValueError("publish is pull, but endpoints is empty: expected registered or URLs")
         return self

@@ -7,3 +7,4 @@ from marin_rl.types import Message
 
 CANARY_PROMPT = (Message(role="user", content="Which policy are you?"),)
 CANARY_TOKENS = 4
+CANARY_SEED = 20_240_229

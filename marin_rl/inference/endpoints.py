@@ -1,22 +1,36 @@
 """Remote endpoints: sending them a checkpoint's weights, and the model id that they then serve.
 
-The weights travel as a Hugging Face folder on a file system that trainer and endpoints share, and
-each endpoint loads it on request. Of an adapter run only the adapter travels, as a PEFT folder,
-under a name for each version: prefix caches of servers are keyed by it. The canary proves that the
+Weights that are sent travel as a Hugging Face folder on a file system that trainer and endpoints
+share, and each endpoint loads it on request. Of an adapter run only the adapter travels, as a PEFT
+folder, under a name for each version: prefix caches of servers are keyed by it. Servers that follow
+the run get the name of the checkpoint to serve, and are waited for. The canary proves that each
 endpoint samples with them.
 """
 
 import asyncio
+import logging
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from marin_rl.config import InferenceConfig
-from marin_rl.errors import ConfigError, StalePolicy
+from marin_rl.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    FleetEmpty,
+    InputError,
+    StalePolicy,
+)
 from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_adapters
+from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
+from marin_rl.inference.client.publishing import Publisher, check_complete
+from marin_rl.storage.fleet import Target, run_sha256
 from marin_rl.storage.runs import Run, round_name, round_of
 from marin_rl.storage.stores.local import check_way
 
@@ -25,31 +39,108 @@ Save = Callable[[Path], None]
 # Versions whose adapters stay at the endpoints: this round's, and the one before, on which
 # requests of other workers may still run.
 ADAPTERS_KEPT = 2
+LOOK_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
-def publish(run: Run, version: int, digest: str, save: Save) -> str:
-    """Make every endpoint of a run serve these parameters; the model id they answer to.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Endpoints that serve a policy, its model id there, and the folder they were sent, if any."""
 
-    `save` writes them as a Hugging Face folder, with `publish: lora_adapter` as a PEFT folder.
-    Without `inference.publish`, endpoints must serve the model already. Raises StalePolicy where
-    they do not, ConfigError without a shared folder, and what the client raises.
+    endpoints: tuple[str, ...]
+    model: str
+    weights: str | None = None
+
+
+def publish(
+    run: Run, version: int, digest: str, tokenizer: tuple[str, str], save: Save
+) -> Published:
+    """Make every endpoint of a run serve these parameters.
+
+    `tokenizer` are its digest and that of its chat template; `save` writes the parameters as a
+    Hugging Face folder, with `publish: lora_adapter` as a PEFT folder. Without `inference.publish`,
+    endpoints must serve the model already. Raises StalePolicy where they do not, FleetEmpty where
+    there are none, ConfigError without a shared folder, and what the client raises.
     """
     inference = run.config.inference
+    source = EndpointSource.of(run.config, *tokenizer)
+    if inference.pulled:
+        return _pulled(run, version, digest, source)
+    endpoints, folder = _named(source, inference.fleet_timeout_s), None
     if inference.publish == "lora_adapter":
-        return asyncio.run(_load_adapter(run, version, digest, save))
-    if inference.publish == "update_weights_from_disk":
-        folder = _exported(run, version, digest, save)
-        asyncio.run(_update(inference, folder, version, digest))
-    return asyncio.run(_model_id(inference, version, digest))
+        model = asyncio.run(_load_adapter(run, endpoints, version, digest, save))
+        return Published(endpoints=endpoints, model=model)
+    if inference.publish == "update_weights_from_disk" or inference.publish == "vllm_reload":
+        folder = str(_exported(run, version, digest, save, _is_complete))
+        weights = Publisher(kind=inference.publish, folder=folder, version=version, digest=digest)
+        endpoints = asyncio.run(_send(inference, endpoints, weights))
+    model = asyncio.run(_model_id(inference, endpoints, version, digest))
+    return Published(endpoints=endpoints, model=model, weights=folder)
 
 
-def _exported(run: Run, version: int, digest: str, save: Save) -> Path:
+def unpublish(run: Run) -> None:
+    """Let servers that follow the run go on to its newest checkpoint. Raises StorageError."""
+    if run.config.inference.pulled:
+        board_of(run.config.inference, run.folder).release()
+
+
+def _pulled(run: Run, version: int, digest: str, source: EndpointSource) -> Published:
+    """Have followers serve a checkpoint, and wait until one does. Raises FleetEmpty."""
+    inference = run.config.inference
+    board_of(inference, run.folder).aim(
+        Target(
+            run_sha256=run_sha256(run.folder),
+            version=version,
+            # No trainer at work is further ahead: its round is sampled before later ones end.
+            through=version + run.config.max_staleness + 1,
+            parameters_digest=digest,
+        )
+    )
+    model = served_model_id(inference.model, version, digest)
+
+    async def wait() -> list[str]:
+        client = FleetClient(
+            source=source,
+            model=model,
+            api_key=os.environ.get(inference.api_key_variable),
+            fleet_timeout_s=inference.fleet_timeout_s,
+            timeout_s=inference.request_timeout_s,
+        )
+        async with client:
+            return await client.wait_until_ready()
+
+    return Published(endpoints=tuple(asyncio.run(wait())), model=model)
+
+
+def _named(source: EndpointSource, timeout_s: float) -> tuple[str, ...]:
+    """URLs that a source names, once there are some. Raises FleetEmpty."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        usable = tuple(endpoint.url for endpoint in source.resolve() if not endpoint.refused)
+        if usable:
+            return usable
+        if time.monotonic() > deadline:
+            raise FleetEmpty(
+                f"inference.endpoints named no endpoint for {timeout_s:g} s "
+                "(inference.fleet_timeout_s): expected a line in its file, or an address of its "
+                "name"
+            )
+        time.sleep(LOOK_S)
+
+
+def _exported(
+    run: Run, version: int, digest: str, save: Save, is_complete: Callable[[Path], bool]
+) -> Path:
     """The folder with the parameters; all but the newest of the older ones are removed."""
     folder = _exports(run) / f"{round_name(version)}-{digest[:16]}"
-    if not folder.exists():
+    if not is_complete(folder):
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
         save(partial)
+        if folder.exists():  # cut short by someone: the new one takes its place in two renames
+            folder.rename(partial.with_suffix(".old"))
         partial.rename(folder)
+        shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)
     older = sorted(path for path in folder.parent.iterdir() if path.name < folder.name)
     for path in older[:-1]:  # an endpoint may still be reading the last one
         shutil.rmtree(path)
@@ -69,17 +160,19 @@ def _exports(run: Run) -> Path:
     return local.resolve()
 
 
-async def _load_adapter(run: Run, version: int, digest: str, save: Save) -> str:
+async def _load_adapter(
+    run: Run, endpoints: Sequence[str], version: int, digest: str, save: Save
+) -> str:
     """Unload what no request needs any more, then load this version under a name of its own."""
     inference = run.config.inference
     name = served_model_id(inference.model, version, digest)
     old = _adapters_before(run, version)
-    async with _client(inference, inference.model) as client:
+    async with _client(inference, endpoints, inference.model) as client:
         # first, so that there is room; only names of this run, for others may share the endpoints
         await unload_adapters(client, old)
         adapter = NewAdapter(
             name=name,
-            folder=str(_exported(run, version, digest, save)),
+            folder=str(_exported(run, version, digest, save, Path.exists)),
             weight_version=version,
             parameters_digest=digest,
         )
@@ -98,18 +191,44 @@ def _adapters_before(run: Run, version: int) -> list[str]:
     ]
 
 
-async def _update(inference: InferenceConfig, folder: Path, version: int, digest: str) -> None:
-    async with _client(inference, inference.model) as client:
-        await client.update_weights(str(folder), version, digest)
+def _is_complete(folder: Path) -> bool:
+    try:
+        check_complete(folder)
+    except InputError:
+        return False
+    return True
 
 
-async def _model_id(inference: InferenceConfig, version: int, digest: str) -> str:
+async def _send(
+    inference: InferenceConfig, endpoints: Sequence[str], weights: Publisher
+) -> tuple[str, ...]:
+    """URLs of the endpoints that have loaded the weights: all, or of vLLM those that are not lost.
+
+    Raises EndpointUnavailable where all are, and what loading raises.
+    """
+    async with _client(inference, endpoints, inference.model) as client:
+        calls = (client.publish(weights, url) for url in endpoints)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    failed = {
+        u: o for u, o in zip(endpoints, outcomes, strict=True) if isinstance(o, BaseException)
+    }
+    for url, error in failed.items():
+        lost = isinstance(error, EndpointUnavailable) and weights.kind == "vllm_reload"
+        if not lost or len(failed) == len(endpoints):
+            raise error
+        _log.warning("endpoint %s is lost, the others go on: %s", url, error)
+    return tuple(url for url in endpoints if url not in failed)
+
+
+async def _model_id(
+    inference: InferenceConfig, endpoints: Sequence[str], version: int, digest: str
+) -> str:
     """The model id with its version where the endpoints have versions, else the plain name.
 
     An endpoint that names another version did not load these weights.
     """
     exact = served_model_id(inference.model, version, digest)
-    async with _client(inference, exact) as client:
+    async with _client(inference, endpoints, exact) as client:
         served = await client.models_of_each()
     common = set.intersection(*served.values())
     others = {
@@ -136,13 +255,13 @@ def _speaks_of_versions(name: str, model: str) -> bool:
     return parsed is not None and parsed.name == model
 
 
-def _client(inference: InferenceConfig, model: str) -> PolicyClient:
+def _client(inference: InferenceConfig, endpoints: Sequence[str], model: str) -> PolicyClient:
     return PolicyClient(
-        endpoints=inference.endpoints,
+        endpoints=endpoints,
         model=model,
         api_key=os.environ.get(inference.api_key_variable),
         admin_key=os.environ.get(inference.server.admin_key_variable),
         timeout_s=inference.request_timeout_s,
         attempts_max=inference.request_attempts_max,
-        in_flight_max=len(inference.endpoints),
+        in_flight_max=len(endpoints),
     )

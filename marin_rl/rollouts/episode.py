@@ -286,7 +286,8 @@ class EpisodeDriver:
     ) -> list[tuple[ChatAnswer, Completion]]:
         """Completions in the order of the members; the greedy one is a request of its own."""
         messages, tools = prompt.messages, prompt.tools
-        chat, last = partial(self.client.chat, tools=tools), request.size - 1
+        chat = partial(self.client.chat, tools=tools, session=request.group_id)
+        last = request.size - 1
         if len(indices) < request.size:
             calls = [chat(messages, 1, request.sampling_of(index)) for index in indices]
         elif request.greedy:
@@ -342,7 +343,7 @@ class EpisodeDriver:
                     reason = full
                     break
                 sampling = self._within_limits(sampling, ids, place)
-                answer = await self._go_on(dialogue, tools, sampling, ids)
+                answer = await self._go_on(dialogue, tools, sampling, ids, request.group_id)
             except BridgeFault as error:
                 _log.warning("an episode of %r ended early: %s", self.environment.name, error)
                 reason = BRIDGE
@@ -463,11 +464,13 @@ class EpisodeDriver:
         tools: Sequence[Tool],
         sampling: Sampling,
         ids: Int32[np.ndarray, " P"],
+        session: str,
     ) -> ChatAnswer:
         """Sample a member's next turn from exact ids, or from messages where there are none."""
+        chat = partial(self.client.chat, dialogue, 1, sampling, tools=tools, session=session)
         if not len(ids):
-            return await self.client.chat(dialogue, 1, sampling, tools=tools)
-        answer = await self.client.chat(dialogue, 1, sampling, prompt_ids=ids, tools=tools)
+            return await chat()
+        answer = await chat(prompt_ids=ids)
         self._check_identity(answer)
         if not np.array_equal(answer.prompt_token_ids, ids):
             raise BadResponse(

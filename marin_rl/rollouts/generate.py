@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.config import Config, fingerprint_fields
@@ -28,7 +29,10 @@ from marin_rl.errors import (
     RewardFault,
     ToolFault,
 )
+from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
@@ -115,6 +119,18 @@ async def generate_shard(
         groups = await asyncio.to_thread(add_model_reward, groups, settings, scorer)
         stamp = {STAMP: scorer.identity.parameters_digest}
     return await asyncio.to_thread(commit_shard, run, round, shard, groups, digest, policy, stamp)
+
+
+async def committed_shard(
+    run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
+) -> SlotRef | None:
+    """The shard that `generate_shard` would return without sampling; None where it would sample.
+
+    Raises CommitConflict where another content is committed, StorageError.
+    """
+    environment = await asyncio.to_thread(environment_of, run.config)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    return await asyncio.to_thread(shard_ref, run, round, shard, digest)
 
 
 def shard_fingerprint(
@@ -238,6 +254,8 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     meter = _Meter(replace(progress, total=len(requests)))
     template = TemplateBridge(config.policy)
     finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
+    if policy.canary is not None and connect is None:
+        connect = _fleet_of(config, policy)
     async with (connect or client_of(inference, template.prompt))(
         endpoints=policy.endpoints,
         model=policy.model,
@@ -286,6 +304,35 @@ def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> Finish
         settings=part.config,
         config=config,
         vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
+    )
+
+
+def _fleet_of(config: Config, policy: ServedPolicy) -> Connect:
+    """A client of the endpoints that are there at the moment, for those that serve `policy`."""
+    names = policy.tokenizer_digest, policy.chat_template_digest
+    return partial(
+        FleetClient,
+        source=EndpointSource.of(config, *names),
+        canary=policy.canary,
+        weights=_sent_weights(config, policy),
+        admin_key=os.environ.get(config.inference.server.admin_key_variable),
+        zone=config.inference.zone,
+        fleet_timeout_s=config.inference.fleet_timeout_s,
+    )
+
+
+def _sent_weights(config: Config, policy: ServedPolicy) -> Publisher | None:
+    """The weights that endpoints are sent; None where they have, or take, them by themselves."""
+    publish = config.inference.publish
+    if policy.weights is None or (
+        publish != "vllm_reload" and publish != "update_weights_from_disk"
+    ):
+        return None
+    return Publisher(
+        kind=publish,
+        folder=policy.weights,
+        version=policy.weight_version,
+        digest=policy.parameters_digest,
     )
 
 

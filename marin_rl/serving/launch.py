@@ -8,8 +8,9 @@ Inside a run the server lives in the flow's process instead and takes the traine
 """
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
@@ -32,8 +34,10 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_slot,
     with_update_root,
 )
-from marin_rl.serving.weights.weight_updates import POLL_S, canary_ids, following
-from marin_rl.storage.runs import Run
+from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following
+from marin_rl.serving.weights.registration import Announcement, Registration
+from marin_rl.serving.weights.weight_updates import canary_ids
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.model import LmHeadModel, load_hf, parameter_shapes, parameters_digest
 from marin_rl.types import ServedPolicy, SlotRef
@@ -57,14 +61,16 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     adapters: Mapping[str, Path] = NO_ADAPTERS,
     follow: bool = False,
     poll_s: float | int = POLL_S,
+    register: Announcement | None = None,
     report: Report | None = None,
 ) -> int:
     """Serve a committed checkpoint of a run (default: the latest); the process's exit code.
 
     Of `config` the section `inference` counts, else the run's own. `adapters` are PEFT folders by
     name. With `follow`, every later checkpoint takes the place of the one before as it is
-    committed, which it cannot while adapters are loaded on it. Raises ObjectMissing where the
-    checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
+    committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it;
+    with `register`, the server also announces itself to that trainer. Raises ObjectMissing where
+    the checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
     of its manifest, InferenceError where the engine decodes something else than was trained, and
     ConfigError for the address.
     """
@@ -72,6 +78,8 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     keep_freed_memory()
     run = Run.open(root, run_id)
     which = "the latest checkpoint" if round is None else f"checkpoint {round}"
+    if register is not None:
+        _wait_for_checkpoint(run, poll_s)
     _announce(f"loading {which} of {run.folder.url}")
     loaded = read_checkpoint(run, round)
     inference = run.config.inference if config is None else config.inference
@@ -79,11 +87,43 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     read = read_adapters(loaded.model, adapters)
     settings = with_room(settings, read)
     _announce("proving that the engine decodes as trained")
-    server = proven_server(loaded, tokenizer_for(settings.policy), settings, read)
+    tokenizer = tokenizer_for(settings.policy)
+    server = proven_server(loaded, tokenizer, settings, read)
     if not follow:
         return serve_forever(server, host, port, announce=_announce, report=report)
-    with following(server.updater, run, loaded.round or 0, poll_s=poll_s):
+    board = board_of(inference, run.folder)
+    with ExitStack() as stack:
+        stack.enter_context(
+            following(server.updater, run, loaded.round or 0, board=board, poll_s=poll_s)
+        )
+        if register is not None:
+            names = TokenizerIdentity.of(tokenizer)
+            registration = Registration(run, settings, names, server.engine, register)
+            stack.callback(registration.stop)
+            report = _registered(registration, report)
         return serve_forever(server, host, port, announce=_announce, report=report)
+
+
+def _wait_for_checkpoint(run: Run, poll_s: float | int) -> None:
+    """Return once the run has a checkpoint: a fleet may be started before its trainer."""
+    if latest_checkpoint(run) is None:
+        _announce(f"waiting for the first checkpoint of {run.folder.url}")
+    while latest_checkpoint(run) is None:
+        time.sleep(poll_s)
+
+
+def _registered(registration: Registration, report: Report | None) -> Report:
+    """A report that announces the server once it is ready, and withdraws it before it drains."""
+
+    def tell(state: Mapping[str, Any]) -> None:
+        if state["state"] == "ready":
+            registration.start(state["url"])
+        elif state["state"] == "draining":
+            registration.stop()
+        if report is not None:
+            report(state)
+
+    return tell
 
 
 def serve_folder(

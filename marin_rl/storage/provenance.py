@@ -1,5 +1,6 @@
 """Code and library versions: what every manifest records of its writer."""
 
+import hashlib
 import os
 import platform
 import shutil
@@ -9,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import marin_rl
+import schemas
 
 LIBRARIES = (
     "numpy", "pyarrow", "fsspec", "gcsfs", "s3fs", "jax", "jaxlib", "optax", "orbax-checkpoint",
@@ -37,6 +39,18 @@ def code_version() -> dict[str, str]:
         if answer.returncode == 0:
             result["git"] = answer.stdout.strip()
     return result
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 over the Python files of marin-rl: equal where the same code computes."""
+    digest = hashlib.sha256()
+    top = Path(marin_rl.__file__).parent
+    for room in (top, Path(schemas.__file__).parent):
+        for path in sorted(room.rglob("*.py")):
+            name = f"{room.name}/{path.relative_to(room).as_posix()}"
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 @cache

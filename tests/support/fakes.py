@@ -89,6 +89,7 @@ class FakePolicyServer:
         self.api_key = api_key
         self.has_chat_tokens = has_chat_tokens
         self.extra: dict[str, Any] = {}
+        self.metrics = ""
         self.error_headers: dict[str, str] = {}
         self.error_code: str | None = None
         self.updates: list[tuple[str | None, dict[str, Any]]] = []
@@ -214,6 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._send_bytes(200, self.server.fake.metrics.encode())
+            return
         models = [{"id": self.server.fake.model, "object": "model"}]
         self._send(200, {"object": "list", "data": models})
 

@@ -81,6 +81,7 @@ class ScriptedClient(PolicyClient):
         *,
         prompt_ids: np.ndarray | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """Answer with `n` turns of the script."""
         if prompt_ids is None:

@@ -8,15 +8,13 @@ Every answer is checked before anyone trains on it. Scoring, rollouts and files 
 import asyncio
 import itertools
 import random
-import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import orjson
@@ -31,8 +29,8 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
+from marin_rl.inference.client.connections import Connections
 from marin_rl.inference.client.protocol import (
-    UPDATE_WEIGHTS_ROUTE,
     ChatAnswer,
     ChatRequest,
     PlainRequest,
@@ -40,6 +38,7 @@ from marin_rl.inference.client.protocol import (
     decode_answer,
     decode_turns,
 )
+from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.turn_batches import TurnBatches
 from marin_rl.types import Message, Sampling
 
@@ -49,9 +48,9 @@ if TYPE_CHECKING:
 PAUSE_FIRST_S = 0.5
 PAUSE_MAX_S = 30.0
 MESSAGE_CHARACTERS_MAX = 500
-POOL_CONNECTIONS = 16
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Value = TypeVar("Value")
+
 _PASSING = (408, 409, 425, 429)
 _ASKS_TO_WAIT = (429, 503)
 _OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
@@ -90,10 +89,10 @@ class PolicyClient:
         self._in_flight = asyncio.Semaphore(in_flight_max)
         self._turn = itertools.count()
         self._has_chat_tokens = True  # until an endpoint says that it has no such route
-        self._turns = TurnBatches(self._ask_turns, turns_per_request)
+        self._turns = TurnBatches(self._ask_turns, turns_per_request, self._place_of)
         self._endpoints = tuple(endpoints)
-        self._not_before = [0.0] * len(self._endpoints)
-        self._connections = tuple(_Connections(url, api_key, timeout_s) for url in endpoints)
+        self._not_before: dict[str, float] = {}
+        self._connections: dict[str, Connections] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,7 +103,7 @@ class PolicyClient:
     async def close(self) -> None:
         """Close every connection."""
         await self._turns.close()
-        for connections in self._connections:
+        for connections in self._connections.values():
             await connections.close()
 
     async def chat(
@@ -115,11 +114,13 @@ class PolicyClient:
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
-        `prompt_ids` are the exact ids to go on from; without them the endpoint renders `messages`
-        and `tools`.
+        Requests of one `session` go to one endpoint while it can be, where a fleet has several: a
+        dialogue's cache is there. `prompt_ids` are the exact ids to go on from; without them the
+        endpoint renders `messages` and `tools`.
         Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
         refuses the request, StalePolicy when it serves another model, BadResponse when its answer
         cannot be trained on.
@@ -131,13 +132,15 @@ class PolicyClient:
             sampling=sampling,
             prompt_ids=prompt_ids,
             tools=tuple(tools),
+            session=session,
         )
         if self._turns.takes(request):
             answer = await self._turns.ask(request)
         elif prompt_ids is not None and n == 1:
             answer = await self._go_on(request, prompt_ids)
         else:
-            answer = decode_answer(await self._send("POST", request.path, request.body()))
+            data = await self._send("POST", request.path, request.body(), session)
+            answer = decode_answer(data)
         self._check(answer, n)
         return answer
 
@@ -145,16 +148,18 @@ class PolicyClient:
         """Answer to exact ids: by the chat route for them, else by that of plain completions."""
         if self._has_chat_tokens:
             try:
-                return decode_answer(await self._send("POST", request.path, request.body()))
+                data = await self._send("POST", request.path, request.body(), request.session)
+                return decode_answer(data)
             except NoSuchRoute:
                 self._has_chat_tokens = False
         plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
-        (answer, *_) = decode_turns(await self._send("POST", plain.path, plain.body()))
+        data = await self._send("POST", plain.path, plain.body(), request.session)
+        (answer, *_) = decode_turns(data)
         return answer
 
     async def _ask_turns(self, request: TurnsRequest) -> list[ChatAnswer]:
         """Answers to the prompts of one request, in order. Raises as `chat` does."""
-        data = await self._send("POST", request.path, request.body())
+        data = await self._send("POST", request.path, request.body(), request.session)
         try:
             return decode_turns(data)
         except BadResponse as error:
@@ -186,8 +191,8 @@ class PolicyClient:
     async def models_of_each(self) -> dict[str, set[str]]:
         """Ids that each endpoint serves. Raises as `chat` does."""
         return {
-            url: _model_ids(await self._attempt(index, "GET", "/models", None))
-            for index, url in enumerate(self._endpoints)
+            url: model_ids(await self._attempt(url, "GET", "/models", None))
+            for url in self._endpoints
         }
 
     async def update_weights(
@@ -195,31 +200,49 @@ class PolicyClient:
     ) -> None:
         """Have every endpoint load a Hugging Face folder, by SGLang's route.
 
-        The digest is for servers that verify it (ours); others ignore it. Raises StalePolicy where
-        the folder has other weights than the digest says, else as `chat` does.
+        Raises StalePolicy where the folder has other weights than the digest says, else as
+        `publish` does.
         """
-        body = {
-            "model_path": model_path,
-            "weight_version": str(weight_version),
-            "parameters_digest": parameters_digest,
-        }
+        weights = Publisher(
+            kind="update_weights_from_disk",
+            folder=model_path,
+            version=weight_version,
+            digest=parameters_digest,
+        )
+        await asyncio.gather(*(self.publish(weights, url) for url in self._endpoints))
 
-        every = range(len(self._endpoints))
-        await asyncio.gather(*(self.post_as_admin(i, UPDATE_WEIGHTS_ROUTE, body) for i in every))
+    async def publish(self, weights: Publisher, url: str) -> None:
+        """Have one endpoint load weights, with the admin key where there is one.
+
+        Raises InputError for an incomplete folder, StalePolicy, and as `chat` does.
+        """
+
+        async def attempt(tried: int) -> None:
+            await weights.publish(partial(self.send_as_admin, url))
+
+        await self._retried(attempt)
 
     async def post_as_admin(self, index: int, route: str, body: dict[str, Any]) -> bytes:
         """Answer of one endpoint to a route below its host, asked with the admin key.
 
         Raises as `chat` does, and NoSuchRoute.
         """
-        url = self._endpoints[index].removesuffix("/v1") + route
 
-        async def post(_: int) -> bytes:
-            return await self._attempt(index, "POST", url, body, key=self._admin_key)
+        async def post(tried: int) -> bytes:
+            return await self.send_as_admin(self._endpoints[index], "POST", route, body)
 
         return await self._retried(post)
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+    async def send_as_admin(
+        self, url: str, method: str, path: str, body: dict[str, Any] | None
+    ) -> bytes:
+        """Send a request to a path from the root of an endpoint, once. Raises as `chat` does."""
+        route = url.removesuffix("/v1") + path
+        return await self._attempt(url, method, route, body, key=self._admin_key)
+
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
+    ) -> bytes:
         # Round robin: requests of a round are alike, so counting them is counting load.
         first = next(self._turn)
 
@@ -228,7 +251,7 @@ class PolicyClient:
 
         return await self._retried(send)
 
-    async def _retried(self, send: Callable[[int], Awaitable[bytes]]) -> bytes:
+    async def _retried(self, send: Callable[[int], Awaitable[Value]]) -> Value:
         """`send`, given the number of tries before, until it neither passes nor fails for good."""
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(EndpointUnavailable),
@@ -248,37 +271,42 @@ class PolicyClient:
             return 0.0
         return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
 
-    def _willing(self, first: int) -> int:
+    def _willing(self, first: int) -> str:
         """Return endpoint `first`, or the next one after it that is not backing off."""
         count, now = len(self._endpoints), time.monotonic()
-        candidates = [(first + step) % count for step in range(count)]
-        return min(candidates, key=lambda index: max(self._not_before[index], now))
+        candidates = [self._endpoints[(first + step) % count] for step in range(count)]
+        return min(candidates, key=lambda url: max(self._not_before.get(url, 0.0), now))
 
-    async def _left_alone(self, index: int) -> None:
+    async def _left_alone(self, url: str) -> None:
         """Wait as long as the endpoint requested, plus jitter to spread retries."""
-        left_s = self._not_before[index] - time.monotonic()
+        left_s = self._not_before.get(url, 0.0) - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S)))
 
     async def _attempt(
         self,
-        index: int,
+        url: str,
         method: str,
         path: str,
         body: dict[str, Any] | None,
         *,
         key: str | None = None,
+        gate: AbstractAsyncContextManager[Any] | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
-        """Send a request once. The time limit is on the complete answer, not between bytes."""
+        """Send a request once. The time limit is on the complete answer, not between bytes.
+
+        `gate` takes the place of the bound on requests in flight, `timeout_s` that of the client's.
+        """
         import httpx2
         import openai
 
-        url = self._endpoints[index]
         # Before the semaphore: a request that waits for its server holds no place of others.
-        await self._left_alone(index)
+        await self._left_alone(url)
+        timeout_s = timeout_s or self._timeout_s
         try:
-            async with self._in_flight, asyncio.timeout(self._timeout_s):
-                with self._connections[index].lend() as client:
+            async with gate or self._in_flight, asyncio.timeout(timeout_s):
+                with self._connected(url).lend() as client:
                     if key is not None:
                         client = client.with_options(api_key=key)  # over the same connections
                     if method == "POST":
@@ -287,15 +315,28 @@ class PolicyClient:
                         response = await client.get(path, cast_to=httpx2.Response)
                     return response.content
         except TimeoutError:
-            raise EndpointUnavailable(f"{url}: no answer in {self._timeout_s:g} s") from None
+            raise EndpointUnavailable(f"{url}: no answer in {timeout_s:g} s") from None
         except openai.APIConnectionError as error:
+            self._on_broken(url)
             raise EndpointUnavailable(self._message(url, error.__cause__ or error)) from None
         except openai.APIStatusError as error:
             # Bounded by our own time limit: a server may ask for days.
             if error.status_code in _ASKS_TO_WAIT:
                 wait_s = min(_retry_after_s(error.response.headers), self._timeout_s)
-                self._not_before[index] = time.monotonic() + wait_s
+                self._not_before[url] = time.monotonic() + wait_s
             raise self._refusal(url, error) from None
+
+    def _connected(self, url: str) -> Connections:
+        if url not in self._connections:
+            self._connections[url] = Connections(url, self._api_key, self._timeout_s)
+        return self._connections[url]
+
+    def _place_of(self, session: str) -> str:
+        """Endpoint that has a session's cache; empty where that does not matter."""
+        return ""
+
+    def _on_broken(self, url: str) -> None:
+        """Take note that an endpoint refused or broke a connection."""
 
     def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
         """Error for a status other than 2xx."""
@@ -326,76 +367,6 @@ class PolicyClient:
         return text[:MESSAGE_CHARACTERS_MAX]
 
 
-class _Connections:
-    """Connections to one endpoint, in pools of a few.
-
-    The HTTP library looks at every connection of a pool for each request: with 512 in one pool a
-    request costs 6.5 ms of CPU, in pools of 16 it costs 2 ms.
-    """
-
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        self._connect = partial(_connect, url, api_key, timeout_s, POOL_CONNECTIONS)
-        self._all: list[openai.AsyncOpenAI] = []
-        self._unused: list[openai.AsyncOpenAI] = []  # one entry per connection
-
-    @contextmanager
-    def lend(self) -> "Iterator[openai.AsyncOpenAI]":
-        """Lend the client of a pool with a connection that no request uses."""
-        if not self._unused:
-            client = self._connect()
-            self._all.append(client)
-            self._unused += [client] * POOL_CONNECTIONS
-        # the one that was returned last: its connection is the likeliest to be open still
-        client = self._unused.pop()
-        try:
-            yield client
-        finally:
-            self._unused.append(client)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        for client in self._all:
-            await client.close()
-
-
-def _connect(
-    url: str, api_key: str | None, timeout_s: float, connections: int
-) -> "openai.AsyncOpenAI":
-    """A client without retries of its own.
-
-    Imported here, because `openai` takes most of a second to import and only rollouts need it.
-    Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
-    given. Proxies of the environment are not asked for what runs on this machine.
-    """
-    import httpx2
-    import openai
-
-    parts = urlsplit(url)
-    transport = openai.DefaultAsyncHttpxClient(
-        verify=_trusted() if parts.scheme == "https" else _distrusting(),
-        trust_env=parts.hostname not in _LOOPBACK,
-        limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
-    )
-    return openai.AsyncOpenAI(
-        api_key=api_key or "EMPTY",
-        base_url=url,
-        timeout=timeout_s,
-        max_retries=0,
-        http_client=transport,
-    )
-
-
-@lru_cache(maxsize=1)
-def _trusted() -> ssl.SSLContext:
-    return ssl.create_default_context()
-
-
-@lru_cache(maxsize=1)
-def _distrusting() -> ssl.SSLContext:
-    """For plain http, where none is used: loading the certificates of the system takes 20 ms."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     """Seconds that a Retry-After header asks for, as a number or a date; 0 without a valid one."""
     value = headers.get("retry-after", "").strip()
@@ -416,7 +387,8 @@ def _is_about_the_model(body: object) -> bool:
     return named or "model" in str(body.get("message", "")).lower()
 
 
-def _model_ids(data: bytes) -> set[str]:
+def model_ids(data: bytes) -> set[str]:
+    """Ids in the answer of `/v1/models`. Raises BadResponse."""
     try:
         return {item["id"] for item in orjson.loads(data)["data"]}
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:

@@ -74,7 +74,8 @@ class ChatRequest:
     """`n` samples of one conversation from one served model.
 
     With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
-    functions as OpenAI's clients send them, each with its JSON schema.
+    functions as OpenAI's clients send them, each with its JSON schema. `session` is for the client
+    alone.
     """
 
     model: str
@@ -83,6 +84,7 @@ class ChatRequest:
     sampling: Sampling
     prompt_ids: Int32[np.ndarray, " P"] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    session: str = ""
 
     @property
     def path(self) -> str:
@@ -141,6 +143,7 @@ class TurnsRequest:
     prompts: Sequence[Int32[np.ndarray, " _P"]]
     seeds: Sequence[int]
     sampling: Sampling
+    session: str = ""
 
     @property
     def path(self) -> str:

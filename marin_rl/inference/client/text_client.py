@@ -39,6 +39,7 @@ class TextClient(PolicyClient):
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """`n` samples of one conversation, text and tool calls only.
 
@@ -52,7 +53,8 @@ class TextClient(PolicyClient):
             body = self._body(messages, count, sampling, tools)
             if sampling.seed is not None:
                 body["seed"] = sampling.seed + len(completions)
-            answer, choices = read_choices(await self._send("POST", "/chat/completions", body))
+            post = ("POST", "/chat/completions", body)
+            answer, choices = read_choices(await self._send(*post, session))
             completions += [_completion(choice) for choice in choices][: n - len(completions)]
             answered, request_id = str(answer.get("model", "")), str(answer.get("id") or "")
         return ChatAnswer(

@@ -20,6 +20,11 @@ IN_FLIGHT = 2
 Ask = Callable[[TurnsRequest], Awaitable[list[ChatAnswer]]]
 
 
+def _anywhere(session: str) -> str:
+    """The place of all sessions where there is but one."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
     """A turn that waits for its answer."""
@@ -34,10 +39,13 @@ class _Turn:
 
 
 class TurnBatches:
-    """Collects turns of one client; `ask` sends those that may share a request, `limit` at most."""
+    """Collects turns of one client; `ask` sends those that may share a request, `limit` at most.
 
-    def __init__(self, ask: Ask, limit: int) -> None:
-        self._ask, self._limit = ask, limit
+    `place` says where a session's cache is: turns of one request have it at one endpoint.
+    """
+
+    def __init__(self, ask: Ask, limit: int, place: Callable[[str], str] = _anywhere) -> None:
+        self._ask, self._limit, self._place = ask, limit, place
         self._waiting: list[_Turn] = []
         self._senders: set[asyncio.Task[None]] = set()
 
@@ -90,8 +98,13 @@ class TurnBatches:
         self._waiting = [turn for turn in self._waiting if not turn.answer.done()]
         if not self._waiting:
             return []
-        shared = self._waiting[0].shared
-        taken = [turn for turn in self._waiting if turn.shared == shared][: self._limit]
+        first = self._waiting[0]
+        shared, place = first.shared, self._place(first.request.session)
+        taken = [
+            turn
+            for turn in self._waiting
+            if turn.shared == shared and self._place(turn.request.session) == place
+        ][: self._limit]
         chosen = set(taken)
         self._waiting = [turn for turn in self._waiting if turn not in chosen]
         return taken
@@ -106,6 +119,7 @@ def _joined(turns: list[_Turn]) -> TurnsRequest:
         prompts=[prompt for prompt in prompts if prompt is not None],
         seeds=[seed for seed in seeds if seed is not None],
         sampling=first.shared,
+        session=first.request.session,
     )
 
 

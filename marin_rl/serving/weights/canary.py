@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import BadResponse, InferenceError, StalePolicy
-from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_TOKENS
+from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.inference.engine import Engine
@@ -29,10 +29,10 @@ from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import LmHeadModel, named_parameters, with_parameters
-from marin_rl.types import Sampling, ServedPolicy
+from marin_rl.types import Canary, Sampling, ServedPolicy
 
 PROMPT = CANARY_PROMPT
-SAMPLING = Sampling(temperature=1.0, max_tokens=CANARY_TOKENS, seed=20_240_229)
+SAMPLING = Sampling(temperature=1.0, max_tokens=CANARY_TOKENS, seed=CANARY_SEED)
 REHEARSED_TOKENS = 8
 LENGTH_STEP = 64
 DIGEST_DIGITS = 16
@@ -105,6 +105,36 @@ def prove(
     BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
     raises.
     """
+    return prove_all(
+        policy,
+        model,
+        config,
+        suspects,
+        dtype=dtype,
+        temperature=temperature,
+        connect=connect,
+    ).nats
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The largest difference of a proof in nats, and the canary that proves later endpoints."""
+
+    nats: float
+    canary: Canary
+
+
+def prove_all(
+    policy: ServedPolicy,
+    model: LmHeadModel,
+    config: InferenceConfig,
+    suspects: Suspects = tuple,
+    *,
+    dtype: jnp.dtype | type = jnp.float32,
+    temperature: float = 1.0,
+    connect: Connect = PolicyClient,
+) -> Proof:
+    """Prove every endpoint as `prove` does, which says what is raised; see `Proof`."""
     worst, tolerance = 0.0, tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0)
     answers = _sampled(policy, config, sampling, connect)
@@ -119,7 +149,21 @@ def prove(
                 f"inference.canary_tolerance ({tolerance:g}). {_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
-    return worst
+    return Proof(worst, _canary_of(model, answers[0], sampling.temperature, tolerance))
+
+
+def _canary_of(
+    model: LmHeadModel, answer: ChatAnswer, temperature: float, tolerance: float
+) -> Canary:
+    """The trainer's own numbers for the tokens of an answer that is proven."""
+    token_ids = answer.completions[0].token_ids
+    expected = _scores(model, answer.prompt_token_ids, token_ids, temperature)
+    return Canary(
+        temperature=temperature,
+        token_ids=tuple(token_ids.tolist()),
+        logprobs=tuple(expected.tolist()),
+        tolerance=tolerance,
+    )
 
 
 def rehearse(

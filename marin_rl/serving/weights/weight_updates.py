@@ -1,10 +1,9 @@
 """New weights for a running engine: loaded, proven, and switched, one at a time.
 
 Owns the one path that weights from disk take, for every caller (the admin routes, the watcher that
-follows a run and takes its newest committed checkpoint), the swap in memory, and the record of
-both. Until everything about new weights is known to be right the old ones answer, and after any
-failure they go on. Leaves out reading and verifying (`checkpoint_loader`) and who may ask
-(`admin`).
+follows a run), the swap in memory, and the record of both. Until everything about new weights is
+known to be right the old ones answer, and after any failure they go on. Leaves out reading and
+verifying (`checkpoint_loader`) and who may ask (`admin`).
 
 A switch replaces a reference between two chunks of decode steps: nothing is copied, no request is
 interrupted, and no chunk sees both. For a sample with a prompt of P tokens of which the old weights
@@ -17,7 +16,6 @@ drawn, and the full forward of neither model. `policy_versions` tells where m is
 its slot after the switch, however long it waited, is the new model's from its first position on.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import InferenceConfig
-from marin_rl.errors import CorruptObject, InferenceError, InputError, MarinRLError
+from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.serving.weights.canary import PROMPT, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
@@ -40,9 +38,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
     Served,
     Source,
     check_positions,
-    read_checkpoint,
 )
-from marin_rl.storage.runs import Run, committed_checkpoint, round_of
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.model import LmHeadModel
 
@@ -215,150 +211,3 @@ def canary_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if not len(ids):
         raise InputError("the tokenizer makes no ids of plain text")
     return ids
-
-
-POLL_S = 2.0
-BACK_OFF_MAX_S = 60.0
-REFUSED_FIRST_S = 15.0
-REFUSED_MAX_S = 600.0
-STOP_S = 30.0
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A checkpoint that was refused: when to look at it again, and after how long a pause."""
-
-    again_at: float
-    pause_s: float
-
-
-class CheckpointWatcher:
-    """Serves the newest checkpoint of `run` that can be, beginning after `round`.
-
-    A round is taken once: weights that are loaded by hand stay until the next one is committed. A
-    refused one is looked at again after `again_s`, and then less and less often.
-    """
-
-    def __init__(
-        self,
-        updater: WeightUpdater,
-        run: Run,
-        round: int,
-        *,
-        poll_s: float | int = POLL_S,
-        again_s: float | int = REFUSED_FIRST_S,
-    ) -> None:
-        self._updater, self._run = updater, run
-        self._poll_s, self._again_s = float(poll_s), float(again_s)
-        self._round = round
-        self._refused: dict[int, Refusal] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
-
-    @property
-    def round(self) -> int:
-        """The round whose checkpoint was taken last."""
-        return self._round
-
-    def start(self) -> None:
-        """Begin to look, from a thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more. An update that is under way ends first, if it does so within STOP_S."""
-        self._stopping.set()
-        self._thread.join(timeout=STOP_S)
-
-    def _follow(self) -> None:
-        pause_s = self._poll_s
-        while not self._stopping.wait(pause_s):
-            try:
-                self.look()
-                pause_s = self._poll_s
-            except (MarinRLError, OSError) as error:
-                pause_s = self._longer(pause_s)
-                _log.warning(
-                    "cannot look at %s, again in %.3g s: %s", self._run.store.url, pause_s, error
-                )
-            except (RuntimeError, ValueError, LookupError, TypeError):
-                # a fault of ours; a server that silently stopped to follow would be worse
-                pause_s = self._longer(pause_s)
-                _log.exception("looking at %s failed", self._run.store.url)
-
-    def _longer(self, pause_s: float) -> float:
-        return min(2 * pause_s, max(BACK_OFF_MAX_S, self._poll_s))
-
-    def look(self) -> None:
-        """Take the newest checkpoint that can be, if one is newer than the last.
-
-        Raises what the store raises where that may pass; nothing is refused for it.
-        """
-        for round in self._newer_rounds():
-            refusal = self._refused.get(round)
-            if refusal is not None and time.monotonic() < refusal.again_at:
-                continue
-            if self._is_committed(round) and self._load(round):
-                return
-
-    def _newer_rounds(self) -> list[int]:
-        """Rounds after the last one that have a folder, falling."""
-        rounds = map(round_of, self._run.store.children("checkpoints"))
-        # Newest first: after an outage of an hour only the last checkpoint is read.
-        return sorted((r for r in rounds if r is not None and r > self._round), reverse=True)
-
-    def _is_committed(self, round: int) -> bool:
-        try:
-            return committed_checkpoint(self._run, round) is not None
-        except CorruptObject:
-            return True  # and refused, with a word on why, by those who load it
-
-    def _load(self, round: int) -> bool:
-        run = self._run
-        source = Source(
-            kind="watcher",
-            place=run.store.url,
-            read=lambda served: read_checkpoint(run, round, None, served),
-        )
-        try:
-            update = self._updater.load(source)
-        except UpdateRunning:
-            return True  # nothing older is wanted either: next time
-        except MarinRLError as error:
-            if error.transient:
-                raise
-            self._refuse(round, error)
-            return False
-        _log.info("round %d of %s is served after %.3g s", round, run.run_id, update.seconds)
-        self._round = round
-        # Older refusals are forgotten, since older rounds are not looked at again.
-        self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
-        return True
-
-    def _refuse(self, round: int, error: MarinRLError) -> None:
-        before = self._refused.get(round)
-        # Doubled: a checkpoint that is damaged for good is read hundreds of times otherwise.
-        pause_s = self._again_s if before is None else min(2 * before.pause_s, REFUSED_MAX_S)
-        self._refused[round] = Refusal(time.monotonic() + pause_s, pause_s)
-        _log.warning(
-            "round %d of %s is refused, round %d goes on; looked at again in %.3g s: %s",
-            round,
-            self._run.run_id,
-            self._round,
-            pause_s,
-            error,
-        )
-
-
-@contextmanager
-def following(
-    updater: WeightUpdater, run: Run, round: int, *, poll_s: float | int = POLL_S
-) -> Iterator[CheckpointWatcher]:
-    """Follow a run for as long as the context lasts."""
-    follower = CheckpointWatcher(updater, run, round, poll_s=poll_s)
-    follower.start()
-    try:
-        yield follower
-    finally:
-        follower.stop()

@@ -60,6 +60,9 @@ class ForkedStore(ObjectStore):
         """Write in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).put_part(key, data)
 
+    def replace(self, key: str, data: bytes) -> None:
+        self._writable(key).replace(key, data)
+
     def list(self, prefix: str = "") -> Keys:
         keys = [
             key

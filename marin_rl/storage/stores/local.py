@@ -22,7 +22,7 @@ from marin_rl.errors import (
     StorageError,
     StoreUnavailable,
 )
-from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, checked
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, checked, is_private
 from schemas.manifests import RECORD_BYTES_MAX
 
 _log = logging.getLogger(__name__)
@@ -78,6 +78,14 @@ class LocalStore(ObjectStore):
             # No link is needed: no reader looks at a part before a manifest names it.
             _write_synced(path, data, os.O_TRUNC)
             _sync_folder(path.parent)
+
+    def replace(self, key: str, data: bytes) -> None:
+        assert is_private(key), f"{key} is visible, and what is visible never changes"
+        path = self._path(key)
+        with explained(path, len(data)):
+            check_way(path, key)
+            make_folder(path.parent)
+        replace_file(path, data)
 
     def list(self, prefix: str = "") -> Keys:
         start = self.url.rstrip("/") + "/"

@@ -53,6 +53,15 @@ class ObjectStore(ABC):
     def put_part(self, key: str, data: bytes) -> None:
         """Write `key`, whose name no other attempt uses, durably. Raises as `read` does."""
 
+    def replace(self, key: str, data: bytes) -> None:
+        """Write a private object that commits nothing, in the place of the last one.
+
+        A reader sees the old bytes or the new ones. Raises as `read` does.
+        """
+        # One request, which is atomic in buckets and in memory.
+        assert is_private(key), f"{key} is visible, and what is visible never changes"
+        self.put_part(key, data)
+
     @abstractmethod
     def list(self, prefix: str = "") -> Keys:
         """Keys below the folder `prefix`, temporary ones included, fresh and sorted."""
@@ -63,7 +72,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove `key` if it is there. Only gc and the probe may."""
+        """Remove `key` if it is there. Only gc, the probe, and a server its own heartbeat may."""
 
     @abstractmethod
     def size(self, key: str) -> int:

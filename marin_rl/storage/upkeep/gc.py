@@ -1,6 +1,6 @@
 """gc: delete what no committed slot of a run can reach, and what a rule of retention prunes.
 
-Four reasons, each safe for its own:
+Five reasons, each safe for its own:
 
 - `unreferenced`: lies in a committed slot and its manifest does not name it, or is a piece of a
   shard that is committed. Safe at any time: an attempt that is late finds the slot committed and
@@ -13,6 +13,8 @@ Four reasons, each safe for its own:
   Groups of a shard that was never committed are `uncommitted` at that age alone, on one machine
   too: until then a retry goes on from them.
 - `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
+- `heartbeat`: of a server that has not written it for as long as attempts live. One that is alive
+  writes it again.
 - `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
   of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
   and here a tombstone stands before every neighbour is read, so one of the two always sees the
@@ -36,6 +38,7 @@ from marin_rl.errors import (
     StorageError,
 )
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
+from marin_rl.storage.fleet import FLEET, heartbeat_age_s
 from marin_rl.storage.runs import (
     LOCK_KEY,
     RETENTION,
@@ -54,7 +57,7 @@ from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkp
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
 from marin_rl.storage.upkeep.streams import collected_keys, collected_now, delete_all
 
-Reason = Literal["unreferenced", "uncommitted", "temporary", "retention"]
+Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "retention"]
 
 Result = TypeVar("Result")
 
@@ -123,6 +126,7 @@ def collect(
             *((key, "unreferenced") for key in collected_keys(run.config, inventory)),
             # A process at work is still writing its temporary files.
             *(_temporary(run, inventory, rule, moment) if alone else ()),
+            *_heartbeats(run.folder, inventory, moment),
         ]
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
         garbage = [*_measured(run.folder, items), *retired]
@@ -293,6 +297,17 @@ def _temporary(
         with suppress(FileNotFoundError):
             if now.timestamp() - path.lstat().st_mtime > rule.age_s:
                 yield key, "temporary"
+
+
+def _heartbeats(
+    store: ObjectStore, inventory: Inventory, now: datetime
+) -> Iterator[tuple[str, Reason]]:
+    """Heartbeats of servers that are gone, by clocks that may differ."""
+    for key in [key for key in inventory.keys if key.startswith(f"{FLEET}/")]:
+        with suppress(ObjectMissing):  # withdrawn since the listing
+            age_s = heartbeat_age_s(key, store.read(key), now.timestamp())
+            if age_s is not None and age_s > ATTEMPT_LIFETIME_S + CLOCKS_APART_S:
+                yield key, "heartbeat"
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:

@@ -1,0 +1,176 @@
+"""The endpoints of a fleet as one client sees them: who is ready, how full, and whom to ask next.
+
+Pure bookkeeping: what is looked up, sent and proven is in `fleet_client`. Nothing here reads the
+time of another machine. A request goes to the nearest endpoint that is not full, the least loaded
+first; requests of one session go where the first of them went.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from marin_rl.inference.client.fleet_sources import Endpoint
+
+SESSIONS_MAX = 65_536
+SLOTS_ASSUMED = 64  # of an endpoint that does not say how many sequences it decodes side by side
+SHOWN_MAX = 8  # endpoints that an error names
+
+# Numbers in /metrics of marin-rl, vLLM and SGLang, whichever is there.
+_WAITING = ("marin_rl_samples_queued", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_RUNNING = ("marin_rl_slots_busy", "vllm:num_requests_running", "sglang:num_running_reqs")
+_SLOTS = ("marin_rl_slots",)
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([0-9.eE+-]+)(?: \d+)?$", re.MULTILINE)
+
+State = Literal["new", "ready", "lost", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Work that an endpoint reports: samples that wait and run, and slots; None else."""
+
+    waiting: int
+    running: int
+    slots: int | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """An endpoint of a fleet. `reason` says why it is not ready.
+
+    `outstanding` are this client's samples that it has not answered; `since` is the number of
+    those sent less those answered since it last reported its load; `asked` counts requests.
+    """
+
+    endpoint: Endpoint
+    state: State = "new"
+    reason: str = "not asked yet"
+    load: Load | None = None
+    outstanding: int = 0
+    since: int = 0
+    asked: int = 0
+    not_before: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """The base URL."""
+        return self.endpoint.url
+
+    @property
+    def slots(self) -> int:
+        """Sequences that it decodes side by side, as far as is known."""
+        reported = self.load.slots if self.load else None
+        return reported or self.endpoint.slots or SLOTS_ASSUMED
+
+    @property
+    def work(self) -> int:
+        """Samples that wait or run there, this client's own since then included."""
+        if self.load is None:
+            return self.outstanding
+        # Others may have been answered since its report, so it is never below our own.
+        return max(self.load.waiting + self.load.running + self.since, self.outstanding)
+
+    @property
+    def full(self) -> bool:
+        """True where a further sample would wait."""
+        return self.work >= self.slots
+
+    def reported(self, load: Load | None) -> None:
+        """Take the load that the endpoint reports."""
+        self.load, self.since = load, 0
+
+    def sent(self, samples: int) -> None:
+        """Count a request that is sent."""
+        self.asked += 1
+        self.outstanding += samples
+        self.since += samples
+
+    def answered(self, samples: int) -> None:
+        """Count a request that is over, however it ended."""
+        self.outstanding -= samples
+        self.since -= samples
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Members by URL, and the sessions that have a place. `zone` is the label of near ones."""
+
+    zone: str | None = None
+    members: dict[str, Member] = field(default_factory=dict[str, Member])
+    _places: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+
+    def update(self, endpoints: Iterable[Endpoint]) -> list[Member]:
+        """Take the endpoints of now; return members that are not refused, to be looked at."""
+        named = {endpoint.url: endpoint for endpoint in endpoints}
+        for url in [url for url in self.members if url not in named]:
+            # Requests that it still answers keep the object; it is asked nothing more.
+            del self.members[url]
+        for url, endpoint in named.items():
+            member = self.members.setdefault(url, Member(endpoint=endpoint))
+            was_refused = bool(member.endpoint.refused)
+            member.endpoint = endpoint
+            if endpoint.refused:
+                member.state, member.reason = "refused", endpoint.refused
+            elif was_refused:
+                member.state = "new"
+        return [member for member in self.members.values() if not member.endpoint.refused]
+
+    @property
+    def ready(self) -> list[Member]:
+        """Members that may be asked."""
+        return [member for member in self.members.values() if member.state == "ready"]
+
+    def choose(self, session: str, now: float) -> Member | None:
+        """The member to ask next; None while there is none. `now` is monotonic, in seconds."""
+        ready = self.ready
+        if not ready:
+            return None
+        willing = [member for member in ready if member.not_before <= now] or ready
+        place = self._places.get(session) if session else None
+        chosen = next((member for member in willing if member.url == place), None)
+        chosen = chosen or self._least_loaded(willing)
+        if session:
+            self._places[session] = chosen.url
+            self._places.move_to_end(session)
+            while len(self._places) > SESSIONS_MAX:
+                self._places.popitem(last=False)
+        return chosen
+
+    def place_of(self, session: str) -> str:
+        """URL of the endpoint with a session's cache; empty where there is none."""
+        return self._places.get(session, "")
+
+    def _least_loaded(self, willing: list[Member]) -> Member:
+        near = [m for m in willing if self.zone and m.endpoint.labels.get("zone") == self.zone]
+        best = min(near or willing, key=_order)
+        return min(willing, key=_order) if best.full else best
+
+    def state_lines(self) -> str:
+        """Every member that is not ready, and why, for an error."""
+        away = [m for m in self.members.values() if m.state != "ready"]
+        lines = [f"{m.url}: {m.state}, {m.reason}" for m in away[:SHOWN_MAX]]
+        more = len(away) - SHOWN_MAX
+        return "; ".join([*lines, *([f"and {more} more"] if more > 0 else [])]) or "none is known"
+
+
+def _order(member: Member) -> tuple[float, int, str]:
+    # Equally loaded ones in turn, so that a small round spreads too.
+    return member.work / member.slots, member.asked, member.url
+
+
+def load_in(metrics: bytes) -> Load | None:
+    """The load in the text of `/metrics`; None where it has none of the known numbers."""
+    known = {*_WAITING, *_RUNNING, *_SLOTS}
+    sums: dict[str, float] = {}
+    for name, value in _LINE.findall(metrics.decode(errors="replace")):
+        if name in known:
+            sums[name] = sums.get(name, 0.0) + float(value)
+    waiting, running = _first(sums, _WAITING), _first(sums, _RUNNING)
+    if waiting is None and running is None:
+        return None
+    return Load(waiting=waiting or 0, running=running or 0, slots=_first(sums, _SLOTS))
+
+
+def _first(values: Mapping[str, float], names: Iterable[str]) -> int | None:
+    return next((int(values[name]) for name in names if name in values), None)

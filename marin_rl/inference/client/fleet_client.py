@@ -1,0 +1,324 @@
+"""A client of a fleet that comes and goes: endpoints are looked up, proven and balanced all along.
+
+A request is sent to an endpoint that is ready, and to another one where that is lost; it waits
+while none is. An endpoint that joins, or comes back, is asked for the policy's id and for the
+canary before it gets a request. Whether it is alive is what it answers now, never a clock.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, Self
+
+import numpy as np
+
+from marin_rl.errors import (
+    BadResponse,
+    ConfigError,
+    EndpointUnavailable,
+    FleetEmpty,
+    InferenceError,
+    InputError,
+    RequestRejected,
+    StalePolicy,
+    StorageError,
+)
+from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED
+from marin_rl.inference.client.fleet import Fleet, Member, load_in
+from marin_rl.inference.client.fleet_sources import EndpointSource
+from marin_rl.inference.client.policy_client import (
+    PAUSE_FIRST_S,
+    PAUSE_MAX_S,
+    PolicyClient,
+    model_ids,
+)
+from marin_rl.inference.client.protocol import ChatRequest, decode_answer
+from marin_rl.inference.client.publishing import Publisher, Send
+from marin_rl.types import Canary, Sampling
+
+PROBE_S = 1.0  # between two looks at a ready endpoint
+PROBE_TIMEOUT_S = 10.0
+PROBE_PAUSE_MAX_S = 8.0  # between two looks at one that is away
+
+_log = logging.getLogger(__name__)
+
+
+class FleetClient(PolicyClient):
+    """`PolicyClient` over the endpoints that `source` names at the moment.
+
+    `endpoints` are those that the trainer has proven just now; others answer the `canary`
+    first, where there is one, and are sent the `weights` first, where those are sent.
+    `timeout_s` bounds an answer, `fleet_timeout_s` how long no endpoint is ready. Between two
+    looks at an endpoint are `probe_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: EndpointSource,
+        canary: Canary | None = None,
+        weights: Publisher | None = None,
+        zone: str | None = None,
+        fleet_timeout_s: float = 300.0,
+        probe_s: float = PROBE_S,
+        endpoints: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(endpoints=endpoints or ("",), **options)
+        self._source, self._canary, self._weights = source, canary, weights
+        self._fleet_timeout_s, self._probe_s = fleet_timeout_s, probe_s
+        self._unproven_first = set(endpoints)
+        self._fleet = Fleet(zone)
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._due: dict[str, tuple[float, float]] = {}  # when to look again, and the pause
+        self._changed, self._hurry = asyncio.Event(), asyncio.Event()
+        self._empty_since: float | None = None
+        self._fault: ConfigError | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def close(self) -> None:
+        """Look no more, and close every connection."""
+        tasks = [task for task in (self._watcher, *self._looks.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().close()
+
+    async def wait_until_ready(self) -> list[str]:
+        """URLs of the endpoints that are ready, once there are some. Raises FleetEmpty."""
+        await self._member("")
+        # Those that were asked at the same time may answer a moment later.
+        running = [task for task in self._looks.values() if not task.done()]
+        if running:
+            await asyncio.wait(running, timeout=PROBE_TIMEOUT_S)
+        return sorted(member.url for member in self._fleet.ready)
+
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
+    ) -> bytes:
+        failures, samples = 0, _samples(body)
+        # Before an endpoint is chosen: what waits here goes to those that join meanwhile.
+        async with self._in_flight:
+            while True:
+                member = await self._member(session)
+                member.sent(samples)
+                try:
+                    return await self._attempt(member.url, method, path, body, gate=nullcontext())
+                except (EndpointUnavailable, StalePolicy) as error:
+                    failures += self._failed(member, error)
+                    if failures >= self._attempts_max:
+                        raise
+                finally:
+                    member.answered(samples)
+                    member.not_before = self._not_before.get(member.url, 0.0)
+                await asyncio.sleep(_pause_s(failures))
+
+    def _failed(self, member: Member, error: InferenceError) -> int:
+        """Take note of a fault; 1 where it counts as one of the request's attempts."""
+        if isinstance(error, StalePolicy):
+            self._lose(member, str(error))  # it has gone on to other weights, or is another server
+        # Nothing was answered, so the next endpoint, or the same one restarted, is asked the same.
+        return int(member.state == "ready")
+
+    async def _member(self, session: str) -> Member:
+        """The endpoint to ask, once there is one. Raises FleetEmpty, ConfigError."""
+        while True:
+            member = self._fleet.choose(session, time.monotonic())
+            if member is not None:
+                return member
+            if self._fault is not None:
+                raise self._fault
+            left_s = self._fleet_timeout_s - self._empty_s()
+            if left_s <= 0:
+                raise FleetEmpty(
+                    f"no endpoint served {self._model} for {self._fleet_timeout_s:g} s "
+                    f"(inference.fleet_timeout_s): {self._fleet.state_lines()}. Start servers "
+                    "(marin-rl serve RUN --follow --register) and run again: nothing is lost"
+                )
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    def _place_of(self, session: str) -> str:
+        return self._fleet.place_of(session)
+
+    def _on_broken(self, url: str) -> None:
+        member = self._fleet.members.get(url)
+        if member is not None:
+            self._lose(member, "refused or broke the connection")
+
+    def _lose(self, member: Member, reason: str) -> None:
+        if member.state == "ready":
+            _log.warning("endpoint %s is lost: %s", member.url, reason)
+            self._due.pop(member.url, None)
+            self._hurry.set()
+        if member.state != "refused":
+            member.state, member.reason = "lost", reason
+        member.load = None
+        self._empty_s()
+
+    def _empty_s(self) -> float:
+        """Seconds for which no endpoint has been ready."""
+        now = time.monotonic()
+        if self._fleet.ready:
+            self._empty_since = None
+            return 0.0
+        self._empty_since = now if self._empty_since is None else self._empty_since
+        return now - self._empty_since
+
+    async def _watch(self) -> None:
+        """Look at the source and at every endpoint, until cancelled."""
+        while True:
+            await self._resolve()
+            self._empty_s()
+            now = time.monotonic()
+            for member in [m for m in self._fleet.members.values() if m.state != "refused"]:
+                task = self._looks.get(member.url)
+                if (task is None or task.done()) and self._due.get(member.url, (0.0, 0))[0] <= now:
+                    self._looks[member.url] = asyncio.create_task(self._look(member))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._probe_s)
+            self._hurry.clear()
+
+    async def _resolve(self) -> None:
+        refused = {m.url for m in self._fleet.members.values() if m.state == "refused"}
+        try:
+            self._fleet.update(await asyncio.to_thread(self._source.resolve))
+            self._fault = None
+        except StorageError as error:
+            _log.warning("cannot look for endpoints, those known go on: %s", error)
+        except ConfigError as error:
+            # Where endpoints are known they go on: a file may be half written.
+            self._fault = error
+            self._changed.set()
+        for member in self._fleet.members.values():
+            if member.state == "refused" and member.url not in refused:
+                _log.warning("endpoint %s is refused: %s", member.url, member.reason)
+
+    async def _look(self, member: Member) -> None:
+        """Ask an endpoint how it is; make it ready, or lose it."""
+        try:
+            if member.state == "ready" and self._weights is not None:
+                await self._weights.check(self._sender(member))
+            elif member.state != "ready":
+                await self._admit(member)
+                self._joined(member)
+            member.reported(await self._load(member))
+        except (InferenceError, InputError, OSError) as error:
+            self._lose(member, str(error))
+        pause_s = self._probe_s
+        if member.state != "ready":
+            before_s = self._due.get(member.url, (0.0, self._probe_s / 2))[1]
+            pause_s = min(2 * before_s, PROBE_PAUSE_MAX_S)
+        # A little early, for the watcher wakes only every `probe_s`.
+        self._due[member.url] = time.monotonic() + pause_s - self._probe_s / 2, pause_s
+
+    def _joined(self, member: Member) -> None:
+        if member.state == "new":
+            _log.info("endpoint %s serves %s", member.url, self._model)
+        else:
+            _log.warning("endpoint %s is back", member.url)
+        member.state, member.reason = "ready", ""
+        self._empty_s()
+        self._changed.set()
+
+    async def _admit(self, member: Member) -> None:
+        """Raise StalePolicy, BadResponse or what the client raises unless it serves the policy."""
+        first = member.url in self._unproven_first
+        self._unproven_first.discard(member.url)
+        served = model_ids(await self._probe(member, "GET", "/models"))
+        if self._weights is not None:
+            await self._send_weights(member, self._weights, first=first)
+            served = model_ids(await self._probe(member, "GET", "/models"))
+        if self._model not in served:
+            shown = ", ".join(sorted(served)) or "no model"
+            raise StalePolicy(f"serves {shown:.200}, not {self._model}")
+        if self._canary is not None and not first:
+            await self._prove(member, self._canary)
+
+    async def _send_weights(self, member: Member, weights: Publisher, *, first: bool) -> None:
+        """Have an endpoint load the weights, unless the trainer has just seen it do so."""
+        if first:
+            try:
+                await weights.check(self._sender(member))
+                return
+            except StalePolicy as error:
+                _log.warning("endpoint %s %s", member.url, error)
+        await weights.publish(self._sender(member))
+
+    def _sender(self, member: Member) -> Send:
+        """Send requests to an endpoint as an admin, past the bound on requests in flight."""
+
+        async def send(method: str, path: str, body: dict[str, Any] | None) -> bytes:
+            return await self._attempt(
+                member.url,
+                method,
+                _root(member.url) + path,
+                body,
+                key=self._admin_key,
+                gate=nullcontext(),
+            )
+
+        return send
+
+    async def _prove(self, member: Member, canary: Canary) -> None:
+        """Compare an endpoint's answer to the canary with the trainer's numbers."""
+        sampling = Sampling(
+            temperature=canary.temperature, max_tokens=len(canary.token_ids), seed=CANARY_SEED
+        )
+        request = ChatRequest(model=self._model, messages=CANARY_PROMPT, n=1, sampling=sampling)
+        answer = decode_answer(await self._probe(member, "POST", request.path, request.body()))
+        self._check(answer, 1)
+        (completion,) = answer.completions
+        if completion.token_ids.tolist() != list(canary.token_ids):
+            raise StalePolicy(
+                f"samples other tokens for the canary: expected {list(canary.token_ids)}, found "
+                f"{completion.token_ids.tolist()}: other weights, or numbers of another machine; "
+                "the next round proves it by itself"
+            )
+        gap = float(np.abs(completion.logprobs - np.asarray(canary.logprobs, np.float32)).max())
+        if not gap <= canary.tolerance:
+            raise StalePolicy(
+                f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} "
+                f"apart, above inference.canary_tolerance ({canary.tolerance:g})"
+            )
+
+    async def _load(self, member: Member) -> Any:
+        try:
+            return load_in(await self._probe(member, "GET", _root(member.url) + "/metrics"))
+        except (RequestRejected, BadResponse):
+            return None  # an endpoint without that route is balanced by what it was sent
+
+    async def _probe(
+        self, member: Member, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> bytes:
+        return await self._attempt(
+            member.url, method, path, body, gate=nullcontext(), timeout_s=PROBE_TIMEOUT_S
+        )
+
+
+def _root(url: str) -> str:
+    return url.removesuffix("/v1")
+
+
+def _samples(body: dict[str, Any] | None) -> int:
+    """Completions that a request asks for."""
+    if body is None:
+        return 0
+    prompts = body.get("prompt")
+    several = isinstance(prompts, list) and prompts and isinstance(prompts[0], list)
+    return len(prompts) if several else int(body.get("n") or 1)
+
+
+def _pause_s(failures: int) -> float:
+    """Seconds before the next attempt: none after a lost endpoint, which had no say."""
+    if not failures:
+        return 0.0
+    return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (failures - 1)))

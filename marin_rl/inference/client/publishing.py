@@ -1,0 +1,143 @@
+"""Sending weights to a server that loads them from a folder: vLLM's routes, and SGLang's.
+
+One `Publisher` is one set of weights; it is given to endpoints one by one, also to those that come
+back in the middle of a round with whatever they were started on. Leaves out how a request is sent
+(`policy_client`) and how the folder is made (`inference.endpoints`).
+
+vLLM (0.32, VLLM_SERVER_DEV_MODE=1) has no route that loads and checks in one: requests are paused,
+the weights are read, what the prefix cache computed with the old ones is dropped, the version is
+set, and requests go on. A reload that fails half way leaves it without weights, and the next
+request would end its engine, so such a server is lost: it stays paused until it is restarted.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
+from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE, served_model_id
+
+PUBLISHED_BY = ("vllm_reload", "update_weights_from_disk")
+SAFETENSORS_HEADER_MAX = 100 * 2**20
+
+Send = Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]  # method, path, body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publisher:
+    """Weights in a Hugging Face folder that endpoints can read, and the way to have them loaded."""
+
+    kind: Literal["vllm_reload", "update_weights_from_disk"]
+    folder: str
+    version: int
+    digest: str
+
+    @property
+    def label(self) -> str:
+        """The version that vLLM is given: round and digest, as in a served id."""
+        return served_model_id("", self.version, self.digest).removeprefix("@")
+
+    async def publish(self, send: Send) -> None:
+        """Have one endpoint serve the weights; `send` takes paths from its root.
+
+        Raises InputError for a folder that is not complete, before vLLM is sent anything;
+        EndpointUnavailable for a server that is lost, StalePolicy, and what `send` raises.
+        """
+        if self.kind == "vllm_reload":
+            check_complete(Path(self.folder))
+            await self._reload(send)
+        else:
+            await self._update(send)
+
+    async def check(self, send: Send) -> None:
+        """Raise StalePolicy where the endpoint says that it serves other weights."""
+        if self.kind != "vllm_reload":
+            return
+        version = _field(await send("GET", "/weight_info", None), "weight_version")
+        if version != self.label:
+            raise StalePolicy(f"serves weights {version!r}, not {self.label!r}: it was restarted")
+
+    async def _reload(self, send: Send) -> None:
+        await send("POST", "/pause?mode=keep", None)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": self.folder}}
+        try:
+            await send("POST", "/collective_rpc", body)
+        except EndpointUnavailable as error:
+            raise EndpointUnavailable(
+                f"the reload of {self.folder} failed ({error}), and the server has no weights now: "
+                "restart it, it is sent them again"
+            ) from None
+        # Requests run on over the pause: without the flag the cache would be left as it is.
+        await send("POST", "/reset_prefix_cache?reset_running_requests=true", None)
+        await send("POST", "/update_weight_version", {"new_version": self.label})
+        await send("POST", "/resume", None)
+        await self.check(send)
+
+    async def _update(self, send: Send) -> None:
+        """SGLang's route, and ours; the digest is for ours, which verifies it."""
+        body = {
+            "model_path": self.folder,
+            "weight_version": str(self.version),
+            "parameters_digest": self.digest,
+        }
+        if not await _is_sglang(send):  # ours switches between two chunks, without a pause
+            await send("POST", UPDATE_WEIGHTS_ROUTE, body)
+            return
+        del body["parameters_digest"]
+        # Running requests go back to the queue, and are prefilled again with the new weights.
+        await send("POST", "/pause_generation", {"mode": "retract"})
+        try:
+            done = await send("POST", UPDATE_WEIGHTS_ROUTE, {**body, "flush_cache": True})
+        finally:
+            await send("POST", "/continue_generation", {})
+        if _field(done, "success") is False:
+            raise StalePolicy(f"did not load {self.folder}: {_field(done, 'message')}")
+
+
+async def _is_sglang(send: Send) -> bool:
+    try:
+        models = json.loads(await send("GET", "/v1/models", None))["data"]
+    except (RequestRejected, ValueError, KeyError, TypeError):
+        return False
+    return any(isinstance(m, dict) and m.get("owned_by") == "sglang" for m in models)
+
+
+def _field(data: bytes, name: str) -> object:
+    try:
+        return json.loads(data).get(name)
+    except (ValueError, AttributeError):
+        return None
+
+
+def check_complete(folder: Path) -> None:
+    """Raise InputError unless a folder has settings, a tokenizer and every byte of its weights."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} is not complete: it has no {name}; nothing was sent")
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for name in names:
+        _check_safetensors(folder / name)
+
+
+def _check_safetensors(path: Path) -> None:
+    """Compare a file's size with what its header says, without reading the tensors."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(size, SAFETENSORS_HEADER_MAX):
+                raise InputError(f"{path} is not complete: {size} bytes; nothing was sent")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not complete ({error}); nothing was sent") from None
+    ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise InputError(
+            f"{path} is not complete: expected {expected} bytes, found {size}; nothing was sent"
+        )

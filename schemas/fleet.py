@@ -1,0 +1,73 @@
+"""Records of a fleet: heartbeats of servers, and which checkpoint they are to serve.
+
+They commit nothing and are replaced all the time; a run is what it is without them. Each is sealed
+as other records are; the signature in its envelope is for storage (`marin_rl.storage.fleet`).
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from schemas.fields import Integer, Name, Number, Sha256, Text
+from schemas.records import Record
+
+LABELS_MAX = 32
+SETTINGS_MAX = 200
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
+FlightUrl = Annotated[str, Field(pattern=r"^grpc(\+tls)?://[^\s]{1,500}$")]
+
+
+class HeartbeatRecord(Record):
+    """A server that announces itself: where it is, what it serves and runs, and its load.
+
+    Times are Unix seconds by the server's own clock: for people, never for decisions.
+    """
+
+    server: Name
+    url: Url
+    run_sha256: Sha256
+    model: Text
+    weight_version: Integer
+    parameters_digest: Text
+    labels: Annotated[dict[str, Text], Field(max_length=LABELS_MAX)]
+    code: Sha256
+    tokenizer: Text
+    chat_template: Text
+    settings: Annotated[dict[str, Any], Field(max_length=SETTINGS_MAX)]
+    beat: Count
+    slots: Count
+    busy: Count
+    queued: Count
+    tokens_per_second: Number
+    started_at: Number
+    beat_at: Number
+
+
+class TargetRecord(Record):
+    """The checkpoint that a trainer has servers serve, and until when.
+
+    Servers go on to later checkpoints by themselves once one above `through` is committed. `flight`
+    is where the trainer hands out the weights, where it does.
+    """
+
+    run_sha256: Sha256
+    version: Count
+    through: Count
+    parameters_digest: Sha256
+    flight: FlightUrl | None = None
+
+
+class HeartbeatEnvelope(Record):
+    """The object that a heartbeat lies in."""
+
+    heartbeat: HeartbeatRecord
+    signature: Text = ""
+
+
+class TargetEnvelope(Record):
+    """The object that a target lies in."""
+
+    target: TargetRecord
+    signature: Text = ""

@@ -1,0 +1,206 @@
+"""A whole run on a real vLLM, killed and restarted in its middle: `make test-vllm`.
+
+MARIN_RL_VLLM names the Python of an environment with vLLM. The CPU build takes minutes to start and
+3 GB of memory, so this is for those who ask for it.
+"""
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from support.flow_runs import debug
+
+from flows.rl_loop import start
+from flows.server import free_port
+from marin_rl.config import Config
+from marin_rl.errors import InputError, StalePolicy
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.publishing import Publisher
+from marin_rl.progress import ProgressEvent, listening
+from marin_rl.runtime import RunRuntime
+from marin_rl.storage.runs import Run, committed_checkpoint
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.model import build_model, save_hf
+
+PYTHON = os.environ.get("MARIN_RL_VLLM", "")
+STARTS_S = 1500
+ROUNDS = 3
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(5400),
+    pytest.mark.skipif(not PYTHON, reason="MARIN_RL_VLLM names no Python with vLLM"),
+]
+
+
+class Vllm:
+    """vLLM's own server on one port, started from a folder as often as it is killed."""
+
+    def __init__(self, folder: Path, context: int) -> None:
+        self._folder, self._context, self._port = folder, context, free_port()
+        self.url = f"http://127.0.0.1:{self._port}/v1"
+        self.log = folder.parent / "vllm.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, without waiting."""
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("XLA")},
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [
+            *(PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)),
+            *("--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", str(self._context), "--max-num-seqs", "16"),
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            *("--host", "127.0.0.1", "--port", str(self._port)),
+        ]
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Return once it answers."""
+        deadline = time.monotonic() + STARTS_S
+        while not self._answers():
+            assert self._process is not None
+            assert self._process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.5)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and the processes of its engine."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(self.url + "/models", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Config, Vllm]]:
+    """A run of which vLLM samples every token, and the server; killed in round 1."""
+    folder = tmp_path_factory.mktemp("vllm")
+    first = debug(folder / "unused")
+    tokenizer = tokenizer_for(first.policy)
+    save_hf(build_model(first.policy, len(tokenizer), seed=99), tokenizer, folder / "start")
+    server = Vllm(folder / "start", first.policy.context_length)
+    server.start()
+    config = debug(
+        folder / "runs",
+        f"rounds={ROUNDS}",
+        f"inference.endpoints={server.url}",
+        "inference.publish=vllm_reload",
+        "inference.fleet_timeout_s=1800",
+    )
+    killed: list[int] = []
+
+    def listen(event: ProgressEvent) -> None:
+        if event.stage == "generate" and event.round == 1 and event.done and not killed:
+            killed.append(event.round or 0)
+            server.kill()
+            server.start()  # with the weights of its folder, under the same name
+
+    try:
+        server.wait()
+        with listening(listen):
+            start(config)
+        assert killed == [1]
+        yield config, server
+    finally:
+        server.kill()
+
+
+def test_every_round_is_sampled_with_its_weights(played: tuple[Config, Vllm]) -> None:
+    """Also the one in which the server came back with other weights."""
+    config, _ = played
+    run = Run.open(config.root, config.run_id)
+    assert all(found.balanced for found in audit_run(run))
+    rows = read_metrics(run).to_pylist()
+    assert [row["round"] for row in rows[:ROUNDS]] == list(range(ROUNDS))
+    gaps = [row["sampling/logp_difference/max"] for row in rows[:ROUNDS]]
+    assert max(gaps) < 1e-4, gaps
+    assert all(row["weights/bytes"] > 0 for row in rows[:ROUNDS])
+
+
+def test_an_incomplete_folder_is_never_sent(played: tuple[Config, Vllm], tmp_path: Path) -> None:
+    _, server = played
+    (tmp_path / "config.json").write_text("{}")
+    weights = Publisher(kind="vllm_reload", folder=str(tmp_path), version=9, digest="0" * 64)
+
+    async def publish() -> None:
+        async with PolicyClient(endpoints=[server.url], model="policy") as client:
+            await client.publish(weights, server.url)
+
+    with pytest.raises(InputError, match="not complete"):
+        asyncio.run(publish())
+    assert info(server)["weight_version"].startswith(f"{ROUNDS:05d}-"), "it serves on"
+    assert httpx.get(f"{root(server)}/is_paused", timeout=30).json()["is_paused"] is False
+
+
+def test_other_weights_under_the_right_name_are_caught(played: tuple[Config, Vllm]) -> None:
+    """Loaded behind the run's back, with the version of the right ones left in place."""
+    config, server = played
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(server._folder)}}
+    assert httpx.post(f"{root(server)}/collective_rpc", json=body, timeout=300).status_code == 200
+    right = config.model_copy(
+        update={"inference": config.inference.model_copy(update={"publish": "none"})}
+    )
+    run = Run.create_or_open(right)
+    ref = committed_checkpoint(run, ROUNDS)
+    assert ref is not None
+    runtime = RunRuntime(run)
+    with pytest.raises(StalePolicy, match="does not sample from"):
+        runtime.serve(ref)
+    runtime.close()
+
+
+def test_answers_are_those_of_the_documentation(played: tuple[Config, Vllm]) -> None:
+    _, server = played
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 4,
+        "logprobs": True,
+        "return_token_ids": True,
+        "seed": 1,
+    }
+    (choice,) = httpx.post(f"{server.url}/chat/completions", json=body, timeout=300).json()[
+        "choices"
+    ]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+    prompt = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+    generated = httpx.post(
+        f"{root(server)}/inference/v1/generate", json={"model": "policy", **prompt}, timeout=300
+    ).json()["choices"][0]
+    content: list[Mapping[str, Any]] = generated["logprobs"]["content"]
+    assert [item["token_id"] for item in content] == generated["token_ids"]
+    assert np.isfinite([item["logprob"] for item in content]).all()
+    assert "weight_versions" in generated
+
+
+def root(server: Vllm) -> str:
+    return server.url.removesuffix("/v1")
+
+
+def info(server: Vllm) -> dict[str, Any]:
+    return httpx.get(f"{root(server)}/weight_info", timeout=30).json()

@@ -1,0 +1,180 @@
+"""A client of endpoints that come, go, break and lie, against fake servers on loopback."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fakes import END, FakePolicyServer, logprob_of
+
+from marin_rl.errors import EndpointUnavailable, FleetEmpty
+from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
+from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.types import Canary, Message, Sampling
+
+MODEL = served_model_id("policy", 3, "0123456789abcdef")
+MESSAGES = (Message(role="user", content="repeat abc"),)
+SAMPLING = Sampling(max_tokens=8, seed=1)
+CANARY = Canary(temperature=1.0, token_ids=(97,), logprobs=(logprob_of(97, 0),), tolerance=1e-3)
+
+Use = Callable[[FleetClient], Awaitable[Any]]
+
+
+def ask(source: EndpointSource, use: Use, **options: Any) -> Any:
+    async def run() -> Any:
+        quick = {"probe_s": 0.02, "fleet_timeout_s": 30.0, "model": MODEL}
+        async with FleetClient(source=source, **(quick | options)) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def says_a(_text: str, _seed: int) -> str:
+    """Answer that begins with the canary's token."""
+    return "a"
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Return when it has happened."""
+    while not happened():
+        time.sleep(0.01)
+
+
+async def one(client: FleetClient) -> np.ndarray:
+    return (await client.chat(MESSAGES, 1, SAMPLING)).completions[0].token_ids
+
+
+def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(tmp_path: Path) -> None:
+    listed = tmp_path / "fleet.txt"
+
+    async def use(client: FleetClient) -> int:
+        first.delay_s = 0.05
+        calls = [asyncio.create_task(one(client)) for _ in range(30)]
+        await asyncio.to_thread(wait_until, lambda: bool(first.requests))
+        await asyncio.to_thread(first.__exit__, None, None, None)
+        first.fault = lambda _: "drop"  # what it still answers breaks off
+        listed.write_text(f"{second.url}\n")
+        answers = await asyncio.gather(*calls)
+        assert all(ids.tolist()[-1] == END for ids in answers)
+        return len(second.requests)
+
+    first, second = FakePolicyServer(MODEL), FakePolicyServer(MODEL)
+    with second:
+        first.__enter__()
+        listed.write_text(f"{first.url}\n")
+        asked = ask(EndpointSource([f"file:{listed}"]), use, in_flight_max=4, attempts_max=1)
+    assert asked >= 20
+
+
+def test_waiting_requests_go_to_an_endpoint_that_comes_later(tmp_path: Path) -> None:
+    listed = tmp_path / "fleet.txt"
+    listed.write_text("")
+
+    async def use(client: FleetClient) -> None:
+        call = asyncio.create_task(one(client))
+        await asyncio.sleep(0.1)
+        assert not call.done()
+        listed.write_text(f"{server.url}\n")
+        await call
+
+    with FakePolicyServer(MODEL) as server:
+        ask(EndpointSource([f"file:{listed}"]), use)
+
+
+def test_an_empty_fleet_is_one_error_that_says_why() -> None:
+    class Some(EndpointSource):
+        def resolve(self) -> list[Endpoint]:
+            refused = Endpoint(url="http://x/v1", refused="other code: expected digest 1, found 2")
+            return [refused, Endpoint(url="http://127.0.0.1:9/v1"), Endpoint(url=stale.url)]
+
+    with FakePolicyServer(served_model_id("policy", 2, "f" * 16)) as stale:
+        with pytest.raises(FleetEmpty) as caught:
+            ask(Some([]), one, fleet_timeout_s=0.4)
+        assert not stale.requests
+    told = str(caught.value)
+    assert "no endpoint served policy@00003-01234567 for 0.4 s (inference.fleet_timeout_s)" in told
+    assert "other code: expected digest 1, found 2" in told
+    assert "http://127.0.0.1:9/v1: lost" in told
+    assert "serves policy@00002-ffffffff" in told
+    assert "--register" in told
+    assert not caught.value.transient
+
+
+@pytest.mark.parametrize("lie", ["tokens", "logprobs"])
+def test_an_endpoint_that_joins_answers_the_canary_first(lie: str) -> None:
+    async def use(client: FleetClient) -> None:
+        await asyncio.gather(*[one(client) for _ in range(8)])
+
+    def other(_text: str, _seed: int) -> str:
+        return "b"
+
+    canary = CANARY
+    if lie == "logprobs":
+        canary = Canary(temperature=1.0, token_ids=(97,), logprobs=(-9.0,), tolerance=1e-3)
+    script = other if lie == "tokens" else says_a
+    with FakePolicyServer(MODEL, says_a) as proven, FakePolicyServer(MODEL, script) as liar:
+        source = EndpointSource([proven.url, liar.url])
+        ask(source, use, endpoints=(proven.url,), canary=canary)
+        assert len(proven.requests) == 8, "it was proven by the trainer"
+        assert {body["max_tokens"] for body in liar.requests} == {1}, "the canary alone"
+
+
+def test_an_honest_endpoint_joins(tmp_path: Path) -> None:
+    async def use(client: FleetClient) -> None:
+        await client.wait_until_ready()
+        await asyncio.gather(*[one(client) for _ in range(8)])
+
+    with FakePolicyServer(MODEL, says_a) as proven, FakePolicyServer(MODEL, says_a) as new:
+        ask(EndpointSource([proven.url, new.url]), use, endpoints=(proven.url,), canary=CANARY)
+        assert (len(proven.requests), len(new.requests)) == (4, 1 + 4)
+
+
+def test_requests_of_a_session_go_to_one_endpoint() -> None:
+    async def use(client: FleetClient) -> None:
+        await client.wait_until_ready()
+        for _ in range(4):
+            await asyncio.gather(
+                *[client.chat(MESSAGES, 1, SAMPLING, session=f"group-{g}") for g in range(4)]
+            )
+
+    with FakePolicyServer(MODEL) as first, FakePolicyServer(MODEL) as second:
+        ask(EndpointSource([first.url, second.url]), use)
+        assert (len(first.requests), len(second.requests)) == (8, 8)
+
+
+def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
+    async def use(client: FleetClient) -> None:
+        await client.wait_until_ready()
+        first.model = served_model_id("policy", 4, "f" * 16)
+        for _ in range(4):
+            await one(client)
+
+    with FakePolicyServer(MODEL) as first, FakePolicyServer(MODEL) as second:
+        ask(EndpointSource([first.url, second.url]), use)
+        assert len(second.requests) == 4
+        assert len(first.requests) <= 2
+
+
+def test_faults_of_an_endpoint_that_lives_are_counted() -> None:
+    with FakePolicyServer(MODEL) as server:
+        server.fault = lambda _: "500"
+        with pytest.raises(EndpointUnavailable, match="500"):
+            ask(EndpointSource([server.url]), one, attempts_max=2)
+        assert len(server.requests) == 2
+
+
+def test_queues_of_other_clients_are_heeded() -> None:
+    async def use(client: FleetClient) -> None:
+        await client.wait_until_ready()
+        for _ in range(6):
+            await one(client)
+
+    with FakePolicyServer(MODEL) as busy, FakePolicyServer(MODEL) as idle:
+        busy.metrics = "marin_rl_samples_queued 40.0\nmarin_rl_slots_busy 8.0\nmarin_rl_slots 8.0\n"
+        idle.metrics = "marin_rl_samples_queued 0.0\nmarin_rl_slots_busy 0.0\nmarin_rl_slots 8.0\n"
+        ask(EndpointSource([busy.url, idle.url]), use)
+        assert (len(busy.requests), len(idle.requests)) == (0, 6)

@@ -1,0 +1,195 @@
+"""Heartbeats next to a run: signed, replaced, and named where they do not belong."""
+
+import dataclasses
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from support.policy_runs import small_run
+
+from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage.fleet import (
+    FLEET,
+    FleetBoard,
+    Heartbeat,
+    Identity,
+    Target,
+    Unreadable,
+    heartbeat_age_s,
+    run_sha256,
+    served_settings,
+)
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect
+from schemas.manifests import sealed_json
+
+DAY_S = 24 * 3600.0
+NOW = time.time()
+
+
+def heartbeat(server: str = "a" * 16, **fields: object) -> Heartbeat:
+    known: dict[str, object] = {
+        "server": server,
+        "url": f"http://{server[0]}:8000/v1",
+        "run_sha256": "0" * 64,
+        "model": "policy@00003-01234567",
+        "weight_version": 3,
+        "parameters_digest": "01234567" * 8,
+        "labels": {"zone": "eu"},
+        "code": "1" * 64,
+        "tokenizer": "2" * 64,
+        "chat_template": "3" * 64,
+        "settings": {"inference.engine.slots": 8, "policy.compute_dtype": "float32"},
+        "beat": 1,
+        "slots": 8,
+        "busy": 2,
+        "queued": 5,
+        "tokens_per_second": 12.5,
+        "started_at": NOW,
+        "beat_at": NOW,
+    }
+    return Heartbeat(**(known | fields))  # type: ignore[arg-type]
+
+
+IDENTITY = Identity(
+    run_sha256="0" * 64,
+    code="1" * 64,
+    tokenizer="2" * 64,
+    chat_template="3" * 64,
+    settings={"inference.engine.slots": 8, "policy.compute_dtype": "float32"},
+)
+
+
+def test_a_heartbeat_is_replaced_and_withdrawn(store: ObjectStore) -> None:
+    board = FleetBoard(store, "token")
+    first, later = heartbeat(), heartbeat(beat=2, queued=0)
+    board.announce(first)
+    assert board.heartbeats() == [first]
+    board.announce(later)
+    board.announce(heartbeat("b" * 16))
+    assert board.heartbeats() == [later, heartbeat("b" * 16)]
+    board.withdraw("a" * 16)
+    assert board.heartbeats() == [heartbeat("b" * 16)]
+    assert board.target() is None
+    target = Target(run_sha256="0" * 64, version=3, through=5, parameters_digest="4" * 64)
+    board.aim(target)
+    assert board.target() == target
+    board.release()
+    assert board.target() is None
+
+
+def test_of_two_servers_that_had_one_address_the_later_one_counts(tmp_path: Path) -> None:
+    board = FleetBoard(small_run(tmp_path).folder, None)
+    board.announce(heartbeat(started_at=NOW, url="http://h:1/v1"))
+    board.announce(heartbeat("b" * 16, started_at=NOW - 60, url="http://h:1/v1", code="9" * 64))
+    (only,) = board.heartbeats()
+    assert isinstance(only, Heartbeat)
+    assert only.server == "a" * 16
+
+
+@pytest.mark.parametrize("theirs", [None, "another"])
+def test_a_record_that_is_not_signed_with_the_token_is_named(
+    tmp_path: Path, theirs: str | None
+) -> None:
+    folder = small_run(tmp_path).folder
+    others, ours = FleetBoard(folder, theirs), FleetBoard(folder, "token")
+    others.announce(heartbeat())
+    others.aim(Target(run_sha256="0" * 64, version=3, through=5, parameters_digest="4" * 64))
+    (refused,) = ours.heartbeats()
+    assert isinstance(refused, Unreadable)
+    assert "signed" in refused.error
+    assert "api_key_variable" in refused.error
+    with pytest.raises(CorruptObject, match="signed"):
+        ours.target()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "JSON"),
+        (sealed_json({"format": "marin-rl/heartbeat", "version": 1}), "heartbeat"),
+        (sealed_json({"format": "marin-rl/heartbeat", "version": 9}), "upgrade"),
+    ],
+)
+def test_an_unreadable_heartbeat_hides_no_other(tmp_path: Path, data: bytes, expected: str) -> None:
+    folder = small_run(tmp_path).folder
+    board = FleetBoard(folder, None)
+    board.announce(heartbeat())
+    folder.replace(f"{FLEET}/odd.heartbeat.json", data)
+    good, bad = board.heartbeats()
+    assert good == heartbeat()
+    assert isinstance(bad, Unreadable)
+    assert expected in bad.error
+
+
+def test_a_newer_target_says_to_upgrade(tmp_path: Path) -> None:
+    folder = small_run(tmp_path).folder
+    folder.replace(f"{FLEET}/target.json", sealed_json({"format": "marin-rl/target", "version": 2}))
+    with pytest.raises(NewerSchema, match="upgrade"):
+        FleetBoard(folder, None).target()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"run_sha256": "5" * 64}, "another run of this name: expected digest 0000"),
+        ({"code": "5" * 64}, "other code: expected digest 1111"),
+        ({"tokenizer": "5" * 64}, "another tokenizer: expected digest 2222"),
+        ({"chat_template": "5" * 64}, "another chat template: expected digest 3333"),
+        (
+            {"settings": {"inference.engine.slots": 4, "policy.compute_dtype": "float32"}},
+            "inference.engine.slots is 4, expected 8",
+        ),
+        ({"settings": {"inference.engine.slots": 8}}, "policy.compute_dtype is None"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_by_name(
+    change: dict[str, object], expected: str
+) -> None:
+    assert IDENTITY.refusal(heartbeat()) == ""
+    assert expected in IDENTITY.refusal(heartbeat(**change))
+
+
+def test_clocks_that_differ_by_a_day_change_nothing(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    board = FleetBoard(run.folder, None)
+    for server, apart_s in (("a" * 16, -DAY_S), ("b" * 16, DAY_S)):
+        board.announce(heartbeat(server, started_at=NOW + apart_s, beat_at=NOW + apart_s))
+    assert len(board.heartbeats()) == 2
+    assert [IDENTITY.refusal(h) for h in board.heartbeats() if isinstance(h, Heartbeat)] == ["", ""]
+    assert collect(run).garbage == ()
+
+
+def test_gc_takes_heartbeats_of_long_ago_and_fsck_passes_over_all(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    board = FleetBoard(run.folder, None)
+    board.announce(heartbeat())
+    board.announce(heartbeat("b" * 16, beat_at=NOW - 10 * DAY_S))
+    board.aim(Target(run_sha256="0" * 64, version=3, through=5, parameters_digest="4" * 64))
+    run.folder.replace(f"{FLEET}/odd.heartbeat.json", b"not JSON")
+    assert check_run(str(tmp_path), run.run_id).faults == ()
+    dry = collect(run, dry_run=True)
+    assert [(item.reason, item.key) for item in dry.garbage] == [
+        ("heartbeat", f"{FLEET}/{'b' * 16}.heartbeat.json")
+    ]
+    later = datetime.now(UTC) + timedelta(days=10)
+    collect(run, now=later)
+    assert [h for h in board.heartbeats() if isinstance(h, Heartbeat)] == []
+    assert board.target() is not None
+    assert heartbeat_age_s("rollouts/x", b"{}", NOW) is None
+
+
+def test_settings_and_record_of_a_run(tmp_path: Path) -> None:
+    run, other = small_run(tmp_path / "a"), small_run(tmp_path / "b")
+    settings = served_settings(run.config)
+    assert settings["inference.engine.slots"] == run.config.inference.engine.slots
+    assert settings["policy.context_length"] == run.config.policy.context_length
+    assert "inference.port" not in settings
+    assert run_sha256(run.folder) != run_sha256(other.folder), "created twice"
+    changed = run.config.inference.engine.model_copy(update={"slots": 3})
+    inference = run.config.inference.model_copy(update={"engine": changed})
+    apart = served_settings(run.config.model_copy(update={"inference": inference}))
+    found = IDENTITY.refusal(dataclasses.replace(heartbeat(), settings=apart))
+    assert "configuration" in found
