@@ -20,12 +20,10 @@ from prefect.states import Completed
 from prefect.tasks import Task
 
 from marin_rl.config import FlowConfig
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import MarinRLError
 from marin_rl.rounds import Stopwatch
-from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import SlotRef
-from tasks.fan_out import fan_out_of
 
 RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
@@ -81,18 +79,13 @@ class StageRunner:
         self._watch.lap(_task(stage).name)
         return result
 
-    def _tuned(self, stage: Stage[Any]) -> Task[..., Any]:
-        return _task(stage).with_options(
+    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
+        tuned = _task(stage).with_options(
             retries=self._retries,
             retry_delay_seconds=self._delays_s,
             timeout_seconds=self._timeout_s,
         )
-
-    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
-        fan = fan_out_of(_task(stage))
-        if fan is not None:
-            return (await fan.call(self._tuned(stage), [arguments]))[0]
-        outcome = await self._tuned(stage)(*arguments)
+        outcome = await tuned(*arguments)
         # `as_state` hands back a state; the reference in it carries the lineage.
         return await outcome.aresult() if isinstance(outcome, State) else outcome
 
@@ -102,28 +95,19 @@ class StageRunner:
         When some fail the others still finish, since what they commit stays; then the first failure
         is raised.
         """
-        gate, fan = asyncio.Semaphore(self._in_flight_max), fan_out_of(_task(stage))
+        gate = asyncio.Semaphore(self._in_flight_max)
 
-        async def pass_gate(arguments: Sequence[Any]) -> list[Value]:
+        async def pass_gate(arguments: Sequence[Any]) -> Value:
             async with gate:
-                return [await self._call(stage, arguments)]
+                return await self._call(stage, arguments)
 
-        async def sent(chunk: Sequence[Sequence[Any]]) -> list[Value]:
-            assert fan is not None, "see below"
-            async with gate:
-                return await fan.call(self._tuned(stage), chunk)
-
-        if fan is None:
-            waiting = [pass_gate(arguments) for arguments in calls]
-        else:
-            waiting = [sent(chunk) for chunk in fan.chunks(list(calls))]
+        waiting = [pass_gate(arguments) for arguments in calls]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise failures[0]
-        done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-        return [value for values in done for value in values]
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
 def _task(stage: Stage[Any]) -> Task[..., Any]:
@@ -132,15 +116,7 @@ def _task(stage: Stage[Any]) -> Task[..., Any]:
 
 
 def open_run(ref: RunRef) -> Run:
-    """The run that `ref` names, opened once per process: a remote store is slow to connect.
-
-    Raises ConfigError where another machine gave it out and has other code.
-    """
-    if ref.code not in ("", code_digest()):
-        raise ConfigError(
-            f"this worker has other code than the trainer of {ref.run_id!r}: expected digest "
-            f"{ref.code[:12]}, found {code_digest()[:12]}; install the same version on both"
-        )
+    """The run that `ref` names, opened once per process: a remote store is slow to connect."""
     return _opened(json.dumps(asdict(ref), sort_keys=True))
 
 

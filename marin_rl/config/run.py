@@ -228,15 +228,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _other_machines_reach_the_policy(self) -> "Config":
-        if self.flow.runner != "local" and not self.inference.endpoints:
-            raise ValueError(
-                f"flow.runner is {self.flow.runner}, but inference.endpoints is empty: the "
-                "embedded engine answers this process alone; expected endpoints, such as registered"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":
         sampled = self.reward_model is None  # nothing is sampled to train a reward model
         if sampled and self.sampling.max_tokens >= self.policy.context_length:

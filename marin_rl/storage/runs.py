@@ -77,15 +77,13 @@ class RunRef:
     """Reference to a run that tasks pass to each other: small, and JSON.
 
     `free` holds the free configuration keys that are not at their default, as `dotted.key=JSON`:
-    how this process goes about the run, where run.json keeps what the run is. `code` is set for
-    other machines: the digest of the code that they must have, too.
+    how this process goes about the run, where run.json keeps what the run is.
     """
 
     root: str
     run_id: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
-    code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
