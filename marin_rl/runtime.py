@@ -195,7 +195,7 @@ class RunRuntime:
 
         from marin_rl.inference.client.sglang_client import client_of
         from marin_rl.rollouts.bridge import TemplateBridge
-        from marin_rl.serving.weights.canary import prove_all
+        from marin_rl.serving.weights.canary import prove
 
         identity = weights.identity
         version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
@@ -213,7 +213,7 @@ class RunRuntime:
             weights=published.weights,
         )
         config = self._run.config
-        proof = prove_all(
+        proof = prove(
             policy,
             weights.trained,
             config.inference,

@@ -72,8 +72,8 @@ def test_the_checkpoint_is_served_and_the_canary_agrees(embedded: RunRuntime) ->
     assert policy.parameters_digest == parameters_digest(embedded.trainer.model)
     assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
     config = debug(Path("unused")).inference
-    assert prove(policy, embedded.trainer.model, config) < 1e-4
-    assert prove(policy, embedded.trainer.model, config, temperature=0.7) < 1e-4
+    assert prove(policy, embedded.trainer.model, config).nats < 1e-4
+    assert prove(policy, embedded.trainer.model, config, temperature=0.7).nats < 1e-4
 
 
 def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
@@ -84,7 +84,7 @@ def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
     other = build_model(debug(Path("unused")).policy, len(embedded.tokenizer), seed=7)
     with RawLogprobs(policy.model, model) as raw, RawLogprobs(policy.model, other) as stale:
         policy = dataclasses.replace(policy, endpoints=(raw.url,))
-        assert prove(policy, model, config) < 1e-4
+        assert prove(policy, model, config).nats < 1e-4
         with pytest.raises(BadResponse, match=r"before temperature.*\(0\.7\).*processed_logprobs"):
             prove(policy, model, config, temperature=0.7)
         policy = dataclasses.replace(policy, endpoints=(stale.url,))

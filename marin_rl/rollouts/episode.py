@@ -98,6 +98,7 @@ class ChatClient(Protocol):
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Tool] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """`n` samples of one conversation; see `PolicyClient.chat`."""
         ...

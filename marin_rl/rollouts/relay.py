@@ -82,6 +82,7 @@ class RelayClient:
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """A completion of the parent. Raises BadResponse for one that cannot be trained on."""
         assert n == 1, "members are played one at a time"

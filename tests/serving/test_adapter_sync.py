@@ -25,6 +25,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.types import Message, Sampling
 
 BASE_DIGEST = "0123456789"
+NAMES = ("t" * 64, "c" * 64)  # digests of the tokenizer and of its chat template
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def run_of(root: Path, server: PolicyServer, name: str) -> Run:
 
 def published(run: Run, version: int, adapter: Adapter) -> str:
     digest = policy_digest(BASE_DIGEST, adapter.modules, adapter.digest)
-    return publish(run, version, digest, lambda folder: write_peft(folder, adapter))
+    return publish(run, version, digest, NAMES, lambda folder: write_peft(folder, adapter)).model
 
 
 def check_samples(run: Run, model: str, adapter: Adapter) -> None:
@@ -130,7 +131,7 @@ def test_another_base_is_refused_by_the_digest_of_the_policy(root, server):
     run, adapter = run_of(root, server, "stale"), adapter_for(tiny_model(), 40)
     digest = policy_digest("another base", adapter.modules, adapter.digest)
     with pytest.raises(StalePolicy, match="trained on another base"):
-        publish(run, 0, digest, lambda folder: write_peft(folder, adapter))
+        publish(run, 0, digest, NAMES, lambda folder: write_peft(folder, adapter))
     assert server.adapters.names == []
 
 

@@ -312,9 +312,11 @@ def _samples(body: dict[str, Any] | None) -> int:
     """Completions that a request asks for."""
     if body is None:
         return 0
-    prompts = body.get("prompt")
-    several = isinstance(prompts, list) and prompts and isinstance(prompts[0], list)
-    return len(prompts) if several else int(body.get("n") or 1)
+    match body.get("prompt"):
+        case [list(), *_] as prompts:
+            return len(prompts)
+        case _:
+            return int(body.get("n") or 1)
 
 
 def _pause_s(failures: int) -> float:

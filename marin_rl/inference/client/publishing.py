@@ -19,7 +19,6 @@ from typing import Any, Literal
 from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
 from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE, served_model_id
 
-PUBLISHED_BY = ("vllm_reload", "update_weights_from_disk")
 SAFETENSORS_HEADER_MAX = 100 * 2**20
 
 Send = Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]  # method, path, body

@@ -52,6 +52,7 @@ class SGLangClient(PolicyClient):
         *,
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
     ) -> ChatAnswer:
         """`n` samples of one conversation, checked. Raises as `PolicyClient.chat` does.
 
@@ -75,9 +76,9 @@ class SGLangClient(PolicyClient):
         body, first = sglang_body(prompt_ids, sampling), next(self._turn)
 
         async def post(tried: int) -> bytes:
-            index = self._willing(first + tried)
-            url = self._endpoints[index].removesuffix("/v1") + SGLANG_GENERATE_ROUTE
-            return await self._attempt(index, "POST", url, body)
+            url = self._willing(first + tried)
+            route = url.removesuffix("/v1") + SGLANG_GENERATE_ROUTE
+            return await self._attempt(url, "POST", route, body)
 
         answer = decode_sglang(await self._retried(post), self._model, prompt_ids)
         self._check_version(answer)

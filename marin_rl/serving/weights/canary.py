@@ -85,6 +85,14 @@ def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
     return TOLERANCES[jnp.dtype(dtype).name] if tolerance is None else tolerance
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The largest difference of a proof in nats, and the canary that proves later endpoints."""
+
+    nats: float
+    canary: Canary
+
+
 def prove(
     policy: ServedPolicy,
     model: LmHeadModel,
@@ -94,8 +102,8 @@ def prove(
     dtype: jnp.dtype | type = jnp.float32,
     temperature: float = 1.0,
     connect: Connect = PolicyClient,
-) -> float:
-    """The largest |endpoint - trainer| log-probability of a canary token, in nats.
+) -> Proof:
+    """Compare the canary of every endpoint with the log-probabilities of the trainer, in nats.
 
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
     to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. `connect`
@@ -105,36 +113,6 @@ def prove(
     BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
     raises.
     """
-    return prove_all(
-        policy,
-        model,
-        config,
-        suspects,
-        dtype=dtype,
-        temperature=temperature,
-        connect=connect,
-    ).nats
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """The largest difference of a proof in nats, and the canary that proves later endpoints."""
-
-    nats: float
-    canary: Canary
-
-
-def prove_all(
-    policy: ServedPolicy,
-    model: LmHeadModel,
-    config: InferenceConfig,
-    suspects: Suspects = tuple,
-    *,
-    dtype: jnp.dtype | type = jnp.float32,
-    temperature: float = 1.0,
-    connect: Connect = PolicyClient,
-) -> Proof:
-    """Prove every endpoint as `prove` does, which says what is raised; see `Proof`."""
     worst, tolerance = 0.0, tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0)
     answers = _sampled(policy, config, sampling, connect)
