@@ -222,11 +222,7 @@ class RunRuntime:
             temperature=config.sampling.temperature,
             connect=client_of(config.inference, TemplateBridge(config.policy).prompt),
         )
-        # Adapters and SGLang's own route are asked for in other ways: there the list is fixed.
-        inference = config.inference
-        fixed = inference.publish == "lora_adapter" or inference.route == "sglang"
-        joins = inference.endpoints and not fixed
-        return replace(policy, canary=proof.canary) if joins else policy
+        return replace(policy, canary=proof.canary) if config.inference.has_fleet else policy
 
     def _transfer(self, seconds: float, size: int, endpoints: Sequence[str]) -> dict[str, float]:
         """Cost of the weight transfer. Endpoints that must have the weights already get none."""

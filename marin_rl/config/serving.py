@@ -322,6 +322,18 @@ class InferenceConfig(Section):
         """True where the endpoints take each checkpoint by themselves."""
         return self.publish == "pull"
 
+    @property
+    def has_fleet(self) -> bool:
+        """True where endpoints are looked up and proven all along, not once for each round.
+
+        A plain list of URLs is no fleet. Adapters, and SGLang's own route, are asked for in ways
+        that a fleet's client does not know.
+        """
+        if not self.endpoints or self.publish == "lora_adapter" or self.route == "sglang":
+            return False
+        listed = all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
+        return not listed or self.publish in ("pull", "vllm_reload")
+
     @model_validator(mode="after")
     def _the_fleet_follows(self) -> "InferenceConfig":
         """Refuse ways to new weights that a fleet, or no fleet, cannot take."""

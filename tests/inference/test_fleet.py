@@ -175,3 +175,31 @@ def test_settings_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=expected):
         InferenceConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"endpoints": [A, B]},
+        {"endpoints": A, "publish": "update_weights_from_disk"},
+        {"publish": "vllm_reload"},
+        {"endpoints": "file:/a", "route": "sglang"},
+    ],
+)
+def test_a_plain_list_of_endpoints_is_no_fleet(keys: dict[str, object]) -> None:
+    assert not InferenceConfig.model_validate(keys).has_fleet
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"endpoints": A, "publish": "pull"},
+        {"endpoints": A, "publish": "vllm_reload"},
+        {"endpoints": [A, f"{B} zone=eu"]},
+        {"endpoints": "dns:http://a:8000/v1"},
+        {"endpoints": "file:/a"},
+    ],
+)
+def test_endpoints_that_come_and_go_are_a_fleet(keys: dict[str, object]) -> None:
+    assert InferenceConfig.model_validate(keys).has_fleet
