@@ -254,6 +254,7 @@ class RunRuntime:
     def _load_weights(self, version: int, weights: "Weights") -> "Published":
         """Load a model where it is served."""
         from marin_rl.inference.endpoints import Published, publish
+        from marin_rl.serving.weights.adapter_folders import export_peft
         from marin_rl.training.model import save_hf
 
         identity = weights.identity
@@ -262,14 +263,18 @@ class RunRuntime:
             return Published(endpoints=(server.base_url,), model=server.model_id)
         names = identity.tokenizer_digest, identity.chat_template_digest
 
-        if self._run.config.inference.publish == "lora_adapter":
+        as_adapter = self._run.config.inference.publish == "lora_adapter"
+        if as_adapter and self._run.config.policy.lora is None:
             raise ConfigError(
                 "inference.publish lora_adapter is for runs that train an adapter, and this one "
                 "trains all parameters: set inference.publish to update_weights_from_disk"
             )
 
         def save(folder: Path) -> None:
-            save_hf(weights.model, self.tokenizer, folder)
+            if as_adapter:
+                export_peft(self._run, version, folder)
+            else:
+                save_hf(weights.model, self.tokenizer, folder)
 
         self._published = True
         return publish(self._run, version, identity.parameters_digest, names, save)

@@ -7,11 +7,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.engine_adapters import adapter_for
 from support.policy_runs import commit, small_run
 from support.servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
+from marin_rl.lora import write_peft
 from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
@@ -147,6 +149,38 @@ def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
     assert policy.model == remote.model_id == f"policy@00000-{policy.parameters_digest[:8]}"
     exported = [path.name for path in (tmp_path / "debug/exports").iterdir()]
     assert exported == [f"round-00000-{policy.parameters_digest[:16]}"]
+
+
+def test_a_remote_endpoint_is_given_the_adapter_and_proves_the_policy(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    base = build_model(load_config(DEBUG).policy, len(tokenizer), seed=0)
+    write_peft(tmp_path / "peft", adapter_for(base))
+    roomy = load_config(DEBUG, ["inference.engine.adapters_max=2"]).inference
+    server = PolicyServer(
+        base,
+        tokenizer,
+        with_update_root(roomy, tmp_path),
+        context_length=64,
+        parameters_digest=parameters_digest(base),
+    )
+    server.start()
+    config = debug(
+        tmp_path,
+        f"inference.endpoints=[{server.base_url}]",
+        "inference.publish=lora_adapter",
+        f"policy.lora.init_from={tmp_path / 'peft'}",
+    )
+    runtime = RunRuntime(Run.create_or_open(config))
+    try:
+        policy = runtime.serve(runtime.init_policy())
+        assert policy.parameters_digest != parameters_digest(base)
+        assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
+        assert list(server.adapters.names) == [policy.model]
+        with pytest.raises(StalePolicy):  # the base alone is another policy
+            prove(dataclasses.replace(policy, model=server.model_id), runtime.trainer.model, roomy)
+    finally:
+        runtime.close()
+        server.stop()
 
 
 def test_a_run_of_all_parameters_has_no_adapter_to_publish(tmp_path: Path) -> None:
