@@ -13,7 +13,6 @@ from typing import get_args
 
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
-from marin_rl.lora import configured_modules, linear_shapes
 from marin_rl.model_folders import check_family, read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
@@ -221,6 +220,9 @@ def _trained(config: Config, architecture: Architecture) -> int:
     """Number of parameters that are trained: A and B of an adapter, else all."""
     if config.policy.lora is None:
         return architecture.parameters
+    # Readers of runs import this module for its names alone: NumPy takes a tenth of a second.
+    from marin_rl.lora import configured_modules, linear_shapes
+
     modules = configured_modules(config.policy.lora, architecture.linear_shapes)
     layers = linear_shapes(architecture.linear_shapes)
     return sum(

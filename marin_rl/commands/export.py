@@ -135,9 +135,9 @@ def merge(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model that an adapter makes of its base, as a Hugging Face folder.
+    """Write the model that an adapter makes of its base.
 
-    Nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the same for a run's checkpoint.
+    As a Hugging Face folder; nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the same for a run's checkpoint.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")

@@ -299,7 +299,7 @@ def _on_each_device(run: Callable[..., Any], axes: tuple[str, ...], results: Any
     if not axes:
         return run
 
-    def spread(tail: _Tail, *arrays: Any) -> Any:
+    def spread(tail: Any, *arrays: Any) -> Any:
         parts = (PartitionSpec(axes),) * len(arrays)
         specs: dict[str, Any] = {"in_specs": (PartitionSpec(), *parts), "out_specs": results}
         return jax.shard_map(run, **specs, axis_names=set(axes), check_vma=False)(tail, *arrays)

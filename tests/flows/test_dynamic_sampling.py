@@ -12,7 +12,9 @@ from support.flow_runs import DEBUG, ForkServer
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.analysis.verify import verify_run
-from marin_rl.config import Config, load_config
+from marin_rl.config import Config, parse_config
+from marin_rl.config.code import pin_code
+from marin_rl.config.loading import override
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, rollouts_slot
 from marin_rl.storage.stores.fault_injection import inject_faults
@@ -22,21 +24,18 @@ from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.training.replay import replay_round
 
 ROUNDS, GROUPS, SHARDS = 3, 4, 2
-REWARDS = """
-def rare(example, completion):
-    return float(completion[:1] in "abcd")
-"""
+# A process that is started again finds it below the folder that it is started in.
+REWARD = "tests/support/rare_rewards.py"
 
 
 def sampling_on(root: Path, *overrides: str) -> Config:
     """A run whose rewards seldom differ within a group: a random policy says any letter first."""
     root.mkdir(parents=True, exist_ok=True)
-    (root / "rewards.py").write_text(REWARDS)
     (root / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(40))
     )
     tree = yaml.safe_load(DEBUG.read_text())
-    options = {"path": str(root / "prompts.jsonl"), "reward": "rewards.py:rare"}
+    options = {"path": str(root / "prompts.jsonl"), "reward": f"{REWARD}:rare"}
     tree |= {
         "run_id": "on",
         "root": str(root / "runs"),
@@ -45,8 +44,7 @@ def sampling_on(root: Path, *overrides: str) -> Config:
         "filters": {"zero_signal": True},
         "asynchrony": {"dynamic_sampling": "filter", "max_sample_batches": 6},
     }
-    (root / "on.yaml").write_text(yaml.safe_dump(tree))
-    return load_config(root / "on.yaml", overrides)
+    return parse_config(pin_code(override(tree, overrides), Path()), "on")
 
 
 @pytest.fixture(scope="module")

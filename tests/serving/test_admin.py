@@ -552,6 +552,7 @@ def test_status_reports_what_is_served_and_the_load(server: PolicyServer, run: R
             "queued": 0,
             "updating": False,
             "transfers": server.updater.stats.transfers,
+            "adapters": [],
             "failures": server.updater.stats.failures,
         },
     )

@@ -11,6 +11,7 @@ oldest policy and their number, never of arrival.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
@@ -28,6 +29,7 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.layout import intake_slot, stream_key
 from marin_rl.storage.runs import Run, committed
+from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import load_present, verified
 from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
 from marin_rl.storage.tables.stream import StreamedGroup
@@ -38,7 +40,8 @@ from schemas.rollouts import CONTENT_VERSION
 STALE = "policy_age"
 VERSION = 1  # of `extra`
 
-_settled: dict[tuple[str, int], "Settled"] = {}  # the last answer, by run and round
+# The last answer, its round, by the store of the run: of another process's store it may be old.
+_settled: "WeakKeyDictionary[ObjectStore, tuple[int, Settled]]" = WeakKeyDictionary()
 
 Entry = tuple[int, str, int, str]  # number, digest, oldest policy, reason ("" where it is taken)
 
@@ -154,12 +157,10 @@ def settled_before(run: Run, round: int) -> Settled:
     """
     if not round:
         return Settled()
-    place = (run.folder.url, round)
-    if place not in _settled:
-        settled = read_intake(run, round - 1).settled
-        _settled.clear()
-        _settled[place] = settled
-    return _settled[place]
+    kept = _settled.get(run.store)
+    if kept is None or kept[0] != round:
+        kept = _settled[run.store] = round, read_intake(run, round - 1).settled
+    return kept[1]
 
 
 def commit_intake(run: Run, intake: Intake) -> SlotRef:
