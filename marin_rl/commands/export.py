@@ -137,7 +137,8 @@ def merge(
 ) -> None:
     """Write the model that an adapter makes of its base.
 
-    As a Hugging Face folder; nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the same for a run's checkpoint.
+    As a Hugging Face folder; nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the
+    same for a run's checkpoint.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
