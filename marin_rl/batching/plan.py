@@ -143,25 +143,17 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     if config.filters.zero_signal and choice.within_groups and not regularised:
         spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
-            unshaped_N = np.where(
-                np.isnan(compared_N), np.nan, numbers(scalars, "reward", np.float64)
-            )
-            spread_P = _advantages(scalars, unshaped_N, group_N, groups, objective).spread_P
+            reward_or_nan_N = _where_compared(compared_N, numbers(scalars, "reward", np.float64))
+            spread_P = _advantages(scalars, reward_or_nan_N, group_N, groups, objective).spread_P
         flat_P = filters.zero_signal(spread_P)
         _drop(disposition_N, reason_N, flat_P[group_N], "filtered", "zero_signal")
     selected = None
     if config.selects_groups:
-        signal_P = np.bincount(group_N[disposition_N == ""], minlength=groups) > 0
-        selection = select_groups(scalars, group_N, signal_P, config)
-        for mask_P, reason in (
-            (selection.failing_P, selection.failing_reason),
-            (selection.surplus_P, SURPLUS),
-        ):
-            _drop(disposition_N, reason_N, mask_P[group_N], "filtered", reason)
+        taken_P = _select(scalars, disposition_N, reason_N, group_N, groups, config)
         # The round is what is taken: nothing else is in the statistics that scales divide by.
-        compared_N = np.where(selection.taken_P[group_N], compared_N, np.nan)
+        compared_N = np.where(taken_P[group_N], compared_N, np.nan)
         advantages = _advantages(scalars, compared_N, group_N, groups, objective)
-        selected = int(selection.taken_P.sum())
+        selected = int(taken_P.sum())
     if greedy_N is not None:
         _drop(disposition_N, reason_N, greedy_N, "filtered", "greedy")
     # Last, since its reward still counts in its group: overlong filtering masks the loss alone
@@ -190,6 +182,30 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
         turns=advantages.turns,
         selected=selected,
     )
+
+
+def _where_compared(compared_N: np.ndarray, reward_N: np.ndarray) -> np.ndarray:
+    """Rewards of the rollouts that are compared, NaN for the others."""
+    return np.where(np.isnan(compared_N), np.nan, reward_N)
+
+
+def _select(
+    scalars: pa.Table,
+    disposition_N: np.ndarray,
+    reason_N: np.ndarray,
+    group_N: np.ndarray,
+    groups: int,
+    config: Config,
+) -> np.ndarray:
+    """Filter groups that the round does not take; True for those that it takes, `[P]`."""
+    signal_P = np.bincount(group_N[disposition_N == ""], minlength=groups) > 0
+    selection = select_groups(scalars, group_N, signal_P, config)
+    for mask_P, reason in (
+        (selection.failing_P, selection.failing_reason),
+        (selection.surplus_P, SURPLUS),
+    ):
+        _drop(disposition_N, reason_N, mask_P[group_N], "filtered", reason)
+    return selection.taken_P
 
 
 def bucket(longest: int, config: BatchingConfig) -> int:

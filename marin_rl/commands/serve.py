@@ -20,6 +20,34 @@ from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.machine import share_one_heap
 
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter", metavar="NAME=PATH", help="PEFT folder served as model NAME; repeatable"
+    ),
+]
+ServingConfig = Annotated[
+    Path | None,
+    typer.Option("--config", envvar="MARIN_RL_CONFIG", help="YAML file; inference.* counts"),
+]
+Register = Annotated[
+    bool, typer.Option("--register", help="with --follow: announce this server to the run")
+]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="such as zone=eu")
+]
+Announce = Annotated[
+    str | None, typer.Option("--announce", metavar="URL", help="address for the trainer")
+]
+Follow = Annotated[bool, typer.Option("--follow", help="load the run's later checkpoints too")]
+Poll = Annotated[float, typer.Option("--poll-s", min=0.1, help="seconds between checks for one")]
+KeyVariable = Annotated[
+    str | None, typer.Option("--api-key-variable", help="variable with the bearer token")
+]
+AdminKeyVariable = Annotated[
+    str | None, typer.Option("--admin-key-variable", help="variable with the admin token")
+]
+
 
 def serve(  # noqa: PLR0913 - each is an option that people type
     run_name: Annotated[
@@ -28,44 +56,22 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     *,
     round_number: LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter", metavar="NAME=PATH", help="PEFT folder served as model NAME; repeatable"
-        ),
-    ] = None,
-    config_file: Annotated[
-        Path | None,
-        typer.Option("--config", envvar="MARIN_RL_CONFIG", help="YAML file; inference.* counts"),
-    ] = None,
+    adapter: Adapters = None,
+    config_file: ServingConfig = None,
     overrides: Overrides = None,
-    api_key_variable: Annotated[
-        str | None, typer.Option("--api-key-variable", help="variable with the bearer token")
-    ] = None,
-    admin_key_variable: Annotated[
-        str | None, typer.Option("--admin-key-variable", help="variable with the admin token")
-    ] = None,
+    api_key_variable: KeyVariable = None,
+    admin_key_variable: AdminKeyVariable = None,
     trust: Trust = False,
     host: Annotated[
         str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
     root: Root = "runs",
-    follow: Annotated[
-        bool, typer.Option("--follow", help="load the run's later checkpoints too")
-    ] = False,
-    poll_s: Annotated[
-        float, typer.Option("--poll-s", min=0.1, help="seconds between checks for one")
-    ] = 2.0,
-    register: Annotated[
-        bool, typer.Option("--register", help="with --follow: announce this server to the run")
-    ] = False,
-    labels: Annotated[
-        list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="such as zone=eu")
-    ] = None,
-    announce: Annotated[
-        str | None, typer.Option("--announce", metavar="URL", help="address for the trainer")
-    ] = None,
+    follow: Follow = False,
+    poll_s: Poll = 2.0,
+    register: Register = False,
+    labels: Labels = None,
+    announce: Announce = None,
     as_json: AsJsonLines = False,
 ) -> None:
     """Serve a run or a model folder as an OpenAI server.
