@@ -70,7 +70,9 @@ class Forcing(PolicyClient):
 
     log: list[tuple[dict[str, Any], dict[str, Any]]]
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
+    ) -> bytes:
         assert body is not None
         results = sum(message["role"] == "tool" for message in body["messages"])
         if results < FORCED:
@@ -78,7 +80,7 @@ class Forcing(PolicyClient):
             for tool in body["tools"]:  # a model of random weights would add keys without end
                 parameters = tool["function"]["parameters"] | {"additionalProperties": False}
                 tool["function"] = tool["function"] | {"parameters": parameters}
-        data = await super()._send(method, path, body)
+        data = await super()._send(method, path, body, session)
         self.log.append((body, json.loads(data)))
         return data
 
