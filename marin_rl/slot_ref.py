@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Prefect links a task's result to later tasks by weak reference, so that an address that is used
+# again draws no false edge in its graph.
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class SlotRef:
     """A committed slot: its key in the run, and the SHA-256 of its commit object.
 

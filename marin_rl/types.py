@@ -309,7 +309,9 @@ class Canary:
     tolerance: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Prefect links a task's result to later tasks by weak reference, so that an address that is used
+# again draws no false edge in its graph.
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class ServedPolicy:
     """Policy that a round samples from: endpoints (base URLs ending in /v1), model id, proven
     identity.

@@ -94,7 +94,8 @@ def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
     }  # fmt: skip
     assert before(runs, "process[round-00001]") == {"seal[round-00001]"}
     assert before(runs, "train[round-00001]") >= {"process[round-00001]", "round-00000"}
-    assert before(runs, "publish[round-00001]") == {"train[round-00001]"}
+    # Prefect follows numbers by their address, which a later one may have: more edges, never fewer.
+    assert before(runs, "publish[round-00001]") >= {"train[round-00001]"}
     assert before(runs, "evaluate[round-00003]") == {"round-00002", "serve[round-00003]"}
     assert parents(runs, "train[round-00001]") == {"round-00001"}
 

@@ -31,6 +31,7 @@ MAKER = Path(__file__).parents[1] / "golden/make_peft.py"
 GOLDEN: dict[str, Any] = json.loads(MAKER.with_name("peft.json").read_text("utf-8"))
 PEFT = os.environ.get("MARIN_RL_PEFT_PYTHON")
 TOLERANCE = 1e-4
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENIZER: PreTrainedTokenizerBase = character_tokenizer()
 
 

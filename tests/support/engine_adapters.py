@@ -1,13 +1,18 @@
 """Adapters in engines over tiny models, and the models merged with them."""
 
+import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from support.adapters import random_adapter
+from support.models import full_logprobs
 
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.engine import Engine
+from marin_rl.inference.generation import GenerationResult
 from marin_rl.lora import Adapter, LoraSpec
 from marin_rl.lora import merged as merged_parameters
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
+
+NATS = 2e-4
 
 
 def adapter_for(
@@ -43,3 +48,10 @@ def load(engine: Engine, adapter: Adapter, name: str = "adapter", version: int =
         adapter, name=name, weight_version=version, parameters_digest=f"digest of {name}"
     )
     return loaded.number
+
+
+def check_logprobs(result: GenerationResult, model: LmHeadModel, prompt: np.ndarray) -> None:
+    """Tokens were drawn with the logprobs that this model's own forward pass gives them."""
+    for sample in result.samples:
+        expected = full_logprobs(model, prompt, sample.token_ids)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=NATS)

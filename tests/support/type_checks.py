@@ -16,6 +16,8 @@ import jaxtyping
 from beartype.roar import BeartypeException
 
 with_shapes = jaxtyping.jaxtyped
+# Private functions here are called for each number of a file: a check costs more than the call.
+UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
 
 
 def install() -> None:
@@ -41,6 +43,13 @@ def checked(thing: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
             thing.__init__ = again(thing.__init__)
         return thing
+    if thing.__module__ in UNCHECKED and thing.__name__.startswith("_"):
+        return thing
+    return checked_function(thing, typechecker)
+
+
+def checked_function(thing: Any, typechecker: Callable[[Any], Any]) -> Any:
+    """Return a function with its types checked, and shapes if its signature has any."""
     if not has_plain_signature(thing):
         return with_shapes(thing, typechecker=typechecker)
     try:
