@@ -34,6 +34,21 @@ mapping with "score"  (verl)"""
 
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
 _VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+# Names that say that a parameter is no example, or no completion.
+_NO_EXAMPLE = frozenset({"completion", "response", "output", "prediction", "generated"})
+_NO_COMPLETION = frozenset({"example", "answer", "label", "target", "reference", "expected"})
+
+
+def _takes_example_and_completion(signature: inspect.Signature) -> bool:
+    """Return True where both can be passed by position and no name says that it means another.
+
+    `reward(completion, answer)` could be called too, and would score every completion wrongly.
+    """
+    try:
+        first, second, *_ = (*signature.bind("example", "completion").arguments, None)
+    except TypeError:
+        return False
+    return first not in _NO_EXAMPLE and second not in _NO_COMPLETION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +137,10 @@ class RewardFunction:
             return "trl"
         if {"solution_str", "ground_truth"} <= self._takes:
             return "verl"
-        try:
-            signature.bind("example", "completion")
-        except TypeError:
+        if not _takes_example_and_completion(signature):
             raise InputError(
                 f"reward function {self._name!r} takes {signature}: expected one of{SIGNATURES}"
-            ) from None
+            )
         return "example"
 
     def _by_verl(self, example: Example, completion: str) -> list[Part]:
