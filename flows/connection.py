@@ -71,7 +71,7 @@ class ApiConnection:
     """
 
     def __init__(self, url: str, *, temporary: bool = False) -> None:
-        self.url = url
+        self.url, self.temporary = url, temporary
         if temporary:
             _filter_reports(NOISY)
         self._lost = threading.Event()
@@ -153,6 +153,12 @@ def healthy(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
 def current_connection() -> ApiConnection | None:
     """Return the connection of the flow that runs, None where Prefect itself started it."""
     return _current.get()
+
+
+def has_temporary_api() -> bool:
+    """Return True where the flow reports to a server that ends with this process."""
+    connection = _current.get()
+    return connection is not None and connection.temporary
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.runtime import flow_run
 
+from flows.connection import has_temporary_api
 from flows.reports import reporting
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_code
@@ -33,6 +34,7 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.trackers import open_trackers
 from marin_rl.types import SlotRef
+from tasks.fan_out import fanning_out
 
 Source = str | dict[str, Any]
 
@@ -85,8 +87,10 @@ def open_session(
     quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
     preflight(config, checks)
-    run = Run.create_or_open(config)
     with ExitStack() as stack:
+        # Before the run is created: a runner that cannot work is no reason to begin one.
+        stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))
+        run = Run.create_or_open(config)
         stack.enter_context(run.lock())
         if plays:
             try_to_remember(run)

@@ -34,11 +34,12 @@ from flows.server import healthy
 from flows.session import resolve_config
 from marin_rl.errors import MarinRLError, RunLocked
 from marin_rl.storage.runs import LOCK_KEY, Run
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS
 
 RUN = Path(".run")
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "rl-pool"
-FLOWS = ("rl-loop", "sft", "evaluate", "reward-model")
+FLOWS = ("rl-loop", "sft", "evaluate", "reward-model", GENERATE_SHARDS, EVALUATE)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2
@@ -167,8 +168,12 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
     """
     named = {key: parameters.get(key) for key in ("run_id", "overrides")}
     try:
-        config = resolve_config(parameters["config"], **named)
-        run = Run.open(config.root, config.run_id, config.storage_options)
+        given_out = parameters.get("run")  # by a flow of another process, which has the lock
+        if given_out is not None:
+            run = Run.open(given_out["root"], given_out["run_id"], given_out["storage_options"])
+        else:
+            config = resolve_config(parameters["config"], **named)
+            run = Run.open(config.root, config.run_id, config.storage_options)
         with run.lock():
             return run.folder.local_path(LOCK_KEY) is None
     except RunLocked:

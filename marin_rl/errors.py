@@ -26,6 +26,9 @@
     │   ├── BadResponse          the endpoint answered something we cannot train on
     │   ├── FleetEmpty           no endpoint served the round's policy for too long
     │   └── StalePolicy          the endpoint serves other weights than the round's
+    ├── WorkError
+    │   ├── WorkerLost           a node ended before it had committed its shards       (passes)
+    │   └── StageFailed          a stage failed on another machine, for good
     └── TrainingError
         └── NonFiniteUpdate    loss or gradients were not finite too often in a row
 
@@ -146,6 +149,20 @@ class FleetEmpty(InferenceError):
 
 class StalePolicy(InferenceError):
     """The endpoint does not serve the parameters that this round must be sampled with."""
+
+
+class WorkError(MarinRLError):
+    """A stage that runs on another machine did not end well there."""
+
+
+class WorkerLost(WorkError):
+    """A node ended, or was lost, before it had committed what it was to commit."""
+
+    transient = True
+
+
+class StageFailed(WorkError):
+    """A stage failed on another machine, and trying again would not help."""
 
 
 class TrainingError(MarinRLError):

@@ -1,26 +1,36 @@
-"""Tasks that sample: `generate` (a shard), `seal` (a round's manifest), `evaluate` (a policy)."""
+"""Tasks that sample: `generate` (a shard), `seal` (a round's manifest), `evaluate` (a policy).
+
+`generate_on_pool` and `evaluate_on_pool` have the workers of a Prefect work pool do the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from prefect import task
 
 from marin_rl import progress
 from marin_rl.batching.build import further_shards
+from marin_rl.errors import ConfigError, WorkerLost
 from marin_rl.rollouts.evaluate import evaluate_round
-from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rollouts.generate import committed_shard, generate_shard
+from marin_rl.rollouts.rewards import RewardScorer
 from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import runtime_for
-from marin_rl.storage.runs import RunRef
+from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
 from marin_rl.storage.tables.intakes import Settled
 from marin_rl.storage.tables.rollouts import seal_round
+from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.types import ServedPolicy, SlotRef
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS, Pooled, play_on_pool, pooled
 from tasks.options import STAGE, as_state, in_thread, open_run
 
 
 @task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
     """Sample, score and commit one shard."""
-    opened = open_run(run)
-    learned = opened.config.environment.reward_model is not None
-    scorer = await in_thread(runtime_for(opened).reward_scorer) if learned else None
+    opened = await in_thread(_opened, run, policy)
+    scorer = await _scorer(opened)
     return as_state(await generate_shard(opened, round, shard, policy, scorer))
 
 
@@ -46,10 +56,100 @@ async def seal(run: RunRef, round: int, shards: list[SlotRef], policy: ServedPol
 @task(task_run_name="evaluate[round-{round:05d}]", **STAGE)
 async def evaluate(run: RunRef, round: int, policy: ServedPolicy) -> SlotRef:
     """Commit the evaluation of checkpoint `round`, and publish its `eval/*` metrics."""
-    evaluated = await evaluate_round(open_run(run), round, policy)
+    opened = await in_thread(_opened, run, policy)
+    evaluated = await evaluate_round(opened, round, policy)
+    _publish(run, round, evaluated)
+    return as_state(evaluated)
+
+
+@task(name="generate-on-pool", task_run_name="generate[round-{round:05d}/{shards}]", **STAGE)
+async def generate_on_pool(
+    run: RunRef, round: int, shards: list[int], policy: ServedPolicy
+) -> list[SlotRef]:
+    """Have a worker of the pool commit some shards; those that are committed are not given out."""
+    opened = open_run(run)
+    scorer = await _scorer(opened)
+    refs = {shard: await committed_shard(opened, round, shard, policy, scorer) for shard in shards}
+    missing = [shard for shard, ref in refs.items() if ref is None]
+    if missing:
+        name = f"{run.run_id}-{round:05d}-shard-{missing[0]:04d}"
+        shape = {"round": round, "shards": missing}
+        await _played(GENERATE_SHARDS, opened, name, run, policy, shape)
+        for shard in missing:
+            refs[shard] = await committed_shard(opened, round, shard, policy, scorer)
+    done = [ref for ref in refs.values() if ref is not None]
+    if len(done) < len(shards):
+        raise WorkerLost(
+            f"the flow run of shards {missing} of round {round} ended, but the store has only "
+            f"{len(done)} of {len(shards)}: do workers and trainer use one root, "
+            f"{opened.store.url}?"
+        )
+    return done
+
+
+@task(name="evaluate-on-pool", task_run_name="evaluate[round-{round:05d}]", **STAGE)
+async def evaluate_on_pool(run: RunRef, round: int, policy: ServedPolicy) -> list[SlotRef]:
+    """Have a worker of the pool commit the evaluation of checkpoint `round`."""
+    opened, slot = open_run(run), evals_slot(round)
+    if await in_thread(committed, opened, slot) is None:
+        name = f"{run.run_id}-{round:05d}-evaluate"
+        await _played(EVALUATE, opened, name, run, policy, {"round": round})
+    evaluated = await in_thread(committed, opened, slot)
+    if evaluated is None:
+        raise WorkerLost(
+            f"the flow run of the evaluation of round {round} ended, but "
+            f"{opened.store.url_of(slot)} is not committed: do workers and trainer use one root?"
+        )
+    _publish(run, round, evaluated)
+    return [evaluated]
+
+
+async def _played(
+    flow: str, opened: Run, name: str, run: RunRef, policy: ServedPolicy, shape: dict[str, Any]
+) -> None:
+    parameters = {"run": asdict(run), "policy": asdict(policy), **shape}
+    await play_on_pool(flow, opened.config.flow.deployment, name, parameters)
+
+
+def _opened(run: RunRef, policy: ServedPolicy) -> Run:
+    """The run, where this process may sample for the machine that gave it out.
+
+    Raises ConfigError for other code or another tokenizer.
+    """
+    opened = open_run(run)
+    if run.code:
+        names = TokenizerIdentity.of(runtime_for(opened).tokenizer)
+        ours = names.tokenizer_digest, names.chat_template_digest
+        theirs = policy.tokenizer_digest, policy.chat_template_digest
+        for what, actual, expected in zip(
+            ("tokenizer", "chat template"), ours, theirs, strict=True
+        ):
+            if actual != expected:
+                raise ConfigError(
+                    f"this worker has another {what} than the trainer of {run.run_id!r}: expected "
+                    f"digest {expected[:12]}, found {actual[:12]}; copy policy.tokenizer there"
+                )
+    return opened
+
+
+async def _scorer(opened: Run) -> RewardScorer | None:
+    if opened.config.environment.reward_model is None:
+        return None
+    return await in_thread(runtime_for(opened).reward_scorer)
+
+
+def _publish(run: RunRef, round: int, evaluated: SlotRef) -> None:
     progress.publish(
         progress.ProgressEvent(
             run_id=run.run_id, stage="evaluate", round=round, metrics=evaluated.summary
         )
     )
-    return as_state(evaluated)
+
+
+def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    run, round, _, policy = calls[0]
+    return run, round, [call[2] for call in calls], policy
+
+
+pooled[generate.name] = Pooled(task=generate_on_pool, pack=_of_shards)
+pooled[evaluate.name] = Pooled(task=evaluate_on_pool, pack=lambda calls: calls[0])

@@ -20,10 +20,13 @@ from prefect.states import Completed
 from prefect.tasks import Task
 
 from marin_rl.config import FlowConfig
-from marin_rl.errors import MarinRLError
+from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.rounds import Stopwatch
+from marin_rl.storage.fleet import run_sha256
+from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import SlotRef
+from tasks.fan_out import fan_out_of
 
 RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
@@ -79,13 +82,18 @@ class StageRunner:
         self._watch.lap(_task(stage).name)
         return result
 
-    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
-        tuned = _task(stage).with_options(
+    def _tuned(self, stage: Stage[Any]) -> Task[..., Any]:
+        return _task(stage).with_options(
             retries=self._retries,
             retry_delay_seconds=self._delays_s,
             timeout_seconds=self._timeout_s,
         )
-        outcome = await tuned(*arguments)
+
+    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
+        fan = fan_out_of(_task(stage))
+        if fan is not None:
+            return (await fan.call(self._tuned(stage), [arguments]))[0]
+        outcome = await self._tuned(stage)(*arguments)
         # `as_state` hands back a state; the reference in it carries the lineage.
         return await outcome.aresult() if isinstance(outcome, State) else outcome
 
@@ -95,19 +103,28 @@ class StageRunner:
         When some fail the others still finish, since what they commit stays; then the first failure
         is raised.
         """
-        gate = asyncio.Semaphore(self._in_flight_max)
+        gate, fan = asyncio.Semaphore(self._in_flight_max), fan_out_of(_task(stage))
 
-        async def pass_gate(arguments: Sequence[Any]) -> Value:
+        async def pass_gate(arguments: Sequence[Any]) -> list[Value]:
             async with gate:
-                return await self._call(stage, arguments)
+                return [await self._call(stage, arguments)]
 
-        waiting = [pass_gate(arguments) for arguments in calls]
+        async def sent(chunk: Sequence[Sequence[Any]]) -> list[Value]:
+            assert fan is not None, "see below"
+            async with gate:
+                return await fan.call(self._tuned(stage), chunk)
+
+        if fan is None:
+            waiting = [pass_gate(arguments) for arguments in calls]
+        else:
+            waiting = [sent(chunk) for chunk in fan.chunks(list(calls))]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise failures[0]
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        return [value for values in done for value in values]
 
 
 def _task(stage: Stage[Any]) -> Task[..., Any]:
@@ -116,14 +133,31 @@ def _task(stage: Stage[Any]) -> Task[..., Any]:
 
 
 def open_run(ref: RunRef) -> Run:
-    """The run that `ref` names, opened once per process: a remote store is slow to connect."""
+    """The run that `ref` names, opened once per process: a remote store is slow to connect.
+
+    Raises ConfigError where another machine gave it out, and this one has other code or another run
+    of that name.
+    """
     return _opened(json.dumps(asdict(ref), sort_keys=True))
 
 
 @lru_cache(maxsize=8)
 def _opened(reference: str) -> Run:
     fields = json.loads(reference)
-    return Run.of(RunRef(**{**fields, "free": tuple(fields["free"])}))
+    ref = RunRef(**{**fields, "free": tuple(fields["free"])})
+    if ref.code not in ("", code_digest()):
+        raise ConfigError(
+            f"this worker has other code than the trainer of {ref.run_id!r}: expected digest "
+            f"{ref.code[:12]}, found {code_digest()[:12]}; install the same version on both"
+        )
+    run = Run.of(ref)
+    if ref.record and (record := run_sha256(run.folder)) != ref.record:
+        raise ConfigError(
+            f"this worker has another run of the name {ref.run_id!r} at {run.folder.url}: expected "
+            f"a run.json with digest {ref.record[:12]}, found {record[:12]}; give workers and "
+            "trainer one root"
+        )
+    return run
 
 
 def as_state(ref: SlotRef) -> SlotRef:

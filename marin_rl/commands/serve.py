@@ -48,6 +48,10 @@ AdminKeyVariable = Annotated[
     str | None, typer.Option("--admin-key-variable", help="variable with the admin token")
 ]
 
+# Of a run's `inference`, what its servers go by. The rest is its trainer's, such as the endpoints:
+# a server sends nothing anywhere, so that one of a run of another machine needs no consent to them.
+SERVER_KEYS = ("inference.engine", "inference.server", "inference.api_key_variable")
+
 
 def serve(  # noqa: PLR0913 - each is an option that people type
     run_name: Annotated[
@@ -195,7 +199,7 @@ def serving_config(
 
         run = Run.open(root, run_name)
         consent = Consent(file=file, overrides=tuple(overrides or ()), trust=trust)
-        base = settings_of(run, consent, ("inference",))
+        base = settings_of(run, consent, SERVER_KEYS)
         check_named(run, base, consent, ("policy",))
         if settings is not None:
             base = base.model_copy(update={"inference": settings.inference})

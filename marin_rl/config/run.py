@@ -228,6 +228,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _other_machines_reach_the_policy(self) -> "Config":
+        if self.flow.runner != "local" and not self.inference.endpoints:
+            raise ValueError(
+                f"flow.runner is {self.flow.runner}, but inference.endpoints is empty: the "
+                "embedded engine answers this process alone; expected endpoints, such as registered"
+            )
+        if self.flow.runner != "local" and self.windowed:
+            raise ValueError(
+                f"flow.runner is {self.flow.runner}, but asynchrony.sampler is windowed, whose "
+                "groups are sampled in the flow's process: expected flow.runner local, or "
+                "asynchrony.sampler in_order"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":
         sampled = self.reward_model is None  # nothing is sampled to train a reward model
         if sampled and self.sampling.max_tokens >= self.policy.context_length:

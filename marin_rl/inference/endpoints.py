@@ -123,8 +123,7 @@ def _named(source: EndpointSource, timeout_s: float) -> tuple[str, ...]:
         if time.monotonic() > deadline:
             raise FleetEmpty(
                 f"inference.endpoints named no endpoint for {timeout_s:g} s "
-                "(inference.fleet_timeout_s): expected a line in its file, or an address of its "
-                "name"
+                f"(inference.fleet_timeout_s): {source.advice} and run again; nothing is lost"
             )
         time.sleep(LOOK_S)
 
@@ -204,20 +203,42 @@ async def _send(
 ) -> tuple[str, ...]:
     """URLs of the endpoints that have loaded the weights: all, or of vLLM those that are not lost.
 
-    Raises EndpointUnavailable where all are, and what loading raises.
+    Where all are, one that is restarted is waited for. Raises FleetEmpty where none is in time, and
+    what loading raises.
     """
+    deadline, known = time.monotonic() + inference.fleet_timeout_s, set[str]()
+    while True:
+        lost = await _lost(inference, endpoints, weights)
+        for url, error in lost.items():
+            if url not in known:
+                _log.warning("endpoint %s is lost: %s", url, error)
+        known.update(lost)
+        if len(lost) < len(endpoints):
+            return tuple(url for url in endpoints if url not in lost)
+        if time.monotonic() > deadline:
+            shown = "; ".join(f"{url}: {error}" for url, error in lost.items())
+            raise FleetEmpty(
+                f"no endpoint took the weights for {inference.fleet_timeout_s:g} s "
+                f"(inference.fleet_timeout_s): {shown}. Restart the servers and run again: nothing "
+                "is lost"
+            )
+        await asyncio.sleep(LOOK_S)
+
+
+async def _lost(
+    inference: InferenceConfig, endpoints: Sequence[str], weights: Publisher
+) -> dict[str, EndpointUnavailable]:
+    """Have endpoints load weights; of vLLM those that are lost. Raises what loading raises."""
     async with _client(inference, endpoints, inference.model) as client:
         calls = (client.publish(weights, url) for url in endpoints)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    failed = {
-        u: o for u, o in zip(endpoints, outcomes, strict=True) if isinstance(o, BaseException)
-    }
-    for url, error in failed.items():
-        lost = isinstance(error, EndpointUnavailable) and weights.kind == "vllm_reload"
-        if not lost or len(failed) == len(endpoints):
-            raise error
-        _log.warning("endpoint %s is lost, the others go on: %s", url, error)
-    return tuple(url for url in endpoints if url not in failed)
+    lost: dict[str, EndpointUnavailable] = {}
+    for url, outcome in zip(endpoints, outcomes, strict=True):
+        if isinstance(outcome, EndpointUnavailable) and weights.kind == "vllm_reload":
+            lost[url] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    return lost
 
 
 async def _model_id(
@@ -225,7 +246,8 @@ async def _model_id(
 ) -> str:
     """The model id with its version where the endpoints have versions, else the plain name.
 
-    An endpoint that names another version did not load these weights.
+    An endpoint that names another version did not load these weights; but for vLLM, which was asked
+    for the version of its weights, and whose other names are adapters of other runs.
     """
     exact = served_model_id(inference.model, version, digest)
     async with _client(inference, endpoints, exact) as client:
@@ -238,7 +260,9 @@ async def _model_id(
     }
     if exact in common:
         return exact
-    if inference.model in common and not any(others.values()):
+    if inference.model in common and (
+        inference.publish == "vllm_reload" or not any(others.values())
+    ):
         return inference.model
     serving = "; ".join(
         f"{', '.join(other or sorted(served[url])) or 'no model'} at {url}"

@@ -121,6 +121,18 @@ async def generate_shard(
     return await asyncio.to_thread(commit_shard, run, round, shard, groups, digest, policy, stamp)
 
 
+async def committed_shard(
+    run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
+) -> SlotRef | None:
+    """The shard that `generate_shard` would return without sampling; None where it would sample.
+
+    Raises CommitConflict where another content is committed, StorageError.
+    """
+    environment = await asyncio.to_thread(environment_of, run.config)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    return await asyncio.to_thread(shard_ref, run, round, shard, digest)
+
+
 def shard_fingerprint(
     run: Run,
     round: int,

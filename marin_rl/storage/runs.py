@@ -77,13 +77,16 @@ class RunRef:
     """Reference to a run that tasks pass to each other: small, and JSON.
 
     `free` holds the free configuration keys that are not at their default, as `dotted.key=JSON`:
-    how this process goes about the run, where run.json keeps what the run is.
+    how this process goes about the run, where run.json keeps what the run is. `code` and `record`
+    are set for other machines: digests of the code and of the run.json that they must have, too.
     """
 
     root: str
     run_id: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
+    code: str = ""
+    record: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from marin_rl.analysis.verify import verify_run
 from marin_rl.cli import app
+from marin_rl.commands.serve import serving_config
 from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import close_scorers
@@ -128,9 +129,10 @@ def test_endpoints_and_keys_of_a_run_are_not_used(
         ("serve", "run", "--root", root),
     ):
         said = refusal(*command)
-        assert f"inference.endpoints={json.dumps([listener.url])}" in said
         assert 'inference.api_key_variable="AWS_SECRET_ACCESS_KEY"' in said
-        assert ("trackers.tensorboard" in said) == (command[0] != "serve")
+        sends = command[0] != "serve"  # a server sends nothing anywhere, and does not go by these
+        assert (f"inference.endpoints={json.dumps([listener.url])}" in said) == sends
+        assert ("trackers.tensorboard" in said) == sends
         assert "--set" in said
         assert "--trust" in said
     assert listener.heard == []
@@ -138,6 +140,15 @@ def test_endpoints_and_keys_of_a_run_are_not_used(
     for command in (("evaluate", "run", "--root", root, "--trust"), ("doctor", folder, "--trust")):
         assert "MARIN_RL_" in refusal(*command)  # not even --trust takes such a variable
     assert listener.heard == []
+
+
+def test_a_server_on_another_machine_needs_no_consent_to_a_trainers_endpoints(
+    tmp_path: Path,
+) -> None:
+    whole_run(str(tmp_path), 1, environment={"name": "echo"})
+    forge(tmp_path / "run", inference={"endpoints": ["registered"], "publish": "pull"})
+    config = serving_config(None, None, str(tmp_path), "run")
+    assert (config.inference.endpoints, config.inference.publish) == ((), "none")
 
 
 def test_named_settings_take_the_place_of_the_runs(

@@ -33,7 +33,10 @@ from marin_rl.training.model import build_model, save_hf
 
 PYTHON = os.environ.get("MARIN_RL_VLLM", "")
 STARTS_S = 1500
-ROUNDS = 3
+ROUNDS, RANK = 3, 8
+# vLLM's attention on a CPU begins at heads of 32. Its reload leaves a tied head there with the
+# packed copy of the old weights, which the canary names.
+WIDE = ("policy.model.hidden_size=64", "policy.model.tie_embeddings=false")
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +49,7 @@ class Vllm:
     """vLLM's own server on one port, started from a folder as often as it is killed."""
 
     def __init__(self, folder: Path, context: int) -> None:
-        self._folder, self._context, self._port = folder, context, free_port()
+        self.folder, self._context, self._port = folder, context, free_port()
         self.url = f"http://127.0.0.1:{self._port}/v1"
         self.log = folder.parent / "vllm.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,6 +59,7 @@ class Vllm:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("XLA")},
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
@@ -63,9 +67,11 @@ class Vllm:
             "VLLM_NO_USAGE_STATS": "1",
         }
         command = [
-            *(PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)),
+            *(PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)),
             *("--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", str(self._context), "--max-num-seqs", "16"),
+            *("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2"),
+            "--enable-scale-out",  # for /inference/v1/generate
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--host", "127.0.0.1", "--port", str(self._port)),
         ]
@@ -97,20 +103,51 @@ class Vllm:
 
 
 @pytest.fixture(scope="module")
-def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Config, Vllm]]:
-    """A run of which vLLM samples every token, and the server; killed in round 1."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    """A vLLM with random weights of the runs' shape."""
     folder = tmp_path_factory.mktemp("vllm")
-    first = debug(folder / "unused")
-    tokenizer = tokenizer_for(first.policy)
-    save_hf(build_model(first.policy, len(tokenizer), seed=99), tokenizer, folder / "start")
-    server = Vllm(folder / "start", first.policy.context_length)
-    server.start()
+    config = debug(folder / "unused", *WIDE)
+    tokenizer = tokenizer_for(config.policy)
+    save_hf(build_model(config.policy, len(tokenizer), seed=99), tokenizer, folder / "start")
+    started = Vllm(folder / "start", config.policy.context_length)
+    started.start()
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.kill()
+
+
+@pytest.fixture(scope="module")
+def adapted(api: str, server: Vllm) -> tuple[Config, list[str]]:
+    """A run that sends vLLM its adapter alone, over the weights it was started with.
+
+    Also the models that vLLM names at its end.
+    """
     config = debug(
-        folder / "runs",
+        server.folder.parent / "adapted",
+        f"rounds={ROUNDS}",
+        f"inference.endpoints={server.url}",
+        "inference.publish=lora_adapter",
+        "policy.init=hf",
+        f"policy.hf_path={server.folder}",
+        f"policy.lora.rank={RANK}",
+    )
+    start(config)
+    return config, [item["id"] for item in httpx.get(f"{server.url}/models").json()["data"]]
+
+
+@pytest.fixture(scope="module")
+def played(api: str, server: Vllm, adapted: tuple[Config, list[str]]) -> Config:
+    """A run that sends vLLM all weights, each round; vLLM is killed and started in round 1."""
+    config = debug(
+        server.folder.parent / "runs",
+        *WIDE,
         f"rounds={ROUNDS}",
         f"inference.endpoints={server.url}",
         "inference.publish=vllm_reload",
         "inference.fleet_timeout_s=1800",
+        "flow.shards_in_flight_max=1",  # so that it is killed between two shards of a round
     )
     killed: list[int] = []
 
@@ -120,19 +157,14 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
             server.kill()
             server.start()  # with the weights of its folder, under the same name
 
-    try:
-        server.wait()
-        with listening(listen):
-            start(config)
-        assert killed == [1]
-        yield config, server
-    finally:
-        server.kill()
+    with listening(listen):
+        start(config)
+    assert killed == [1]
+    return config
 
 
-def test_every_round_is_sampled_with_its_weights(played: tuple[Config, Vllm]) -> None:
-    """Also the one in which the server came back with other weights."""
-    config, _ = played
+def check_rounds(config: Config) -> None:
+    """Each round's log-probabilities are the trainer's, and every rollout is accounted for."""
     run = Run.open(config.root, config.run_id)
     assert all(found.balanced for found in audit_run(run))
     rows = read_metrics(run).to_pylist()
@@ -142,8 +174,19 @@ def test_every_round_is_sampled_with_its_weights(played: tuple[Config, Vllm]) ->
     assert all(row["weights/bytes"] > 0 for row in rows[:ROUNDS])
 
 
-def test_an_incomplete_folder_is_never_sent(played: tuple[Config, Vllm], tmp_path: Path) -> None:
-    _, server = played
+def test_every_round_is_sampled_with_its_adapter(adapted: tuple[Config, list[str]]) -> None:
+    config, models = adapted
+    check_rounds(config)
+    versions = sorted(name.partition("-")[0] for name in models if "@" in name)
+    assert versions == [f"policy@{ROUNDS - 1:05d}", f"policy@{ROUNDS:05d}"], "older ones are gone"
+
+
+def test_every_round_is_sampled_with_its_weights(played: Config) -> None:
+    """Also the one in which the server came back with other weights."""
+    check_rounds(played)
+
+
+def test_an_incomplete_folder_is_never_sent(played: Config, server: Vllm, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = Publisher(kind="vllm_reload", folder=str(tmp_path), version=9, digest="0" * 64)
 
@@ -157,13 +200,12 @@ def test_an_incomplete_folder_is_never_sent(played: tuple[Config, Vllm], tmp_pat
     assert httpx.get(f"{root(server)}/is_paused", timeout=30).json()["is_paused"] is False
 
 
-def test_other_weights_under_the_right_name_are_caught(played: tuple[Config, Vllm]) -> None:
+def test_other_weights_under_the_right_name_are_caught(played: Config, server: Vllm) -> None:
     """Loaded behind the run's back, with the version of the right ones left in place."""
-    config, server = played
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(server._folder)}}
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(server.folder)}}
     assert httpx.post(f"{root(server)}/collective_rpc", json=body, timeout=300).status_code == 200
-    right = config.model_copy(
-        update={"inference": config.inference.model_copy(update={"publish": "none"})}
+    right = played.model_copy(
+        update={"inference": played.inference.model_copy(update={"publish": "none"})}
     )
     run = Run.create_or_open(right)
     ref = committed_checkpoint(run, ROUNDS)
@@ -174,8 +216,7 @@ def test_other_weights_under_the_right_name_are_caught(played: tuple[Config, Vll
     runtime.close()
 
 
-def test_answers_are_those_of_the_documentation(played: tuple[Config, Vllm]) -> None:
-    _, server = played
+def test_answers_are_those_of_the_documentation(played: Config, server: Vllm) -> None:
     body = {
         "model": "policy",
         "messages": [{"role": "user", "content": "abc"}],
@@ -188,14 +229,17 @@ def test_answers_are_those_of_the_documentation(played: tuple[Config, Vllm]) -> 
         "choices"
     ]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
-    prompt = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+    sampled = {"max_tokens": 4, "logprobs": 0, "ignore_eos": True}
+    prompt = {"token_ids": [5, 6, 7], "sampling_params": sampled}
     generated = httpx.post(
         f"{root(server)}/inference/v1/generate", json={"model": "policy", **prompt}, timeout=300
     ).json()["choices"][0]
     content: list[Mapping[str, Any]] = generated["logprobs"]["content"]
     assert [item["token_id"] for item in content] == generated["token_ids"]
     assert np.isfinite([item["logprob"] for item in content]).all()
-    assert "weight_versions" in generated
+    version = info(server)["weight_version"]
+    assert generated["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
+    assert "weight_versions" not in choice, "chat names none"
 
 
 def root(server: Vllm) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from marin_rl.config import InferenceConfig, split_labels
+from marin_rl.config import InferenceConfig, parse_config, split_labels
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet import Fleet, Load, load_in
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
@@ -152,6 +152,45 @@ def test_a_single_entry_is_a_list_of_one() -> None:
     assert config.pulled
     assert split_labels("http://a/v1 zone=eu") == (A, {"zone": "eu"})
     assert split_labels("file:/a b/fleet.txt") == ("file:/a b/fleet.txt", {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("registered", "start servers (marin-rl serve RUN --follow --register)"),
+        ("file:/etc/fleet.txt", "put the URL of a server that answers on a line of /etc/fleet.txt"),
+        ("dns:http://engines:8000/v1", "start servers behind the name of http://engines:8000/v1"),
+        (f"{A} zone=eu", f"start the server at {A}"),
+    ],
+)
+def test_each_kind_of_entry_has_an_advice_of_its_own(entry: str, expected: str) -> None:
+    assert EndpointSource([entry]).advice == expected
+    both = EndpointSource([entry, C]).advice
+    assert both == f"{expected} or start the server at {C}"
+
+
+def test_an_endpoint_that_reports_no_capacity_is_asked_all_the_same() -> None:
+    made = fleet(Endpoint(url=A, slots=0), Endpoint(url=B, slots=4))
+    made.members[A].reported(Load(waiting=0, running=0, slots=0))
+    assert set(asked(made, 8)) == {A, B}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "inference.engine.slots",
+        "inference.requests_in_flight_max",
+        "inference.fleet_timeout_s",
+        "flow.shards_in_flight_max",
+    ],
+)
+def test_no_capacity_is_refused_by_its_key(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    tree: dict[str, object] = {name: 0}
+    for part in reversed(section.split(".")):
+        tree = {part: tree}
+    with pytest.raises(ConfigError, match=key):
+        parse_config(tree)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A client of endpoints that come, go, break and lie, against fake servers on loopback."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from support.fakes import END, FakePolicyServer, logprob_of
 
 from marin_rl.errors import EndpointUnavailable, FleetEmpty
+from marin_rl.inference.client import fleet_client
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
 from marin_rl.inference.client.protocol import served_model_id
@@ -93,7 +95,7 @@ def test_an_empty_fleet_is_one_error_that_says_why() -> None:
 
     with FakePolicyServer(served_model_id("policy", 2, "f" * 16)) as stale:
         with pytest.raises(FleetEmpty) as caught:
-            ask(Some([]), one, fleet_timeout_s=0.4)
+            ask(Some(["registered"]), one, fleet_timeout_s=0.4)
         assert not stale.requests
     told = str(caught.value)
     assert "no endpoint served policy@00003-01234567 for 0.4 s (inference.fleet_timeout_s)" in told
@@ -157,6 +159,33 @@ def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
         ask(EndpointSource([first.url, second.url]), use)
         assert len(second.requests) == 4
         assert len(first.requests) <= 2
+
+
+def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_client, "PROBE_TIMEOUT_S", 0.05)
+    with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow:
+        assert ask(EndpointSource([slow.url]), one, canary=CANARY).tolist() == [97, END]
+    with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow, pytest.raises(FleetEmpty) as caught:
+        ask(EndpointSource([slow.url]), one, canary=CANARY, timeout_s=0.05, fleet_timeout_s=1.0)
+    assert "no answer in 0.05 s" in str(caught.value)
+
+
+def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_client, "PROBE_TIMEOUT_S", 0.05)
+
+    async def use(client: FleetClient) -> None:
+        await client.wait_until_ready()
+        await asyncio.to_thread(wait_until, lambda: "is lost" in caplog.text)
+
+    with FakePolicyServer(MODEL) as busy, caplog.at_level(logging.WARNING):
+        busy.metrics_delay_s = 0.3
+        ask(EndpointSource([busy.url]), use)
+        assert busy.looks >= fleet_client.MISSES_MAX
+    assert "no answer in 0.05 s" in caplog.text
 
 
 def test_faults_of_an_endpoint_that_lives_are_counted() -> None:

@@ -2,15 +2,30 @@
 
 import asyncio
 import json
+import logging
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.policy_runs import small_run
 
-from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
+from flows.server import free_port
+from marin_rl.errors import (
+    EndpointUnavailable,
+    FleetEmpty,
+    InputError,
+    RequestRejected,
+    StalePolicy,
+)
 from marin_rl.inference.client.publishing import Publisher, check_complete
+from marin_rl.inference.endpoints import Published
+from marin_rl.inference.endpoints import publish as publish_weights
 
 LABEL = "00003-01234567"
 
@@ -98,6 +113,65 @@ def test_weights_in_several_files_are_all_looked_at(folder: Path) -> None:
         check_complete(folder)
     save_file({"b": np.ones(3, np.float32)}, folder / "model-2.safetensors")
     check_complete(folder)
+
+
+class LateVllm(BaseHTTPRequestHandler):
+    """The routes of a vLLM that has loaded the weights that it was sent."""
+
+    def do_GET(self) -> None:
+        named = {"weight_version": LABEL, "data": [{"id": "policy"}]}
+        self._answer(json.dumps(named).encode())
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self._answer(b"{}")
+
+    def _answer(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def published_to(port: int, root: Path, folder: Path, fleet_timeout_s: float) -> Published:
+    """Publish the weights in `folder` to a vLLM on a port of this machine."""
+    run = small_run(
+        root,
+        f"inference.endpoints=http://127.0.0.1:{port}/v1",
+        "inference.publish=vllm_reload",
+        "inference.request_attempts_max=1",
+        f"inference.fleet_timeout_s={fleet_timeout_s}",
+    )
+    tokenizer = "t" * 64, "c" * 64
+
+    def save(path: Path) -> None:
+        shutil.copytree(folder, path)
+
+    return publish_weights(run, 3, "0123456789" * 6, tokenizer, save)
+
+
+def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, root = free_port(), tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor() as pool, caplog.at_level(logging.WARNING):
+        call = pool.submit(published_to, port, root, folder, 60.0)
+        while "is lost" not in caplog.text:
+            time.sleep(0.01)
+        with ThreadingHTTPServer(("127.0.0.1", port), LateVllm) as server:
+            pool.submit(server.serve_forever, 0.02)
+            assert call.result(60).endpoints == (f"http://127.0.0.1:{port}/v1",)
+            server.shutdown()
+
+
+def test_a_vllm_that_does_not_come_back_ends_in_one_error(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.raises(FleetEmpty, match=r"no endpoint took the weights for 0\.1 s"):
+        published_to(free_port(), tmp_path_factory.mktemp("runs"), folder, 0.1)
 
 
 def test_sglang_is_paused_while_it_loads(folder: Path) -> None:

@@ -18,6 +18,7 @@ from support.servers import CONTEXT, MESSAGES, raw, serving, talk
 
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.serving.api.token_routes import version_spans
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Message, Sampling
@@ -183,6 +184,14 @@ def test_requests_of_verifiers_in_first_and_later_turns(asked: Ask) -> None:
     assert (status, answer["prompt_token_ids"]) == (200, tokens)
 
 
+def test_versions_of_tokens_are_spans_too() -> None:
+    assert version_spans([]) == []
+    assert version_spans([3, 3, 4]) == [
+        {"version": "3", "start": 0, "end": 2},
+        {"version": "4", "start": 2, "end": 3},
+    ]
+
+
 def test_generation_from_ids_to_ids(asked: Ask) -> None:
     parameters = {"temperature": 1.0, "max_tokens": 6, "stop_token_ids": [5], "logprobs": 1}
     parameters |= {"skip_special_tokens": False, "seed": 1}
@@ -199,10 +208,12 @@ def test_generation_from_ids_to_ids(asked: Ask) -> None:
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     (choice,) = answer["choices"]
-    assert set(choice) == {"index", "token_ids", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "token_ids", "logprobs", "finish_reason", "weight_versions"}
+    assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": sampled}]
     content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
-    assert {tuple(entry) for entry in content} == {("token", "logprob", "top_logprobs")}
+    assert [entry["token_id"] for entry in content] == choice["token_ids"]
+    assert {tuple(e) for e in content} == {("token", "token_id", "logprob", "top_logprobs")}
     truth = full_logprobs(tiny_model(), np.array(PROMPT), np.array(choice["token_ids"]))
     assert [entry["logprob"] for entry in content] == pytest.approx(truth.tolist(), abs=1e-4)
     bridged = body | {"sampling_params": parameters | {"routed_experts_prompt_start": 3}}

@@ -90,6 +90,7 @@ class FakePolicyServer:
         self.has_chat_tokens = has_chat_tokens
         self.extra: dict[str, Any] = {}
         self.metrics = ""
+        self.metrics_delay_s, self.looks = 0.0, 0
         self.error_headers: dict[str, str] = {}
         self.error_code: str | None = None
         self.updates: list[tuple[str | None, dict[str, Any]]] = []
@@ -216,6 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
+            self.server.fake.looks += 1
+            time.sleep(self.server.fake.metrics_delay_s)
             self._send_bytes(200, self.server.fake.metrics.encode())
             return
         models = [{"id": self.server.fake.model, "object": "model"}]

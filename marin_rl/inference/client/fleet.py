@@ -40,7 +40,8 @@ class Member:
     """An endpoint of a fleet. `reason` says why it is not ready.
 
     `outstanding` are this client's samples that it has not answered; `since` is the number of
-    those sent less those answered since it last reported its load; `asked` counts requests.
+    those sent less those answered since it last reported its load; `asked` counts requests,
+    `missed` the looks in a row that it left unanswered.
     """
 
     endpoint: Endpoint
@@ -50,6 +51,7 @@ class Member:
     outstanding: int = 0
     since: int = 0
     asked: int = 0
+    missed: int = 0
     not_before: float = 0.0
 
     @property

@@ -40,7 +40,8 @@ from marin_rl.inference.client.publishing import Publisher, Send
 from marin_rl.types import Canary, Sampling
 
 PROBE_S = 1.0  # between two looks at a ready endpoint
-PROBE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 10.0  # of a look at a ready endpoint
+MISSES_MAX = 3  # looks in a row that a ready endpoint may leave unanswered: it may just be busy
 PROBE_PAUSE_MAX_S = 8.0  # between two looks at one that is away
 
 _log = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class FleetClient(PolicyClient):
 
     `endpoints` are those that the trainer has proven just now; others answer the `canary`
     first, where there is one, and are sent the `weights` first, where those are sent.
-    `timeout_s` bounds an answer, `fleet_timeout_s` how long no endpoint is ready. Between two
-    looks at an endpoint are `probe_s`.
+    `timeout_s` bounds an answer, the canary's too, `fleet_timeout_s` how long no endpoint is
+    ready. Between two looks at an endpoint are `probe_s`.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class FleetClient(PolicyClient):
             if left_s <= 0:
                 raise FleetEmpty(
                     f"no endpoint served {self._model} for {self._fleet_timeout_s:g} s "
-                    f"(inference.fleet_timeout_s): {self._fleet.state_lines()}. Start servers "
-                    "(marin-rl serve RUN --follow --register) and run again: nothing is lost"
+                    f"(inference.fleet_timeout_s): {self._fleet.state_lines()}. To go on, "
+                    f"{self._source.advice} and run again: nothing is lost"
                 )
             self._changed.clear()
             with suppress(TimeoutError):
@@ -211,6 +212,11 @@ class FleetClient(PolicyClient):
                 await self._admit(member)
                 self._joined(member)
             member.reported(await self._load(member))
+            member.missed = 0
+        except EndpointUnavailable as error:
+            member.missed += 1
+            if member.state != "ready" or member.missed >= MISSES_MAX:
+                self._lose(member, str(error))
         except (InferenceError, InputError, OSError) as error:
             self._lose(member, str(error))
         pause_s = self._probe_s
@@ -299,8 +305,10 @@ class FleetClient(PolicyClient):
     async def _probe(
         self, member: Member, method: str, path: str, body: dict[str, Any] | None = None
     ) -> bytes:
+        # One that joins may have a queue before it: its canary waits there as any request.
+        limit_s = min(PROBE_TIMEOUT_S, self._timeout_s) if member.state == "ready" else None
         return await self._attempt(
-            member.url, method, path, body, gate=nullcontext(), timeout_s=PROBE_TIMEOUT_S
+            member.url, method, path, body, gate=nullcontext(), timeout_s=limit_s
         )
 
 

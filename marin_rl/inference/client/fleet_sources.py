@@ -26,6 +26,7 @@ from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 
 LINES_MAX = 10_000  # of a file of endpoints
+ADVICE_MAX = 3  # entries that an error has an advice for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,12 @@ class EndpointSource:
         folder = open_store(config.root, config.storage_options).at(config.run_id)
         identity = identity_of(config, folder, tokenizer, chat_template)
         return cls(entries, board_of(config.inference, folder), identity)
+
+    @property
+    def advice(self) -> str:
+        """Advice where no endpoint can be used, as a phrase."""
+        ways = [_advice(split_labels(entry)[0]) for entry in self._entries[:ADVICE_MAX]]
+        return " or ".join(ways) or "name endpoints in inference.endpoints"
 
     def resolve(self) -> list[Endpoint]:
         """The endpoints of now, by URL; an entry before counts for a URL that two name.
@@ -115,6 +122,16 @@ class EndpointSource:
             else:
                 refused = self._identity.refusal(beat)
                 yield Endpoint(url=beat.url, labels=beat.labels, refused=refused, slots=beat.slots)
+
+
+def _advice(place: str) -> str:
+    if place == REGISTERED:
+        return "start servers (marin-rl serve RUN --follow --register)"
+    if place.startswith("file:"):
+        return f"put the URL of a server that answers on a line of {place.removeprefix('file:')}"
+    if place.startswith("dns:"):
+        return f"start servers behind the name of {place.removeprefix('dns:')}"
+    return f"start the server at {place}"
 
 
 def board_of(inference: InferenceConfig, folder: ObjectStore) -> FleetBoard:

@@ -198,10 +198,30 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-class GeneratedLogprobs(BaseModel):
-    """One entry per token; each names its id as `token_id:<id>`."""
+class GeneratedLikely(Likely):
+    """A token by its id, also as the text `token_id:<id>`."""
 
-    content: list[Scored]
+    token_id: int
+
+
+class GeneratedScored(GeneratedLikely):
+    """A sampled token, and the likeliest in its place."""
+
+    top_logprobs: list[GeneratedLikely]
+
+
+class WeightVersionSpan(BaseModel):
+    """Tokens `[start, end)` of a sample were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class GeneratedLogprobs(BaseModel):
+    """One entry per token, in both forms that vLLM has had."""
+
+    content: list[GeneratedScored]
 
 
 class GeneratedChoice(BaseModel):
@@ -211,6 +231,7 @@ class GeneratedChoice(BaseModel):
     finish_reason: FinishReason
     token_ids: list[int]
     policy_versions: list[int] | None = None
+    weight_versions: list[WeightVersionSpan]
     logprobs: GeneratedLogprobs | None
 
 

@@ -6,6 +6,7 @@ ids in, each sample's ids and one log-probability per id out, and no text.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -117,32 +118,50 @@ def _complete(
 ) -> bytes:
     """The JSON of the answer; `policy_versions` only where a swap came between the tokens."""
     (result,) = results
-    choices = [_choice(index, sample, scored=scored) for index, sample in enumerate(result.samples)]
+    choices = [
+        _choice(index, sample, result.weight_version, scored=scored)
+        for index, sample in enumerate(result.samples)
+    ]
     top = {"request_id": f"generate-{new_id()}", "model": service.id_of(result)}
     return complete_response(top, choices, [prompt], results)
 
 
-def _choice(index: int, sample: Sample, *, scored: bool) -> dict[str, Any]:
+def _choice(index: int, sample: Sample, version: int, *, scored: bool) -> dict[str, Any]:
+    """A sample, sampled by weights `version` where it does not have the version of each token."""
+    versions = sample.policy_versions
     choice: dict[str, Any] = {
         "index": index,
         "token_ids": sample.token_ids,
         "logprobs": None,
         "finish_reason": sample.finish_reason,
+        "weight_versions": version_spans(
+            [version] * len(sample.token_ids) if versions is None else versions.tolist()
+        ),
     }
     if scored:
         choice["logprobs"] = {"content": _content(Scores.of(sample, raw=False))}
-    if sample.policy_versions is not None:
-        choice["policy_versions"] = sample.policy_versions
+    if versions is not None:
+        choice["policy_versions"] = versions
     return choice
+
+
+def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    """Spans of tokens `[start, end)` that one version sampled, in order, as vLLM has them."""
+    spans: list[dict[str, Any]] = []
+    for version, group in groupby(versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": str(version), "start": start, "end": start + len(list(group))})
+    return spans
 
 
 def _content(scores: Scores) -> list[dict[str, Any]]:
     return [
         {
-            "token": f"token_id:{token}",
+            "token": f"token_id:{token}",  # vLLM up to 0.31, and `token_id` since 0.32
+            "token_id": token,
             "logprob": logprob,
             "top_logprobs": [
-                {"token": f"token_id:{other}", "logprob": value}
+                {"token": f"token_id:{other}", "token_id": other, "logprob": value}
                 for other, value in zip(ids, logprobs, strict=True)
             ],
         }

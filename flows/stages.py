@@ -1,0 +1,41 @@
+"""Flows that workers of a Prefect work pool play for another machine's rl-loop: a stage each.
+
+    rl-loop ─► generate-shards (some shards of a round) · evaluate-checkpoint
+
+Each is a flow run of its own, with the tasks of its stage inside, retried and shown as all tasks
+are. What it did is which slots are committed; it returns nothing.
+"""
+
+from typing import Any
+
+from prefect import flow
+from pydantic import TypeAdapter
+
+from flows.server import quieten
+from marin_rl.storage.runs import RunRef
+from marin_rl.types import ServedPolicy
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS
+from tasks.generate import evaluate, generate
+from tasks.options import StageRunner, open_run
+
+_RUN, _POLICY = TypeAdapter(RunRef), TypeAdapter(ServedPolicy)
+
+
+@flow(name=GENERATE_SHARDS, persist_result=False)
+async def generate_shards(
+    run: dict[str, Any], round: int, shards: list[int], policy: dict[str, Any]
+) -> None:
+    """Commit some shards of a round, as the trainer that gave them out asks."""
+    quieten()
+    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
+    stages = StageRunner(open_run(reference).config.flow)
+    await stages.each(generate, [(reference, round, shard, served) for shard in shards])
+
+
+@flow(name=EVALUATE, persist_result=False)
+async def evaluate_checkpoint(run: dict[str, Any], round: int, policy: dict[str, Any]) -> None:
+    """Commit the evaluation of checkpoint `round`."""
+    quieten()
+    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
+    stages = StageRunner(open_run(reference).config.flow)
+    await stages.run(evaluate, reference, round, served)

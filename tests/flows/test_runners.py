@@ -1,0 +1,246 @@
+"""Stages on other machines: two workers of a pool, two nodes of a Ray cluster; one of each killed.
+
+A node, and an endpoint, are killed and others added in the middle of a run, which ends in the slots
+and parameters of an undisturbed local one.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from support.faults import outcome
+from support.fleet_servers import RegisteredServer
+from support.flow_runs import DEBUG, REPOSITORY, debug
+from support.nodes import Node, RayCluster, pool_worker, wait
+from support.prefect_server import PrefectServer
+
+from flows.rl_loop import start
+from flows.server import free_port
+from marin_rl.config import Config, load_config, parse_config
+from marin_rl.errors import ConfigError
+from marin_rl.storage.provenance import code_digest
+from marin_rl.storage.runs import Run
+from marin_rl.types import ServedPolicy, SlotRef
+from tasks.fan_out import FanOut, WorkPool, fanning_out
+from tasks.generate import generate
+from tasks.options import open_run
+
+CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
+ROUNDS = 3
+FLEET = ("inference.endpoints=registered", "inference.publish=pull")
+
+pytestmark = pytest.mark.timeout(3000)
+
+
+@pytest.fixture(scope="module")
+def alone(api: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run that nothing disturbed."""
+    config = debug(tmp_path_factory.mktemp("alone"), f"rounds={ROUNDS}")
+    start(config)
+    return config
+
+
+@pytest.fixture
+def ended() -> Iterator[ExitStack]:
+    """Ends what is entered into it, whatever happens."""
+    with ExitStack() as stack:
+        yield stack
+
+
+class Machines:
+    """A Prefect server, a checkout, a run with registered servers, and the process of its flow."""
+
+    def __init__(self, folder: Path, ended: ExitStack, *overrides: str) -> None:
+        self.folder, self._ended = folder, ended
+        for name in CHECKOUT:
+            (folder / name).symlink_to(REPOSITORY / name)
+        server = PrefectServer(folder / "prefect")
+        server.start()
+        ended.callback(server.kill)
+        self.environment = {
+            **os.environ,
+            "PREFECT_API_URL": server.url,
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "RL_ROOT": str(folder),
+            "PYTHONPATH": str(folder),
+        }
+        self.overrides = (f"rounds={ROUNDS}", *FLEET, *overrides)
+        self.config = debug(folder / "runs", *self.overrides)
+        self.run = Run.create_or_open(self.config)
+
+    def call(self, *command: str) -> None:
+        """Run a command of Prefect in the checkout."""
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *command],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def serve(self, name: str) -> RegisteredServer:
+        """Start an endpoint, which announces itself."""
+        server = RegisteredServer(self.run, self.folder / f"{name}.log")
+        self._ended.callback(server.end)
+        return server
+
+    def play(self, environment: Mapping[str, str] | None = None) -> Node:
+        """Start the run's flow."""
+        tree = yaml.safe_load(DEBUG.read_text())
+        file = self.folder / "run.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        given = [f"--set={item}" for item in self.overrides]
+        command = [sys.executable, "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
+        command += ["--set=policy.init=sft", f"--set=root={self.config.root}", *given]
+        log = self.folder / "flow.log"
+        node = Node(command, self.folder, {**self.environment, **(environment or {})}, log)
+        self._ended.callback(node.end)
+        return node
+
+    def shards(self, round: int) -> int:
+        """Committed shards of a round."""
+        names = self.run.store.children(f"rollouts/round-{round:05d}")
+        return sum(name.startswith("shard-") for name in names)
+
+    def finish(self, flow: Node) -> None:
+        """Wait for the end of the flow, which succeeds."""
+        wait(lambda: flow.process.poll() is not None, "the end of the flow")
+        assert flow.process.returncode == 0, flow.log.read_text()[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
+    machines = Machines(
+        tmp_path, ended, "flow.runner=work_pool", "flow.shards_per_flow_run=1", "flow.retries=5"
+    )
+    machines.call("work-pool", "create", "rl-pool", "--type", "process", "--overwrite")
+    machines.call("--no-prompt", "deploy", "--all")
+    machines.call("automation", "create", "--from-file", "flows/automations.yaml")
+    endpoints = [machines.serve("first"), machines.serve("second")]
+    workers = [pool_worker(tmp_path, machines.environment, name) for name in ("one", "two")]
+    for worker in workers:
+        ended.callback(worker.end)
+    flow = machines.play()
+    wait(lambda: machines.shards(0) > 0, "the first shard", flow)
+    endpoints[0].kill()
+    workers[0].kill()
+    ended.callback(pool_worker(tmp_path, machines.environment, "three").end)
+    machines.serve("third")
+    machines.finish(flow)
+    assert outcome(alone).same_as(outcome(machines.config)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.skipif(
+    importlib.util.find_spec("prefect_ray") is None, reason="needs the extra: marin-rl[ray]"
+)
+def test_two_nodes_of_a_ray_cluster(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
+    cluster = RayCluster(tmp_path, free_port())
+    ended.callback(cluster.end)
+    second = cluster.add("second")
+    machines = Machines(
+        tmp_path, ended, "flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5"
+    )
+    endpoints = [machines.serve("first"), machines.serve("other")]
+    flow = machines.play(cluster.environment)
+    wait(lambda: machines.shards(0) > 0, "the first shard", flow)
+    second.kill()
+    endpoints[0].kill()
+    cluster.add("third")
+    machines.serve("third-endpoint")
+    machines.finish(flow)
+    assert outcome(alone).same_as(outcome(machines.config)) == []
+
+
+@pytest.mark.parametrize(
+    ("flow", "expected"),
+    [
+        ({"runner": "work_pool"}, "inference.endpoints is empty"),
+        ({"runner": "ray"}, "ray_address is null"),
+        ({"runner": "ray", "ray_address": "10.0.0.1:6379"}, "inference.endpoints is empty"),
+        ({"runner": "dask"}, "runner"),
+        ({"shards_in_flight_max": 0}, "shards_in_flight_max"),
+        ({"shards_per_flow_run": 0}, "shards_per_flow_run"),
+        ({"ray_resources": {"train": {"num_cpus": 1}}}, "ray_resources"),
+    ],
+)
+def test_runners_that_cannot_work_are_refused(flow: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse_config({"flow": flow})
+
+
+def test_a_temporary_prefect_server_is_no_place_to_meet(tmp_path: Path) -> None:
+    config = debug(tmp_path, *FLEET, "flow.runner=work_pool")
+    with (
+        pytest.raises(ConfigError, match="temporary Prefect server"),
+        fanning_out(config, shared_api=False),
+    ):
+        pass
+
+
+def test_deployments_and_packages_that_are_missing_are_named(api: str, tmp_path: Path) -> None:
+    pool = debug(tmp_path, *FLEET, "flow.runner=work_pool", "flow.deployment=nowhere")
+    with pytest.raises(ConfigError, match="generate-shards/nowhere"):
+        start(pool)
+    assert not (tmp_path / "whole/run.json").exists(), "no run was begun"
+    if importlib.util.find_spec("prefect_ray") is None:
+        ray = debug(tmp_path, *FLEET, "flow.runner=ray", "flow.ray_address=127.0.0.1:9")
+        with pytest.raises(ConfigError, match=r"marin-rl\[ray\]"):
+            fanning_out(ray, shared_api=True).__enter__()
+
+
+def test_windows_are_sampled_by_the_flow_alone() -> None:
+    asynchrony = {"max_staleness": 2, "sampler": "windowed"}
+    with pytest.raises(ConfigError, match="sampler is windowed"):
+        load_config(
+            DEBUG, [*FLEET, "flow.runner=work_pool", f"asynchrony={json.dumps(asynchrony)}"]
+        )
+
+
+def test_a_worker_of_another_kind_refuses_by_digest(tmp_path: Path) -> None:
+    ours, theirs = (Run.create_or_open(debug(tmp_path / name)) for name in ("ours", "theirs"))
+    (given,) = FanOut(ours.config.flow).for_nodes([ours.reference])
+    assert open_run(given).config == ours.config
+    with pytest.raises(ConfigError, match=f"other code.*000000000000, found {code_digest()[:12]}"):
+        open_run(replace(given, code="0" * 64))
+    with pytest.raises(ConfigError, match="another run of the name 'whole'"):
+        open_run(replace(given, root=theirs.config.root))  # its machine calls another place so
+    ref = SlotRef(slot="checkpoints/round-00000", sha256="f" * 64)
+    policy = ServedPolicy(
+        endpoints=("http://a/v1",),
+        model="policy",
+        weight_version=0,
+        parameters_digest="1" * 64,
+        tokenizer_digest="2" * 64,
+        chat_template_digest="3" * 64,
+        checkpoint=ref,
+    )
+    call = generate.fn(given, 0, 0, policy)
+    with pytest.raises(ConfigError, match=r"another tokenizer.*expected digest 222222222222"):
+        asyncio.run(call)
+
+
+def test_shards_are_divided_among_flow_runs() -> None:
+    flow = load_config(DEBUG, [*FLEET, "flow.runner=work_pool", "flow.shards_in_flight_max=3"]).flow
+    calls = [("run", 0, shard, "policy") for shard in range(7)]
+    assert [[c[2] for c in part] for part in WorkPool(flow).chunks(calls)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+    single = WorkPool(flow.model_copy(update={"shards_per_flow_run": 5}))
+    assert [len(part) for part in single.chunks(calls)] == [5, 2]

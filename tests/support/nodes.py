@@ -1,0 +1,97 @@
+"""Machines of a fleet, as processes of this one: workers of a pool, nodes of a Ray cluster."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+TIMEOUT_S = 900.0
+
+
+class Node:
+    """A process and what it starts, which are killed together as a machine would be."""
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: dict[str, str], log: Path
+    ) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=file, stderr=file
+            )
+
+    def kill(self) -> None:
+        """SIGKILL to the process and all that it has started."""
+        parent = psutil.Process(self.process.pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+    def end(self) -> None:
+        """Kill it, if it is there still."""
+        if self.process.poll() is None:
+            self.kill()
+
+
+def pool_worker(folder: Path, environment: dict[str, str], name: str) -> Node:
+    """A worker of the pool `rl-pool`, started in a checkout."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rl-pool"]
+    return Node([*command, "--name", name], folder, environment, folder / f"{name}.log")
+
+
+class RayCluster:
+    """A head and further nodes on this machine, of one processor each, with a token of its own."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self.address = f"127.0.0.1:{port}"
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "300",
+            "RAY_TMPDIR": "/tmp",
+        }
+        head = ("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=1")
+        self.nodes = [self._start("head", *head)]
+
+    def add(self, name: str) -> Node:
+        """Start a further node."""
+        node = self._start(name, f"--address={self.address}", "--num-cpus=1")
+        self.nodes.append(node)
+        return node
+
+    def end(self) -> None:
+        """Kill every node by its id: `ray stop` would end the clusters of others too."""
+        for node in reversed(self.nodes):
+            node.end()
+
+    def _start(self, name: str, *options: str) -> Node:
+        ray = str(Path(sys.executable).with_name("ray"))
+        environment = {**os.environ, **self.environment}
+        log = self._folder / f"{name}.log"
+        command = [ray, "start", "--block", "--disable-usage-stats", *options]
+        node = Node(command, self._folder, environment, log)
+        wait(lambda: "Ray runtime started" in log.read_text(), f"Ray's {name}")
+        return node
+
+
+def wait(happened: Callable[[], bool], what: str, node: Node | None = None) -> None:
+    """Return once it has happened; `node` is not to end before that."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        if node is not None:
+            assert node.process.poll() is None, node.log.read_text()[-4000:]
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
