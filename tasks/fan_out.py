@@ -20,8 +20,10 @@ from uuid import UUID
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.context import FlowRunContext
 from prefect.deployments.flow_runs import arun_deployment
 from prefect.exceptions import ObjectNotFound
+from prefect.flows import Flow
 from prefect.settings import get_current_settings
 from prefect.states import Cancelling
 from prefect.tasks import Task
@@ -108,7 +110,7 @@ class WorkPool(FanOut):
         counterpart = pooled[tuned.name]
         task = counterpart.task.with_options(
             retries=tuned.retries,
-            retry_delay_seconds=tuned.retry_delay_seconds,
+            retry_delay_seconds=tuned.retry_delay_seconds or 0,
             timeout_seconds=tuned.timeout_seconds,
         )
         return await task(*counterpart.pack([self.for_nodes(call) for call in calls]))
@@ -131,10 +133,25 @@ class RayCluster(FanOut):
         parameters = get_call_parameters(tuned.fn, tuple(self.for_nodes(arguments)), {})
         reserved: Mapping[str, dict[str, float]] = {**self.flow.ray_resources}
         # A context variable: it counts where `submit` is called.
-        with import_module("prefect_ray.context").remote_options(**reserved.get(tuned.name, {})):
+        options = import_module("prefect_ray.context").remote_options
+        with _flow_that_travels(), options(**reserved.get(tuned.name, {})):
             future = self._runner.submit(tuned, parameters=parameters)
         # It blocks, and the event loop has other shards to wait for.
         return [await asyncio.to_thread(future.result)]
+
+
+def _nothing() -> None:
+    """The body of a flow that no node runs."""
+
+
+@contextmanager
+def _flow_that_travels() -> Iterator[None]:
+    """A context of the flow run whose flow can be sent to a node: the real body may hold locks."""
+    context = FlowRunContext.get()
+    assert context is not None, "stages are called in a flow"
+    assert context.flow is not None, "see above"
+    with context.model_copy(update={"flow": Flow(_nothing, name=context.flow.name)}):
+        yield
 
 
 _current: ContextVar[FanOut | None] = ContextVar("fan-out", default=None)
