@@ -58,11 +58,16 @@ class Finding:
 
 
 def storage(config: Config) -> str:
-    """Check that the root can be written and creates exclusively."""
-    from marin_rl.storage.stores.filesystem import open_store, probe
+    """Check that the root can be written and creates exclusively; a new local folder goes again."""
+    from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 
     store = open_store(config.root, config.storage_options)
+    folder = Path(store.url) if isinstance(store, LocalStore) else None
+    existed = folder is None or folder.exists()
     probe(store)
+    if folder is not None and not existed:
+        with suppress(OSError):  # a run has begun there meanwhile
+            folder.rmdir()
     return f"{store.url}: writable, creates exclusively"
 
 

@@ -170,7 +170,7 @@ def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
         if path.suffix in TABLES:
             options = {"path": str(path), "eval_fraction": 1.0}
             tree |= {"name": "chat", "options": options}
-        elif path.suffix in (".yaml", ".yml"):
+        elif _is_yaml(request.environment):
             tree = load_config(path).environment.model_dump(mode="json")
         else:
             same = request.environment == config.environment.name
@@ -322,7 +322,16 @@ def _base(target: Target, request: EvaluationRequest) -> Config:
         return load_config(target.config)
     if request.environment is None:
         raise ConfigError("say what is to be answered: --env NAME, or --config FILE")
-    return Config(run_id="evaluation")
+    defaults = Config(run_id="evaluation")
+    if not _is_yaml(request.environment):
+        return defaults
+    own = load_config(Path(request.environment))
+    return defaults.model_copy(update={"sampling": own.sampling})
+
+
+def _is_yaml(environment: str | None) -> bool:
+    """Return True where `--env` names a configuration, whose environment and sampling are used."""
+    return environment is not None and Path(environment).suffix in (".yaml", ".yml")
 
 
 def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> Config:
@@ -335,7 +344,8 @@ def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> 
     if target.config is None:
         longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
         tree["policy"]["context_length"] = longest
-        tree["sampling"]["max_tokens"] = min(NEW_TOKENS_MAX, longest // 2)
+        if not _is_yaml(request.environment):
+            tree["sampling"]["max_tokens"] = min(NEW_TOKENS_MAX, longest // 2)
     if request.max_tokens is not None:
         tree["sampling"]["max_tokens"] = request.max_tokens
     config = parse_config(tree, str(folder))

@@ -6,7 +6,15 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor import ALL, BEFORE_A_REWARD_MODEL, TRIALS, examine, preflight, reward
+from marin_rl.doctor import (
+    ALL,
+    BEFORE_A_REWARD_MODEL,
+    TRIALS,
+    examine,
+    preflight,
+    reward,
+    storage,
+)
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
@@ -21,6 +29,15 @@ def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -
     findings = list(examine(debug(tmp_path)))
     assert [finding.name for finding in findings] == [name for name, _ in ALL]
     assert all(finding.passed for finding in findings), findings
+
+
+def test_a_root_that_did_not_exist_does_not_exist_afterwards(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    assert "writable" in storage(debug(root))
+    assert not root.exists()
+    root.mkdir()
+    storage(debug(root))
+    assert root.exists()
 
 
 def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -90,6 +91,20 @@ def test_an_endpoint_that_ignores_n_is_asked_again(
     assert [len(group.rollouts) for group in found.groups] == [2] * 4
     seeds = sorted(body["seed"] for body in endpoint.requests)
     assert len(set(seeds)) == 8  # the second choice is another sample, not the first again
+
+
+def test_a_configuration_gives_environment_and_sampling(
+    endpoint: FakePolicyServer, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "run_id: own\nenvironment: {name: echo}\nsampling: {max_tokens: 7}\n"
+    )
+    target = Target(endpoint=endpoint.url, model="gpt-x")
+    own = EvaluationRequest(environment=str(tmp_path / "own.yaml"), examples=2)
+    for request, tokens in ((own, 7), (replace(own, max_tokens=5), 5)):
+        endpoint.requests.clear()
+        evaluate_target(target, request)
+        assert {body["max_tokens"] for body in endpoint.requests} == {tokens}
 
 
 def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Path) -> None:
