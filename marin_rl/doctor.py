@@ -390,11 +390,16 @@ def trials(config: Config, count: int = TRIALS) -> list[Trial]:
 
 def reward(config: Config) -> str:
     """Check that the reward function scores right answers of examples, and wrong ones."""
+    from marin_rl.environments.base import ScoresGroups
     from marin_rl.environments.checks import environment_of
     from marin_rl.environments.episode import HasEpisodes
 
-    if isinstance(environment_of(config), HasEpisodes):
-        verdict = "episodes of several turns: their steps bring the reward, and none is played here"
+    built = environment_of(config)
+    if isinstance(built, HasEpisodes):
+        compared = isinstance(built, ScoresGroups) and built.scores_groups
+        by = "score_group compares the finished ones" if compared else "their steps, or the score"
+        by += "" if compared else " of a finished one, bring the reward"
+        verdict = f"episodes of several turns: {by}, and none is played here"
         prompts = [prompt for prompt, _ in rendered(config, first_examples(config, TRIALS))]
         return "\n".join([verdict, *(f"  {prompt!r:.76}" for prompt in prompts)])
     tried = trials(config)

@@ -42,7 +42,10 @@ def test_a_root_that_did_not_exist_does_not_exist_afterwards(tmp_path: Path) -> 
 
 def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:
     verdict, *prompts = reward(load_config(DEBUG.with_name("game.yaml"))).splitlines()
-    assert verdict.startswith("episodes of several turns")
+    assert verdict == (
+        "episodes of several turns: their steps, or the score of a finished one, bring the reward, "
+        "and none is played here"
+    )
     assert prompts == ["  '<|user|>1-8<|assistant|>'"] * TRIALS
 
 

@@ -298,8 +298,9 @@ class RolloutsConfig(Section):
 
     commit_groups: Literal[True] | None = Field(
         default=None,
-        description="true: each group is committed as soon as it is finished, so that a killed "
-        "process costs the groups in flight only, and a retry asks for what is missing; null: off",
+        description="true: each group, and each member with several turns, is committed as soon as "
+        "it is finished, so that a killed process costs what is in flight only, and a retry asks "
+        "for what is missing; null: off",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
 

@@ -78,14 +78,15 @@ def _small_sets(config: Config) -> Iterator[str]:
             continue
         key = f"evaluation.sets.{name}" if config.evaluation.sets else name
         held_out = environment.eval_size
+        every = f"every evaluation has {held_out} example{'' if held_out == 1 else 's'}"
         if environment.size is None:  # it makes its examples: there are no rows to hold out
             yield (
                 f"evaluation.examples is {wanted}, but {key} has {held_out} different ones, so "
-                f"every evaluation has {held_out} examples"
+                f"{every}"
             )
             continue
         yield (
             f"evaluation.examples is {wanted}, but {key} holds out {held_out} of its "
-            f"{held_out + environment.size} rows, so every evaluation has {held_out} examples; "
+            f"{held_out + environment.size} rows, so {every}; "
             f"raise {key}.options.eval_fraction or add rows"
         )

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -80,6 +80,8 @@ Score = tuple[RewardComponent, ...] | MarinRLError
 Bridge = Callable[
     [Sequence[Message], int, Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]
 ]
+# Called with a member's index, once it has ended.
+Ended = Callable[[int, "Trajectory"], Awaitable[None]]
 # Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
 Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
 
@@ -253,10 +255,13 @@ class EpisodeDriver:
     tool_turns: ToolTurns | None = None
     render: Render | None = None
 
-    async def play_group(self, request: GroupRequest) -> list[Trajectory]:
+    async def play_group(
+        self, request: GroupRequest, ended: Ended | None = None
+    ) -> list[Trajectory]:
         """Play the members that are asked for, concurrently; in their order.
 
-        Raises what costs the whole group (`REQUEST_FAULTS` in the first turn), StalePolicy where
+        `ended` is called with each member as soon as it ends, while others are still played. Raises
+        what costs the whole group (`REQUEST_FAULTS` in the first turn), StalePolicy where
         the endpoint serves other weights, and InputError for episodes that cannot be played.
         """
         indices = request.indices
@@ -269,16 +274,11 @@ class EpisodeDriver:
             able = [i for i, start in zip(indices, starts, strict=True) if isinstance(start, Start)]
             sampled = await self._first_turns(request, prompt, able)
             firsts = dict(zip(able, sampled, strict=True))
-            played = await all_of(
-                [
-                    _not_begun(request, start)
-                    if isinstance(start, RewardFault)
-                    else self._play(request, index, episode, start, *firsts[index])
-                    for index, episode, start in zip(indices, episodes, starts, strict=True)
-                ]
-            )
-            pairs = zip(played, timed, strict=True)
-            return [replace(trajectory, start_s=start_s) for trajectory, (_, start_s) in pairs]
+            members = [
+                self._play_member(request, index, episode, begun, firsts.get(index), ended)
+                for index, episode, begun in zip(indices, episodes, timed, strict=True)
+            ]
+            return await all_of(members)
         finally:
             await asyncio.gather(*map(_close, episodes))  # those that were not played
 
@@ -304,6 +304,27 @@ class EpisodeDriver:
             if tools and len(answer.prompt_token_ids):
                 self._reader.check_prompt(answer.prompt_token_ids, tools)
         return [(answer, completion) for answer in answers for completion in answer.completions]
+
+    async def _play_member(
+        self,
+        request: GroupRequest,
+        index: int,
+        episode: PlayedEpisode,
+        begun: tuple[Start | RewardFault, float],
+        first: tuple[ChatAnswer, Completion] | None,
+        ended: Ended | None,
+    ) -> Trajectory:
+        """Play a member whose start took its seconds, and report its end."""
+        start, start_s = begun
+        if isinstance(start, RewardFault):
+            trajectory = _not_begun(request, start)
+        else:
+            assert first is not None, "members that begin have a first turn"
+            trajectory = await self._play(request, index, episode, start, *first)
+        trajectory = replace(trajectory, start_s=start_s)
+        if ended is not None:
+            await ended(index, trajectory)
+        return trajectory
 
     async def _play(
         self,
@@ -535,7 +556,7 @@ def end_of(fault: RewardFault | EndpointUnavailable) -> str:
             return ENVIRONMENT_ERROR
 
 
-async def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
+def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
     """The trajectory of an episode that could not be started."""
     return Trajectory(
         messages=request.example.messages,

@@ -3,25 +3,24 @@
 What a shard asks for depends on the run's content, the round and the shard alone: its examples, and
 a seed per sample. So shards may be made in any order, at once, or again. Groups are sampled
 concurrently and scored as they arrive. Nothing is visible before the one create that commits all;
-with `rollouts.commit_groups` each group is durable before that, under a private name.
+with `rollouts.commit_groups` each group is durable before that, under a private name. Leaves out
+one group's sampling (`sampler`).
 """
 
 import asyncio
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for, parts_of, sampling_for
-from marin_rl.environments.scoring import Scorer, scorer_for
+from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import (
     EnvironmentTimeout,
     InferenceError,
@@ -34,8 +33,7 @@ from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.sglang_client import client_of
-from marin_rl.progress import ProgressEvent, publish
-from marin_rl.rollouts.assemble import RolloutMaker
+from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import (
@@ -44,33 +42,20 @@ from marin_rl.rollouts.episode import (
     EpisodeDriver,
     GroupRequest,
     all_of,
-    score_group,
 )
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
+from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.pieces import ShardPieces
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
-from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
 Connect = Callable[..., PolicyClient]
-
-
-@runtime_checkable
-class Pieces(Protocol):
-    """Store of groups that are committed one by one: of a shard, or of a stream."""
-
-    def read(self) -> Mapping[str, Mapping[int, Rollout]]:
-        """Members that are committed, by group and index."""
-        ...
-
-    def commit(self, group: RolloutGroup) -> Mapping[int, Rollout]:
-        """Commit a group, or some of its members; those that are committed now, by index."""
-        ...
 
 
 TURNS_MAX = 64
@@ -242,8 +227,8 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
     With `pieces`, members that are committed are not sampled again, and groups are committed as
-    they are finished. With `first`, that many finished groups are waited for, and the others are
-    cancelled: see `first_done`.
+    they are finished, or their members as those end. With `first`, that many finished groups are
+    waited for, and the others are cancelled: see `first_done`.
 
     `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
     episodes that have several, by default as the policy's chat template does. Publishes `progress`
@@ -251,7 +236,7 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     InputError. Cancelling cancels every request.
     """
     inference = config.inference
-    meter = _Meter(replace(progress, total=len(requests)))
+    meter = Meter(replace(progress, total=len(requests)))
     template = TemplateBridge(config.policy)
     finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
     if policy.canary is not None and connect is None:
@@ -266,7 +251,7 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         turns_per_request=inference.turns_per_request or 1,
     ) as client:
         samplers = {
-            part.label: _Sampler(
+            part.label: GroupSampler(
                 _finished_driver(config, policy, part)
                 if isinstance(part.environment, ReturnsRollouts)
                 else EpisodeDriver(
@@ -336,69 +321,6 @@ def _sent_weights(config: Config, policy: ServedPolicy) -> Publisher | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampler:
-    """Samples and scores groups; `finished` are members that are committed, by group and index."""
-
-    driver: EpisodeDriver | FinishedDriver
-    scorer: Scorer
-    count: Callable[[RolloutGroup], None]
-    pieces: Pieces | None
-    finished: Mapping[str, Mapping[int, Rollout]]
-
-    async def sample(self, request: GroupRequest) -> RolloutGroup:
-        """A group: its finished members, and those that are still missing."""
-        members = dict(self.finished.get(request.group_id, {}))
-        missing = tuple(index for index in range(request.size) if index not in members)
-        if missing:
-            asked = replace(request, members=missing) if members else request
-            played = {r.index_in_group: r for r in await self._played(asked)}
-            members |= played
-            members |= await self._committed(request, played)
-        group = RolloutGroup(
-            group_id=request.group_id,
-            example=request.example,
-            rollouts=tuple(members[index] for index in range(request.size)),
-            group_size=request.size,
-        )
-        self.count(group)
-        return group
-
-    async def _played(self, request: GroupRequest) -> list[Rollout]:
-        started_at = datetime.now(UTC)
-        try:
-            trajectories = await self.driver.play_group(request)
-        except REQUEST_FAULTS as error:
-            maker = RolloutMaker(self.driver.policy, request, started_at)
-            return [maker.failed(index, error) for index in request.indices]
-        scores = await score_group(self.scorer, request.example, trajectories)
-        maker = RolloutMaker(self.driver.policy, request, started_at)
-        return [
-            maker.sampled(index, trajectory, score)
-            for index, trajectory, score in zip(request.indices, trajectories, scores, strict=True)
-        ]
-
-    async def _committed(
-        self, request: GroupRequest, played: Mapping[int, Rollout]
-    ) -> Mapping[int, Rollout]:
-        """Commit members that did not fail; what is committed of them, by index.
-
-        Where a score depends on the other members, a group is committed whole or not at all.
-        """
-        good = tuple(r for r in played.values() if r.status not in ("error", "aborted"))
-        if self.pieces is None or not good:
-            return {}
-        if len(good) < request.size and await self.scorer.scores_groups():
-            return {}
-        group = RolloutGroup(
-            group_id=request.group_id,
-            example=request.example,
-            rollouts=good,
-            group_size=request.size,
-        )
-        return await asyncio.to_thread(self.pieces.commit, group)
-
-
 def refuse_if_mostly_errors(
     groups: Sequence[RolloutGroup], errors_max_fraction: float, what: str
 ) -> None:
@@ -427,25 +349,3 @@ def refuse_if_mostly_errors(
 _FAULTS: dict[str, type[MarinRLError]] = {
     kind.__name__: kind for kind in (*REQUEST_FAULTS, RewardFault, EnvironmentTimeout, ToolFault)
 }
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Counts groups as they are done, and publishes progress."""
-
-    event: ProgressEvent
-    began: float = field(default_factory=time.monotonic)
-    done: int = 0
-    tokens: int = 0
-    rewards: list[float] = field(default_factory=list)
-
-    def count(self, group: RolloutGroup) -> None:
-        """Add a finished group to the totals, and publish them."""
-        self.done += 1
-        self.tokens += sum(rollout.n_completion_tokens for rollout in group.rollouts)
-        self.rewards += [r.reward for r in group.rollouts if r.reward is not None]
-        elapsed = max(time.monotonic() - self.began, 1e-9)
-        metrics = {"perf/tokens_per_second": self.tokens / elapsed}
-        if self.rewards:
-            metrics["reward"] = sum(self.rewards) / len(self.rewards)
-        publish(replace(self.event, done=self.done, metrics=metrics))

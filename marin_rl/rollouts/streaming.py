@@ -135,6 +135,7 @@ class _Committing:
     policy: ServedPolicy
     worker: str
     chunk: int
+    takes_members: bool = False  # a claim is of whole groups
 
     def read(self) -> dict[str, dict[int, Rollout]]:
         """Members of groups that are finished, by group and index."""

@@ -16,7 +16,8 @@ from marin_rl.batching.pairs import padded
 from marin_rl.batching.sequences import ChatTokenizer, chats_tokens
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
-from marin_rl.environments.checks import make_environment, no_demonstration
+from marin_rl.environments.checks import no_demonstration
+from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.runs import Run, committed, sft_slot
@@ -51,8 +52,10 @@ class WarmStart:
         config = warm_start_config(run.config)
         self._run, self._tokenizer = run, tokenizer
         self._names = TokenizerIdentity.of(tokenizer)
-        self._environment = make_environment(config.sft.environment or config.environment)
-        self._environment.load_examples()
+        # a file of demonstrations alone may hold out no row
+        self._environment = loaded_environment(
+            config.sft.environment or config.environment, "train"
+        )
         self._loss = Loss(settings=supervised_settings(config))
         program = compiled_step_of(
             config, tokenizer, sft_adamw(config.sft, config.training), self._loss.settings

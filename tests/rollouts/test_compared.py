@@ -9,6 +9,7 @@ from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
 from marin_rl.config import Config, load_config
+from marin_rl.doctor import reward
 from marin_rl.environments.checks import environment_of
 from marin_rl.rollouts.generate import examples_of
 from marin_rl.rollouts.replay import replay_rollouts
@@ -41,6 +42,13 @@ def configured(folder: Path, environment: str, groups: int) -> Config:
     text = CONFIG.replace("ENVIRONMENT", environment).replace("GROUPS", str(groups))
     (folder / "run.yaml").write_text(text.replace("ROOT", str(folder)))
     return load_config(folder / "run.yaml")
+
+
+def test_doctor_says_that_groups_are_compared(tmp_path: Path) -> None:
+    verdict = reward(configured(tmp_path, "{name: 'race.py:Race'}", 1)).splitlines()[0]
+    assert verdict == (
+        "episodes of several turns: score_group compares the finished ones, and none is played here"
+    )
 
 
 def test_members_of_an_environment_of_a_list_are_compared_and_played_again(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_an_environment_without_rows_is_not_advised_to_hold_out_more() -> None:
     )
 
 
+def test_one_example_is_one(tmp_path: Path) -> None:
+    tree = configured(tmp_path, 40).model_dump(mode="json")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    tree["environment"]["options"]["eval_fraction"] = 1.0
+    (warning,) = data_warnings(parse_config(tree))
+    assert "holds out 1 of its 1 rows, so every evaluation has 1 example;" in warning
+
+
 def test_evaluation_sets_are_named(tmp_path: Path) -> None:
     tree = configured(tmp_path, 40).model_dump(mode="json")
     other = tmp_path / "other.jsonl"

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import yaml
 from support.cases import printed_seed
 from support.fake_stores import Fault, fake_gcs, fake_s3
 from support.fakes import FakePolicyServer, served_policy
@@ -23,6 +26,7 @@ from support.faults import CrashStates, Recording
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import EndpointUnavailable
 from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.rollouts.episode import turn_seed
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S
 from marin_rl.storage.runs import Run, shard_key
@@ -46,8 +50,8 @@ import asyncio, json, sys
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.storage.runs import Run
 sys.path.insert(0, {tests!r})
-from rollouts.test_pieces import ROUND, configured, policy_at
-config = configured({root!r})
+from rollouts.test_pieces import ROUND, configured, in_dialogues, policy_at
+config = {made}({root!r})
 asyncio.run(generate_shard(Run.create_or_open(config), ROUND, 0, policy_at({url!r})))
 """
 
@@ -257,6 +261,96 @@ def test_every_crash_state_keeps_its_finished_groups(
         assert rows(run) == plain, f"state {index}"
 
 
+DIALOGUES = """
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.episode import StepResult
+from marin_rl.types import Message, RewardComponent
+
+class Talks(BaseEnvironment):
+    workers = 0
+
+    def example(self, seed, index, split):
+        return self.make_example(f"say {index}", str(index), seed=seed, index=index, split=split)
+
+    def score(self, example, completion):
+        return (RewardComponent(name="length", value=float(len(completion))),)
+
+    def episode(self, example):
+        return Talk(example)
+
+class Talk:
+    def __init__(self, example):
+        self.example, self.turns = example, 0
+
+    def start(self):
+        return self.example.messages, ()
+
+    async def step(self, turn):
+        self.turns += 1
+        again = (Message(role="user", content=f"again {self.turns}"),)
+        return StepResult(messages=again, done=self.turns == 3)
+
+    async def close(self):
+        pass
+"""
+
+
+def in_dialogues(root: str | Path, *items: str) -> Config:
+    """A run of one group of dialogues of three turns."""
+    tree = configured(root).model_dump(mode="json")
+    tree |= {"environment": {"name": "talks.py:Talks"}}
+    tree["rollouts"] |= {"groups_per_round": 1}
+    tree["policy"] |= {"context_length": 4096}
+    tree["batching"] |= {"length_buckets": [4096]}
+    folder = Path(root).parent
+    (folder / "talks.py").write_text(DIALOGUES)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return load_config(str(folder / "run.yaml"), items)
+
+
+def members_of(run: Run) -> int:
+    """Number of members that are durable."""
+    return sum(decode_shard(run.store.read(key)).num_rows for key in pieces(run))
+
+
+@pytest.mark.timeout(300)
+def test_a_kill_within_a_group_costs_its_members_in_flight(
+    tmp_path: Path, server: FakePolicyServer
+) -> None:
+    """SIGKILL while one member waits for its second turn, and the others have ended."""
+    folders = [tmp_path / name for name in ("plain", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    undisturbed, killed = (folder / "runs" for folder in folders)
+    plain = Run.create_or_open(in_dialogues(undisturbed, "rollouts.commit_groups=null"))
+    generate(plain, server)
+    (last,) = (row["sampling"]["seed"] for row in rows(plain) if row["index_in_group"] == SIZE - 1)
+    server.requests.clear()
+    release = threading.Event()
+
+    def hold(body: Any) -> None:
+        if body["seed"] == turn_seed(last, 1):
+            release.wait()
+
+    server.fault = hold
+    run = Run.create_or_open(in_dialogues(killed))
+    tests = str(Path(__file__).parents[1])
+    script = CHILD.format(tests=tests, root=str(killed), url=server.url, made="in_dialogues")
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        while members_of(run) < SIZE - 1 and child.poll() is None:
+            time.sleep(0.1)
+    finally:
+        child.kill()
+        release.set()
+    assert child.wait() == -signal.SIGKILL
+    server.fault = lambda _: None
+    server.requests.clear()
+    generate(run, server)
+    assert [body["seed"] for body in server.requests] == [turn_seed(last, n) for n in range(3)]
+    assert rows(run) == rows(plain)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_cost_the_groups_in_flight_only(
@@ -264,7 +358,9 @@ def test_kills_cost_the_groups_in_flight_only(
 ) -> None:
     """SIGKILL a process after each few operations, until one lives to its end."""
     choices, root = random.Random(printed_seed()), tmp_path / "runs"
-    script = CHILD.format(tests=str(Path(__file__).parents[1]), root=str(root), url=server.url)
+    script = CHILD.format(
+        tests=str(Path(__file__).parents[1]), root=str(root), url=server.url, made="configured"
+    )
     asked: Counter[int] = Counter()
     for life in range(100):
         finished = len(list(root.rglob("group-*-00.parquet")))

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from marin_rl.doctor import preflight
 from marin_rl.environments.checks import make_environment
 from marin_rl.errors import InputError
+from marin_rl.preflight import BEFORE_ENGINES
 from marin_rl.progress import listening
 from marin_rl.storage.runs import Run, latest_sft
 from marin_rl.training.loop import Trainer
@@ -66,3 +68,12 @@ def test_an_example_that_does_not_fit_the_context_is_refused(debug, tokenizer):
     environment.load_examples()
     with pytest.raises(InputError, match=r"has \d+ tokens, but policy.context_length is 12"):
         supervised_batch(config, environment, tokenizer, 0)
+
+
+def test_a_file_of_demonstrations_need_not_hold_out_a_row(debug, tokenizer, tmp_path):
+    file = tmp_path / "shown.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
+    shown = f"sft.environment={{name: chat, options: {{path: {file}, eval_fraction: 1.0e-9}}}}"
+    config = debug(*SETTINGS, "sft.steps=1", "sft.steps_per_checkpoint=1", shown)
+    preflight(config, BEFORE_ENGINES["rl-loop"])
+    assert WarmStart(Run.create_or_open(config), tokenizer).run_segment(0).slot == "sft/step-00001"

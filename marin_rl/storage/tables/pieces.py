@@ -1,7 +1,7 @@
 """Pieces of a shard: groups that are finished while the shard is not, each created once.
 
 A piece has the rows that its shard will have, and the shard's fingerprint. It holds one group, or
-those of its members that did not fail; the members that are missing come in a further piece. The
+those of its members that have ended and did not fail; the others come in further pieces. The
 names are private, so that readers see committed shards alone, and gc deletes the pieces of shards
 that are committed.
 """
@@ -62,6 +62,8 @@ def commit_group(
 
 class ShardPieces:
     """The pieces of one shard of a round, under one fingerprint."""
+
+    takes_members = True
 
     def __init__(
         self, run: Run, round: int, shard: int, fingerprint: str, policy: ServedPolicy
