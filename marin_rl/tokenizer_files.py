@@ -5,6 +5,7 @@ with is built by `tokenizers`; this module owns the built-in vocabulary of chara
 reading of tokenizer.json, of the special tokens and of the chat template.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,13 +35,41 @@ class HasVocabulary(Protocol):
         ...
 
 
+@runtime_checkable
+class HasBackend(Protocol):
+    """A tokenizer with a `tokenizers.Tokenizer` behind it, as the fast ones of transformers."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Named special tokens."""
+        ...
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the library `tokenizers`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTokenizer:
-    """A tokenizer with what prompts need: encoding, special tokens and chat template."""
+    """A tokenizer with what prompts and texts need: its backend, special tokens, chat template."""
 
     backend: Tokenizer
     special_tokens_map: Mapping[str, Any]
     chat_template: str | Mapping[str, str]
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the library `tokenizers`, under transformers' name for it."""
+        return self.backend
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens that have a name, and of the additional ones."""
+        values = self.special_tokens_map.values()
+        tokens = [token for v in values for token in ([v] if isinstance(v, str) else v)]
+        ids = map(self.backend.token_to_id, dict.fromkeys(tokens))
+        return [index for index in ids if index is not None]
 
     def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
         """Return the template for conversations with or without tools."""
@@ -54,6 +83,10 @@ class FileTokenizer:
         """Tokenize a rendered conversation, without special tokens of its own."""
         return {"input_ids": self.backend.encode(text, add_special_tokens=False).ids}
 
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:  # noqa: FBT001, FBT002 - transformers' signature
+        """Return the text of ids."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     def __len__(self) -> int:
         """Return the number of token ids."""
         return self.backend.get_vocab_size()
@@ -61,6 +94,19 @@ class FileTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Return ids by token."""
         return self.backend.get_vocab()
+
+
+def backend_digest(tokenizer: HasBackend) -> str:
+    """SHA-256 of everything that decides which ids a text becomes, as hex."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    # A call that pads or truncates leaves its setting behind in the backend.
+    return rules_digest(rules | {"padding": None, "truncation": None}, tokenizer.special_tokens_map)
+
+
+def rules_digest(rules: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> str:
+    """SHA-256 of a tokenizer's rules and of its named special tokens, as hex."""
+    special = {name: str(token) for name, token in sorted(special_tokens.items())}
+    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()
 
 
 def characters_backend() -> Tokenizer:
@@ -88,7 +134,8 @@ def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
     if folder is None:
         backend = characters_backend()
         backend.add_special_tokens(list(SPECIAL))
-        tokens = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
+        tokens: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
+        tokens["additional_special_tokens"] = list(SPECIAL[3:])
         return FileTokenizer(
             backend=backend, special_tokens_map=tokens, chat_template=CHAT_TEMPLATE
         )
@@ -169,11 +216,18 @@ def _object_in(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _special_tokens(tree: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the named special tokens, which files write as text or as an object."""
     named = {key: value for key, value in tree.items() if key.endswith("_token")}
-    texts = {key: v["content"] if isinstance(v, dict) else v for key, v in named.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+    texts = {key: _text_of(value) for key, value in named.items()}
+    tokens: dict[str, Any] = {key: text for key, text in texts.items() if isinstance(text, str)}
+    if additional := tree.get("additional_special_tokens"):
+        tokens["additional_special_tokens"] = [_text_of(value) for value in additional]
+    return tokens
+
+
+def _text_of(token: Any) -> Any:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _template_of(path: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:

@@ -29,9 +29,11 @@ from marin_rl.tokenizer_files import (
     PAD,
     SPECIAL,
     UNKNOWN,
+    backend_digest,
     characters_backend,
     check_tokenizer_folder,
     no_chat_template,
+    rules_digest,
     tokenizer_folder,
 )
 
@@ -211,13 +213,9 @@ class TokenizerIdentity:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of everything that decides which ids a text becomes, as hex."""
-    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
-    rules = tokenizer.get_vocab()
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # A call that pads or truncates leaves its setting behind in the backend.
-        rules |= {"padding": None, "truncation": None}
-    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()
+        return backend_digest(tokenizer)
+    return rules_digest(tokenizer.get_vocab(), tokenizer.special_tokens_map)
 
 
 def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:

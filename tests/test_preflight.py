@@ -16,9 +16,10 @@ from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
 from marin_rl.preflight import before_engines, before_evaluation, finished
+from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
-from marin_rl.tokenizer_files import read_tokenizer
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizer_files import backend_digest, read_tokenizer
+from marin_rl.tokenizers import character_tokenizer, tokenizer_digest
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
@@ -252,6 +253,12 @@ def test_the_characters_are_those_that_a_run_uses(tmp_path: Path) -> None:
     assert read(text)["input_ids"] == used(text, add_special_tokens=False)["input_ids"]
     assert read.get_vocab() == used.get_vocab()
     assert len(read) == len(used)
+    assert backend_digest(read) == tokenizer_digest(used)
+    assert sorted(read.all_special_ids) == sorted(used.all_special_ids)
+    ids = read(text)["input_ids"]
+    assert read.decode(ids) == used.decode(ids)
+    texts = Detokenizer(read), Detokenizer(used)
+    assert [texts[0].piece(token) for token in ids] == [texts[1].piece(token) for token in ids]
 
 
 SHOP = '''

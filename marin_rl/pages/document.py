@@ -83,6 +83,7 @@ class RunPage:
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
         slots = {number: self._slots_of(number, committed) for number in shown}
+        notes = self._notes(parts)
         return Page(
             facts=facts_of(run, status.headline, lines),
             charts=charts,
@@ -93,7 +94,7 @@ class RunPage:
                 for number, own in slots.items()
             ],
             slots={slot.name: slot for own in slots.values() for slot in own.values()},
-            notes=self._notes(parts),
+            notes=notes,
             tokenizer_digest=self._texts.digest,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
             stage="" if stage.ended else stage.text,
@@ -162,7 +163,7 @@ class RunPage:
         digests = {part.tokenizer_digest for part in shown} - {""}
         if self._texts.problem:
             notes.append(f"Tokens are shown by their ids: {self._texts.problem}")
-        elif digests - {self._texts.digest}:
+        elif not self._texts.is_of(digests):
             notes.append(
                 "Tokens are read with another tokenizer than the rollouts were sampled with: "
                 f"expected {', '.join(sorted(digests))}, found {self._texts.digest}."

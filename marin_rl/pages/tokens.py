@@ -5,13 +5,16 @@ token that completes it as the whole. Without the tokenizer, tokens are shown by
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.pages.records import Number, Tokens
+
+if TYPE_CHECKING:
+    from marin_rl.serving.text.detokenizer import Decodes
 
 DIGITS = 4
 
@@ -21,16 +24,27 @@ class TokenTexts:
 
     def __init__(self, policy: PolicyConfig) -> None:
         from marin_rl.serving.text.detokenizer import Detokenizer
-        from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
 
+        self._policy = policy
         self.digest, self.problem = "", ""
         self._texts: Detokenizer | None = None
         try:
-            tokenizer = tokenizer_for(policy)
+            tokenizer, self.digest = _tokenizer(policy)
         except InputError as error:
             self.problem = str(error)
             return
-        self._texts, self.digest = Detokenizer(tokenizer), tokenizer_digest(tokenizer)
+        self._texts = Detokenizer(tokenizer)
+
+    def is_of(self, digests: Set[str]) -> bool:
+        """Return True unless rollouts with these digests had another tokenizer.
+
+        transformers may change what it reads: where the files have another digest, its own decides.
+        """
+        if digests - {self.digest}:
+            from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
+
+            self.digest = tokenizer_digest(tokenizer_for(self._policy))
+        return not digests - {self.digest}
 
     def of(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; special tokens by their names."""
@@ -43,6 +57,19 @@ class TokenTexts:
             text = self._texts.name(token) if piece.special else decoder.decode(bytes(piece.data))
             texts.append(text)
         return texts
+
+
+def _tokenizer(policy: PolicyConfig) -> "tuple[Decodes, str]":
+    """A policy's tokenizer and its digest, by transformers only where its files do not suffice."""
+    from marin_rl.tokenizer_files import backend_digest, read_tokenizer
+
+    read = read_tokenizer(policy)
+    if read is not None:
+        return read, backend_digest(read)
+    from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
+
+    tokenizer = tokenizer_for(policy)
+    return tokenizer, tokenizer_digest(tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,31 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from marin_rl.tokenizer_files import HasBackend
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """A tokenizer, as far as its decoder is used: of transformers, or read from its files."""
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids that text leaves out."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return ids by token."""
+        ...
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002 - transformers' signature
+        """Return the text of ids."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +50,7 @@ class Piece:
 class Detokenizer:
     """A tokenizer's decoder. May be used by several threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Decodes) -> None:
         self._decode = _decoder(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
         vocabulary = tokenizer.get_vocab()
@@ -86,8 +105,8 @@ class Detokenizer:
         return Piece(text, list(data), token in self._special)
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], bool], str]:
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
+def _decoder(tokenizer: Decodes) -> Callable[[Sequence[int], bool], str]:
+    if isinstance(tokenizer, HasBackend):
         backend = tokenizer.backend_tokenizer
         # a padding or truncation that a file sets would be unset by the first call, under others
         backend.no_padding()
