@@ -67,11 +67,11 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line of a page, without `marin-rl`, its comment, and variables before it."""
+    """A command line of a page, without `marin-rl` and its comment; variables before it."""
 
     page: str
     words: tuple[str, ...]
-    variables: bool
+    variables: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.page}: marin-rl {shlex.join(self.words)}"
@@ -87,7 +87,7 @@ def commands() -> Iterator[Command]:
                 refused = "no longer understood" in output  # an example of an error
                 if not refused and (match := COMMAND.match(line)):
                     words = shlex.split(match[2], comments=True)
-                    yield Command(page, tuple(words), bool(match[1]))
+                    yield Command(page, tuple(words), tuple(match[1].split()))
 
 
 ALL = list(dict.fromkeys(commands()))

@@ -2,6 +2,7 @@
 
     with ForkedCommands(log) as commands:
         code = commands.run(folder, "status", "demo")
+        code = commands.run(folder, "serve", "demo", until="http://")
 
 One child process imports what commands need, starts no thread and touches no device. A fork of it
 has a folder, standard streams and an end of its own, and JAX and Prefect's services start in it.
@@ -11,8 +12,11 @@ What a start from a shell adds, tests of single commands and of the wheel show.
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,13 +62,32 @@ class ForkedCommands:
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=END_S_MAX)
 
-    def run(self, folder: Path, *words: str) -> int:
-        """Run `marin-rl WORDS` in `folder`; returns its exit code, or minus a signal."""
+    def run(self, folder: Path, *words: str, until: str | None = None, **environment: str) -> int:
+        """Run `marin-rl WORDS` in `folder`; returns its exit code, or minus a signal.
+
+        A command that goes on, such as a server, is interrupted as by Ctrl-C once it has printed
+        `until`.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"folder": str(folder), "words": words}) + "\n")
+        printed = self.log.stat().st_size if self.log.exists() else 0
+        order = {"folder": str(folder), "words": words, "environment": environment}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
+        pid = int(self._process.stdout.readline())
+        if until is not None:
+            self._interrupt(pid, until.encode(), printed)
         return int(self._process.stdout.readline())
+
+    def _interrupt(self, pid: int, until: bytes, printed: int) -> None:
+        """Send SIGINT to a command that has printed `until`, or is about to end without it."""
+        ends = time.monotonic() + END_S_MAX
+        while time.monotonic() < ends and until not in self.log.read_bytes()[printed:]:
+            if not Path(f"/proc/{pid}").exists():
+                return  # it ended: its code says how
+            time.sleep(0.05)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
 
     def said(self) -> str:
         """The end of what the commands printed."""
@@ -81,6 +104,7 @@ def main() -> None:
         if child == 0:
             _live(json.loads(line))
             return
+        print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
@@ -92,6 +116,7 @@ def _live(order: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(order["folder"])
+    os.environ.update(order["environment"])
     sys.argv = ["marin-rl", *order["words"]]
     importlib.import_module("marin_rl.cli").main()
 
