@@ -135,7 +135,11 @@ NAMES = {
     "math=path/to/adapter": "math=peft",
     "code=path/to/other": "code=peft",
 }
-RUNS = {"docs/lora.md": "lora", "docs/your-environment.md": "counting"}  # what RUN is on a page
+RUNS = {
+    "docs/lora.md": "lora",
+    "docs/your-environment.md": "counting",
+    "docs/running-at-scale.md": "demo",
+}  # what RUN is on a page
 OUTPUTS = {
     "docs/lora.md": (("peft",), ("hf", "peft", "merged"), ("whole",)),  # FOLDER, in order
 }

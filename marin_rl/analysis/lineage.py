@@ -234,6 +234,7 @@ def write_graph(graph: Lineage, target: Path) -> None:
             f"{target}: expected a name ending in .mmd, found {target.suffix or 'no suffix'}: a "
             "graph is written as Mermaid text, which `mmdc` and Markdown viewers draw"
         )
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(mermaid(graph), encoding="utf-8")
 
 

@@ -118,6 +118,7 @@ def _write_rows(
 
     result = evaluate_target(target, request)
     rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
+    rows.parent.mkdir(parents=True, exist_ok=True)
     rows.write_bytes(result.rows)
     _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
 

@@ -301,6 +301,7 @@ def report(
     data = report_html(page).encode()
     if output is not None:
         target = output
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     else:
         target = run.store.local_path(REPORT) or Path(f"{run.run_id}.html")
@@ -315,6 +316,7 @@ def _write_curve(run: "Run", target: Path, *, as_json: bool) -> None:
     from marin_rl.analysis.learning_curve import learning_curve
     from marin_rl.analysis.status import metric_rows
 
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(learning_curve(metric_rows(run), run.run_id))
     if as_json:
         tell_json({"path": target})

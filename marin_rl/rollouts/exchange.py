@@ -67,6 +67,7 @@ def export_rollouts(
         raise InputError(f"{target} exists, and is not overwritten: name another file")
     partial = target.with_name(f".{target.name}.partial")
     chosen = [p.round for p in progress(run).values() if p.rollouts] if rounds is None else rounds
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("wb") as file:
             written = _write(run, FORMATS[name], chosen, file)

@@ -47,7 +47,7 @@ def two_segments() -> Rollout:
 def exported(tmp_path: Path, name: str, groups: list[Any]) -> tuple[Exported, list[dict[str, Any]]]:
     run = Run.create_or_open(configuration(str(tmp_path / "runs")))
     commit_round(run, 0, [groups])
-    target = tmp_path / "out.jsonl"
+    target = tmp_path / "new/folder/out.jsonl"
     written = export_rollouts(run, name, target)
     return written, [json.loads(line) for line in target.read_text().splitlines()]
 

@@ -66,6 +66,7 @@ def read_pairs(path: str | Path) -> PairFile:
 def write_pairs(path: str | Path, pairs: Sequence[PreferencePair]) -> None:
     """Write pairs so that `read_pairs` gives them back: JSON lines, or Parquet by the suffix."""
     file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".parquet":
         file.write_bytes(encode_pairs(pairs))
         return

@@ -98,6 +98,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
     }
     # Under another name until it is complete: a file at `target` is always a whole archive.
     partial = target.with_name(f".{target.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
             _add(tar, CONTENTS, sealed_json(record))
