@@ -5,6 +5,7 @@ reads no checkpoint it just wrote, and hands weights to the engine as references
 needed for correctness: a new process reads all of it from the committed slots.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.serving.server import PolicyServer
     from marin_rl.serving.weights.canary import Suspect
+    from marin_rl.serving.weights.flight import WeightServer
     from marin_rl.training.loop import Trainer
     from marin_rl.training.model import LmHeadModel
     from marin_rl.training.reward_model import RewardModelTraining
@@ -63,6 +65,7 @@ class RunRuntime:
         self._server: PolicyServer | None = None
         self._transfers_failed = 0
         self._published = False
+        self._flight: WeightServer | None = None
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -277,7 +280,22 @@ class RunRuntime:
                 save_hf(weights.model, self.tokenizer, folder)
 
         self._published = True
-        return publish(self._run, version, identity.parameters_digest, names, save)
+        flight = self._handed_out(weights)
+        return publish(self._run, version, identity.parameters_digest, names, save, flight)
+
+    def _handed_out(self, weights: Weights) -> str | None:
+        """Address at which followers get a model by Arrow Flight, where they do."""
+        address = self._run.config.inference.flight
+        if address is None:
+            return None
+        from marin_rl.serving.weights.flight import WeightServer
+        from marin_rl.training.model import named_parameters
+
+        if self._flight is None:
+            key = os.environ.get(self._run.config.inference.api_key_variable)
+            self._flight = WeightServer(address, key)
+        self._flight.offer(weights.identity.parameters_digest, named_parameters(weights.model))
+        return self._flight.url
 
     def _swapped_server(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this model in it."""
@@ -315,6 +333,9 @@ class RunRuntime:
             if self._server is not None:
                 self._server.stop()
                 self._server = None
+            if self._flight is not None:
+                self._flight.close()
+                self._flight = None
             if self._published:
                 from marin_rl.inference.endpoints import unpublish
 

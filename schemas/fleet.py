@@ -16,6 +16,7 @@ SETTINGS_MAX = 200
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
+FlightUrl = Annotated[str, Field(pattern=r"^grpc://[^\s]{1,500}$")]
 
 
 class HeartbeatRecord(Record):
@@ -47,13 +48,15 @@ class HeartbeatRecord(Record):
 class TargetRecord(Record):
     """The checkpoint that a trainer has servers serve, and until when.
 
-    Servers go on to later checkpoints by themselves once one above `through` is committed.
+    Servers go on to later checkpoints by themselves once one above `through` is committed. `flight`
+    is where the trainer hands out the weights, where it does.
     """
 
     run_sha256: Sha256
     version: Count
     through: Count
     parameters_digest: Sha256
+    flight: FlightUrl | None = None
 
 
 class HeartbeatEnvelope(Record):

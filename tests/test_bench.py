@@ -22,7 +22,7 @@ SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
     "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora_engine.py",
-    "selection.py",
+    "selection.py", "weights.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
@@ -178,6 +178,10 @@ MODES = {
     "lora-engine": Mode(
         command=("lora_engine.py", *TINY, "--rounds", "1", "--slots", "8", "--loads", "1"),
         shows=('"measure": "8 adapters"', '"measure": "load"'),
+    ),
+    "weights": Mode(
+        command=("weights.py", "--megabytes", "1", "--arrays", "2", "--repeat", "1"),
+        shows=("Arrow Flight, read", "files, read"),
     ),
     "selection": Mode(
         command=("selection.py", "--rounds", "1", "--groups", "2"),

@@ -275,6 +275,15 @@ class InferenceConfig(Section):
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
     )
+    flight: str | None = Field(
+        default=None,
+        pattern=r"^grpc://[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}$",
+        description="with publish pull: address of this process, grpc://HOST:PORT, at which "
+        "servers that follow the run get new weights by Arrow Flight (port 0: a free one); others "
+        "than loopback need the token of api_key_variable; null: they read checkpoints from the "
+        "root",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
     route: Literal["chat", "sglang"] | None = Field(
         default=None,
         description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
@@ -341,6 +350,11 @@ class InferenceConfig(Section):
             raise ValueError(
                 f"publish is {self.publish}, but endpoints has registered: such servers take each "
                 "checkpoint by themselves; expected pull"
+            )
+        if self.flight is not None and not self.pulled:
+            raise ValueError(
+                f"flight is for servers that take each checkpoint by themselves, but publish is "
+                f"{self.publish}: expected pull"
             )
         if self.pulled and not self.endpoints:
             raise ValueError("publish is pull, but endpoints is empty: expected registered or URLs")

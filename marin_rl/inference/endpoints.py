@@ -54,19 +54,25 @@ class Published:
 
 
 def publish(
-    run: Run, version: int, digest: str, tokenizer: tuple[str, str], save: Save
+    run: Run,
+    version: int,
+    digest: str,
+    tokenizer: tuple[str, str],
+    save: Save,
+    flight: str | None = None,
 ) -> Published:
     """Make every endpoint of a run serve these parameters.
 
     `tokenizer` are its digest and that of its chat template; `save` writes the parameters as a
-    Hugging Face folder, with `publish: lora_adapter` as a PEFT folder. Without `inference.publish`,
-    endpoints must serve the model already. Raises StalePolicy where they do not, FleetEmpty where
-    there are none, ConfigError without a shared folder, and what the client raises.
+    Hugging Face folder, with `publish: lora_adapter` as a PEFT folder; `flight` is where they are
+    handed out to followers. Without `inference.publish`, endpoints must serve the model already.
+    Raises StalePolicy where they do not, FleetEmpty where there are none, ConfigError without a
+    shared folder, and what the client raises.
     """
     inference = run.config.inference
     source = EndpointSource.of(run.config, *tokenizer)
     if inference.pulled:
-        return _pulled(run, version, digest, source)
+        return _pulled(run, version, digest, source, flight)
     endpoints, folder = _named(source, inference.fleet_timeout_s), None
     if inference.publish == "lora_adapter":
         model = asyncio.run(_load_adapter(run, endpoints, version, digest, save))
@@ -85,7 +91,9 @@ def unpublish(run: Run) -> None:
         board_of(run.config.inference, run.folder).release()
 
 
-def _pulled(run: Run, version: int, digest: str, source: EndpointSource) -> Published:
+def _pulled(
+    run: Run, version: int, digest: str, source: EndpointSource, flight: str | None
+) -> Published:
     """Have followers serve a checkpoint, and wait until one does. Raises FleetEmpty."""
     inference = run.config.inference
     board_of(inference, run.folder).aim(
@@ -95,6 +103,7 @@ def _pulled(run: Run, version: int, digest: str, source: EndpointSource) -> Publ
             # No trainer at work is further ahead: its round is sampled before later ones end.
             through=version + run.config.max_staleness + 1,
             parameters_digest=digest,
+            flight=flight,
         )
     )
     model = served_model_id(inference.model, version, digest)

@@ -63,6 +63,7 @@ class Target:
     version: int
     through: int
     parameters_digest: str
+    flight: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,11 @@ class FleetBoard:
     def __init__(self, folder: ObjectStore, api_key: str | None) -> None:
         self._folder, self._key = folder, api_key
 
+    @property
+    def api_key(self) -> str | None:
+        """The token that records are signed with; None where there is none."""
+        return self._key
+
     def announce(self, heartbeat: Heartbeat) -> None:
         """Write a server's heartbeat in the place of its last one. Raises StorageError."""
         self._folder.replace(_key(heartbeat.server), self._signed("heartbeat", asdict(heartbeat)))
@@ -154,7 +160,8 @@ class FleetBoard:
 
     def aim(self, target: Target) -> None:
         """Write which checkpoint servers are to serve. Raises StorageError."""
-        self._folder.replace(TARGET_KEY, self._signed("target", asdict(target)))
+        said = {name: value for name, value in asdict(target).items() if value is not None}
+        self._folder.replace(TARGET_KEY, self._signed("target", said))
 
     def release(self) -> None:
         """Let servers go on to the newest checkpoint. Raises StorageError."""

@@ -35,7 +35,7 @@ from tasks.generate import generate
 from tasks.options import open_run
 
 CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
-ROUNDS = 3
+ROUNDS = 2
 FLEET = ("inference.endpoints=registered", "inference.publish=pull")
 
 pytestmark = pytest.mark.timeout(3000)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 TIMEOUT_S = 900.0
+STARTS_MAX, STARTED = 5, "Ray runtime started"
 
 
 class Node:
@@ -60,7 +61,6 @@ class RayCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "300",
             "RAY_TMPDIR": "/tmp",
         }
         head = ("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=1")
@@ -82,9 +82,15 @@ class RayCluster:
         environment = {**os.environ, **self.environment}
         log = self._folder / f"{name}.log"
         command = [ray, "start", "--block", "--disable-usage-stats", *options]
-        node = Node(command, self._folder, environment, log)
-        wait(lambda: "Ray runtime started" in log.read_text(), f"Ray's {name}")
-        return node
+        for _ in range(STARTS_MAX):  # Ray gives a node 30 s, too little on a busy machine
+            node = Node(command, self._folder, environment, log)
+            wait(
+                lambda node=node: STARTED in log.read_text() or node.process.poll() is not None,
+                f"Ray's {name}",
+            )
+            if STARTED in log.read_text():
+                return node
+        raise AssertionError(log.read_text()[-4000:])
 
 
 def wait(happened: Callable[[], bool], what: str, node: Node | None = None) -> None:

@@ -219,11 +219,45 @@ def read_checkpoint(
     CorruptObject, what the store raises, InputError for another tokenizer or architecture, and
     StalePolicy where the parameters are not those that the manifest, or the caller, promises.
     """
+    return read_slot(run, _committed(run, round), promised, served)
+
+
+def _committed(run: Run, round: int | None) -> SlotRef:
     ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
     if ref is None:
         wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
         raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
-    return read_slot(run, ref, promised, served)
+    return ref
+
+
+def read_by_flight(
+    run: Run, round: int, url: str, token: str | None, promised: str | None, served: Served
+) -> Loaded:
+    """The parameters of a committed checkpoint from the trainer that hands them out at `url`.
+
+    Only the checkpoint's manifest is read. Raises EndpointUnavailable where the trainer does not
+    give them, InputError for others than the served architecture's, else as `read_checkpoint` does.
+    """
+    from marin_rl.serving.weights.flight import fetch
+
+    identity = _identity(run, _committed(run, round))
+    check_tokenizer(
+        served.tokenizer,
+        TokenizerIdentity(
+            tokenizer_digest=identity.tokenizer_digest,
+            chat_template_digest=identity.chat_template_digest,
+        ),
+    )
+    template = template_of(run.config.policy, tokenizer_for(run.config.policy))
+    served.architecture.check(template)
+    parameters = fetch(url, identity.parameters_digest, parameter_shapes(template), token)
+    promises = identity.parameters_digest, promised
+    return Loaded(
+        model=with_parameters(template, parameters),
+        parameters_digest=_verified(digest_of(parameters), parameters, promises),
+        bytes=_bytes_of(parameters),
+        round=round,
+    )
 
 
 def read_slot(

@@ -12,8 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint
+from marin_rl.errors import (
+    CorruptObject,
+    EndpointUnavailable,
+    InputError,
+    MarinRLError,
+    NewerSchema,
+    ObjectMissing,
+    StalePolicy,
+)
+from marin_rl.serving.weights.checkpoint_loader import (
+    Loaded,
+    Served,
+    Source,
+    read_by_flight,
+    read_checkpoint,
+)
 from marin_rl.serving.weights.weight_updates import UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
@@ -102,7 +116,7 @@ class CheckpointWatcher:
         target = self._target()
         if target is not None:
             if target.version != self._round and self._may_try(target.version):
-                self._load(target.version, target.parameters_digest)
+                self._load(target.version, target.parameters_digest, target.flight)
             return
         for round in self._newer_rounds():
             if self._may_try(round) and self._is_committed(round) and self._load(round):
@@ -144,12 +158,12 @@ class CheckpointWatcher:
         except CorruptObject:
             return True  # and refused, with a word on why, by those who load it
 
-    def _load(self, round: int, promised: str | None = None) -> bool:
+    def _load(self, round: int, promised: str | None = None, flight: str | None = None) -> bool:
         run = self._run
         source = Source(
             kind="watcher",
             place=run.store.url,
-            read=lambda served: read_checkpoint(run, round, promised, served),
+            read=lambda served: self._read(round, promised, served, flight),
         )
         try:
             update = self._updater.load(source)
@@ -165,6 +179,19 @@ class CheckpointWatcher:
         # Older refusals are forgotten, since older rounds are not looked at again.
         self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
         return True
+
+    def _read(self, round: int, promised: str | None, served: Served, flight: str | None) -> Loaded:
+        """The parameters from the trainer at `flight`, where it gives them, else from files."""
+        run = self._run
+        if flight is not None:
+            try:
+                token = None if self._board is None else self._board.api_key
+                loaded = read_by_flight(run, round, flight, token, promised, served)
+                _log.info("round %d of %s came from %s", round, run.run_id, flight)
+                return loaded
+            except (EndpointUnavailable, InputError, StalePolicy) as error:
+                _log.warning("round %d of %s is read from files: %s", round, run.run_id, error)
+        return read_checkpoint(run, round, promised, served)
 
     def _refuse(self, round: int, error: MarinRLError) -> None:
         before = self._refused.get(round)
