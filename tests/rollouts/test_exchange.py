@@ -47,7 +47,7 @@ def two_segments() -> Rollout:
 def exported(tmp_path: Path, name: str, groups: list[Any]) -> tuple[Exported, list[dict[str, Any]]]:
     run = Run.create_or_open(configuration(str(tmp_path / "runs")))
     commit_round(run, 0, [groups])
-    target = tmp_path / "new/folder/out.jsonl"
+    target = tmp_path / "out.jsonl"
     written = export_rollouts(run, name, target)
     return written, [json.loads(line) for line in target.read_text().splitlines()]
 
@@ -119,3 +119,5 @@ def test_a_refused_export_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="x exists, and is not overwritten"):
         export_rollouts(run, "trl", tmp_path / "x")
     assert (tmp_path / "x").read_text() == "mine"
+    export_rollouts(run, "trl", tmp_path / "new/folder/x", [])
+    assert (tmp_path / "new/folder/x").read_bytes() == b""
