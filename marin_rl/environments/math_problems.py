@@ -108,7 +108,7 @@ class Math(Problems):
         if boxed(text) is not None:
             return text
         final = rf"\boxed{{{example.answer}}}"
-        return final if text == example.answer else f"{text}\n\n{final}"
+        return final if text in ("", example.answer) else f"{text}\n\n{final}"
 
     def extract(self, completion: str) -> str | None:
         r"""Content of the last \boxed{}; for `answer_in: any` without one, the last line."""

@@ -148,16 +148,20 @@ class ToolClass:
 
     def check_row(self, row: Mapping[str, Any], where: str) -> None:
         """Raise InputError unless a row has what `reset` needs."""
-        needed = [
-            name
-            for name, item in list(self._reset.parameters.items())[1:]  # without self
-            if item.default is item.empty and item.kind not in VARIADIC
-        ]
-        if missing := [name for name in needed if name not in row]:
+        if missing := [name for name in self.columns_needed if name not in row]:
             raise InputError(
                 f"{where}: {self.name}.reset needs {', '.join(missing)}, but the columns of the "
                 f"row are {', '.join(row) or 'none'}"
             )
+
+    @property
+    def columns_needed(self) -> list[str]:
+        """Parameters of `reset` without a default."""
+        return [
+            name
+            for name, item in list(self._reset.parameters.items())[1:]  # without self
+            if item.default is item.empty and item.kind not in VARIADIC
+        ]
 
     def arguments_of_reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of a row that `reset` takes: all of them where it has `**`."""
@@ -207,10 +211,16 @@ class ToolsOverRows(HasTools, Chat):
         self.reward_name = self.reward_name or tool_class.name
 
     def load_examples(self) -> None:
-        """Read and check every row, and the columns of the first against `reset`."""
+        """Read and check every row, also its columns against `reset`."""
         super().load_examples()
         example = self.example(0, 0, "train" if self.size else "eval")
         self.tool_class.check_row(row_of(example), self._options.path)
+        rows = self._loaded.rows
+        # the prompt and the answer go by other names too, which the reading of rows knows
+        needed = frozenset(self.tool_class.columns_needed) - {"prompt", "answer"}
+        for index, row in enumerate(rows.scan(needed) if needed else ()):
+            if not needed <= row.keys():
+                self.tool_class.check_row({"prompt": "", "answer": "", **row}, rows.place(index))
 
 
 class ToolsOverExamples(HasTools):

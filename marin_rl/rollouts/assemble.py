@@ -20,7 +20,8 @@ from jaxtyping import Float32, Int32
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.inference.client.protocol import Completion
-from marin_rl.rollouts.episode import (
+from marin_rl.rollouts.group_scores import Score
+from marin_rl.rollouts.trajectories import (
     ABORTED,
     BRIDGE,
     CONTEXT,
@@ -29,7 +30,6 @@ from marin_rl.rollouts.episode import (
     REQUEST_FAULTS,
     GroupRequest,
     SampledTurn,
-    Score,
     Trajectory,
 )
 from marin_rl.types import (

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from marin_rl.rollouts.assemble import RolloutMaker
-from marin_rl.rollouts.episode import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.types import RolloutGroup, ServedPolicy
 
 

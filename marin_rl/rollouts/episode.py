@@ -7,13 +7,12 @@ themselves, and the prompt of a turn is
 
 so that sampled ids are never rendered to text and tokenized again. Where the chat template has no
 such bridge, the episode ends, or goes on in a new segment whose prompt is the whole dialogue as the
-template renders it now; what was sampled before is only read there. Owns the order of turns, the
-seed of each, and the checks of what an endpoint answers. Leaves out what an episode does
-(`environments.episode`), scores, and the rollouts that trajectories become (`assemble`).
+template renders it now; what was sampled before is only read there. Owns the order of turns, and
+the checks of what an endpoint answers. Leaves out what an episode does (`environments.episode`),
+seeds and ends (`trajectories`), and scores (`group_scores`).
 """
 
 import asyncio
-import hashlib
 import logging
 import sys
 import time
@@ -30,50 +29,42 @@ from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.episode_wire import Start
-from marin_rl.environments.scoring import Scorer, fault_of
+from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import (
     BadResponse,
     BridgeFault,
     EndpointUnavailable,
-    EnvironmentTimeout,
     InputError,
-    MarinRLError,
-    RequestRejected,
     RewardFault,
     StalePolicy,
-    ToolFault,
 )
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.rollouts.trajectories import (
+    ABORTED,
+    BRIDGE,
+    CONTEXT,
+    LENGTH,
+    MAX_TURNS,
+    REQUEST_FAULTS,
+    GroupRequest,
+    SampledTurn,
+    Trajectory,
+    UnansweredTurn,
+    as_message,
+    end_of,
+)
 from marin_rl.types import (
     Example,
     Message,
-    RewardComponent,
-    Rollout,
     Sampling,
     ServedPolicy,
     Turn,
-    TurnTiming,
 )
-
-# Finish reasons of episodes that something else than the environment or the model ended.
-MAX_TURNS = "max_turns"  # `rollouts.turns_max`
-CONTEXT = "context"  # no room for a further turn in `policy.context_length`
-BRIDGE = "bridge"  # the chat template cannot go on with the environment's messages
-TIMEOUT = "timeout"  # a call of the environment took longer than `environment.step_timeout_s`
-ENVIRONMENT_ERROR = "environment_error"  # the environment raised, or its process ended
-TOOL_ERROR = "tool_error"  # the environment raised ToolFault
-ABORTED = "aborted"  # the endpoint failed a request
-LENGTH = "length"  # a turn was cut at `sampling.max_tokens`; or `environment.tokens_max` is reached
-SEED_BITS = 48
-
-# Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
-REQUEST_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
 
 _log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-Score = tuple[RewardComponent, ...] | MarinRLError
 
 # Ids between the last turn of a dialogue, whose last id is given, and the next, where tools are
 # offered: see `bridge.TemplateBridge`.
@@ -81,7 +72,7 @@ Bridge = Callable[
     [Sequence[Message], int, Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]
 ]
 # Called with a member's index, once it has ended.
-Ended = Callable[[int, "Trajectory"], Awaitable[None]]
+Ended = Callable[[int, Trajectory], Awaitable[None]]
 # Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
 Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
 
@@ -107,132 +98,11 @@ class ChatClient(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """Request to sample a group: its example, its name, and the sampling with the request's seed.
-
-    Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
-    `members` are those that are asked for, None for all of them.
-    """
-
-    group_id: str
-    example: Example
-    size: int
-    sampling: Sampling
-    greedy: bool = False
-    members: tuple[int, ...] | None = None
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """Indices of the members that are asked for, ascending."""
-        return tuple(range(self.size)) if self.members is None else self.members
-
-    def sampling_of(self, index: int, turn: int = 0) -> Sampling:
-        """Return the sampling of a turn of one member; every turn has a seed of its own."""
-        seed = self.sampling.seed
-        if seed is not None:
-            seed = turn_seed(seed + index, turn)
-        sampling = replace(self.sampling, seed=seed)
-        if self.greedy and index == self.size - 1:
-            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return sampling
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a member's turn: the first turn's is the member's own."""
-    if turn == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed} {turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTurn:
-    """Sampled turn: the completion, the answer that it came in, and the environment's step.
-
-    Prompts extend the turn before them within a `segment`, which counts from 0. `environment_s` are
-    the seconds that the step took.
-    """
-
-    answer: ChatAnswer
-    completion: Completion
-    sampling: Sampling
-    result: StepResult
-    segment: int = 0
-    environment_s: float | None = None
-
-    @property
-    def timing(self) -> TurnTiming:
-        """Seconds of the model and of the environment."""
-        return _timing(self.answer, self.environment_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
     """Segment that is being played, and the tokens of those before it."""
 
     segment: int = 0
     before: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweredTurn:
-    """Sampled turn that the environment failed to answer, after `environment_s` seconds."""
-
-    answer: ChatAnswer
-    completion: Completion
-    fault: RewardFault | EndpointUnavailable
-    environment_s: float
-
-    @property
-    def timing(self) -> TurnTiming:
-        """Seconds of the model and of the environment."""
-        return _timing(self.answer, self.environment_s)
-
-
-def _timing(answer: ChatAnswer, environment_s: float | None) -> TurnTiming:
-    server = answer.timings
-    return TurnTiming(
-        queue_s=server.queue_s,
-        prefill_s=server.prefill_s,
-        decode_s=server.decode_s,
-        environment_s=environment_s,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """The turns of one member, and why it ended.
-
-    `fault` is set where the environment or a request of a later turn failed; then the turns are
-    kept for people, and nothing is trained on. `unanswered` is the last turn where the environment
-    did not answer it; it is not among `turns`. `start_s` are the seconds of the episode's start.
-    """
-
-    messages: tuple[Message, ...]  # of the first prompt
-    turns: tuple[SampledTurn, ...]
-    text: str  # of the last completion
-    finish_reason: str
-    fault: MarinRLError | None = None
-    unanswered: UnansweredTurn | None = None
-    start_s: float | None = None
-
-    @property
-    def reward(self) -> float | None:
-        """Sum of the steps' rewards; None where no step has one."""
-        received = [turn.result.received for turn in self.turns]
-        rewards = [reward for reward in received if reward is not None]
-        return float(sum(rewards)) if rewards else None
-
-    @property
-    def dialogue(self) -> tuple[Message, ...]:
-        """Messages from the model's first turn to its last."""
-        said = [m for t in self.turns for m in (_as_message(t.completion), *t.result.messages)]
-        return tuple(said[: len(said) - len(self.turns[-1].result.messages)])
-
-    @property
-    def scored(self) -> bool:
-        """True where the environment scores the finished episode."""
-        return self.reward is None or any(turn.result.scored for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +226,7 @@ class EpisodeDriver:
             if len(turns) == self.turns_max:
                 reason = MAX_TURNS
                 break
-            dialogue.append(_as_message(completion))
+            dialogue.append(as_message(completion))
             sampling = request.sampling_of(index, len(turns))
             try:
                 ids, place = self._next_prompt(dialogue, turns[-1], tools, place)
@@ -543,19 +413,6 @@ async def _close(episode: PlayedEpisode) -> None:
         _log.exception("an episode could not be closed")
 
 
-def end_of(fault: RewardFault | EndpointUnavailable) -> str:
-    """Return the finish reason of an episode that a fault of its environment ended."""
-    match fault:
-        case EndpointUnavailable():
-            return ABORTED
-        case EnvironmentTimeout():
-            return TIMEOUT
-        case ToolFault():
-            return TOOL_ERROR
-        case _:
-            return ENVIRONMENT_ERROR
-
-
 def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
     """The trajectory of an episode that could not be started."""
     return Trajectory(
@@ -578,10 +435,6 @@ def _first_prompt(starts: Sequence[Start | RewardFault], example: Example) -> St
     return begun[0] if begun else Start(messages=example.messages, tools=())
 
 
-def _as_message(completion: Completion) -> Message:
-    return Message(role="assistant", content=completion.text, tool_calls=completion.tool_calls)
-
-
 def _as_turn(answer: ChatAnswer, completion: Completion, place: _Place) -> Turn:
     start = place.before + len(answer.prompt_token_ids)
     return Turn(
@@ -593,34 +446,3 @@ def _as_turn(answer: ChatAnswer, completion: Completion, place: _Place) -> Turn:
         tool_calls=completion.tool_calls,
         malformed=completion.malformed,
     )
-
-
-async def score_group(
-    scorer: Scorer, example: Example, trajectories: Sequence[Trajectory]
-) -> list[Score]:
-    """Scores of a finished group: its steps' rewards, else the environment's for its last turns.
-
-    What the environment scores goes to a worker in one message. Raises InputError where no worker
-    can be started.
-    """
-    finished = [t for t in trajectories if t.fault is None and t.scored]
-    texts = [t.text for t in finished]
-    ids = [t.turns[-1].completion.token_ids for t in finished]
-    dialogues = [t.dialogue for t in finished] if any(len(t.turns) > 1 for t in finished) else []
-    scored = iter(await scorer.score(example, texts, ids, dialogues) if finished else [])
-    scores: list[Score] = []
-    for trajectory in trajectories:
-        if trajectory.fault is not None:
-            scores.append(trajectory.fault)
-            continue
-        score = next(scored) if trajectory.scored else ()
-        if trajectory.reward is not None and not isinstance(score, MarinRLError):
-            score = (RewardComponent(name="steps", value=trajectory.reward), *score)
-        scores.append(score)
-    return scores
-
-
-def last_completion(rollout: Rollout) -> str | None:
-    """The text of the last sampled turn; None where nothing was sampled."""
-    texts = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-    return texts[-1] if texts else None

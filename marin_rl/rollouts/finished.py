@@ -17,7 +17,7 @@ from marin_rl.environments.finished import FinishedMessage, FinishedRollout, Pol
 from marin_rl.environments.finished_pool import finished_rollouts
 from marin_rl.errors import RewardFault
 from marin_rl.inference.client.protocol import LOGPROB_SLACK, ChatAnswer, Completion
-from marin_rl.rollouts.episode import (
+from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
     LENGTH,
     GroupRequest,

@@ -36,18 +36,13 @@ from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.early_end import first_done
-from marin_rl.rollouts.episode import (
-    REQUEST_FAULTS,
-    Bridge,
-    EpisodeDriver,
-    GroupRequest,
-    all_of,
-)
+from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
 from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.pieces import ShardPieces

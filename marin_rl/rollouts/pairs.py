@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from marin_rl.errors import InputError
-from marin_rl.rollouts.episode import last_completion
+from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.storage.runs import Run, progress
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
 from marin_rl.types import PreferencePair, Rollout, RolloutGroup

@@ -39,10 +39,12 @@ from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.episode import EpisodeDriver, GroupRequest, score_group
+from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.exchange import samples_of
 from marin_rl.rollouts.generate import TURNS_MAX
+from marin_rl.rollouts.group_scores import score_group
 from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.tokenizers import end_token_ids, tokenizer_for
 from marin_rl.types import Example, Message, Sampling, ServedPolicy, SlotRef
 

@@ -20,7 +20,7 @@ from marin_rl.environments.base import reward_of
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.rollouts.episode import last_completion
+from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_records import keep_code

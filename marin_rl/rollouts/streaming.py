@@ -15,8 +15,8 @@ from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import sampling_for
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.episode import GroupRequest
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import Settled
 from marin_rl.storage.tables.stream import (

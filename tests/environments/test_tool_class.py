@@ -123,6 +123,9 @@ def test_a_class_in_a_file_plays_the_rows_of_a_prompt_file(tmp_path: Path) -> No
     rows.write_text("\n".join(json.dumps({"prompt": f"Buy {i}."}) for i in range(20)))
     with pytest.raises(InputError, match="reset needs item, but the columns of the row are prompt"):
         environment.load_examples()
+    rows.write_text("\n".join([*lines, json.dumps({"prompt": "Buy nothing."})]))
+    with pytest.raises(InputError, match=r"rows.jsonl, line 21: Shop.reset needs item, but"):
+        environment.load_examples()
     with pytest.raises(ConfigError, match="larges"):
         environment_of(load_config(tmp_path / "shop.yaml", ["environment.options.larges=1"]))
 

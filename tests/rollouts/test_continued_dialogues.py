@@ -6,7 +6,7 @@ from support.servers import ENGINE, serving
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.rollouts.episode import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest
 
 
 @pytest.mark.bits

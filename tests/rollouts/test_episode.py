@@ -27,8 +27,9 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.episode import Bridge, GroupRequest, turn_seed
+from marin_rl.rollouts.episode import Bridge
 from marin_rl.rollouts.generate import sample_groups
+from marin_rl.rollouts.trajectories import GroupRequest, turn_seed
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of
 from marin_rl.types import (
     Example,

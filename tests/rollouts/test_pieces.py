@@ -26,8 +26,8 @@ from support.faults import CrashStates, Recording
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import EndpointUnavailable
 from marin_rl.inference.client.protocol import served_model_id
-from marin_rl.rollouts.episode import turn_seed
 from marin_rl.rollouts.generate import generate_shard
+from marin_rl.rollouts.trajectories import turn_seed
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.stores.fault_injection import inject_faults

@@ -9,7 +9,7 @@ from support.servers import serving
 from marin_rl.config import EnvironmentConfig
 from marin_rl.errors import StalePolicy
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.rollouts.episode import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest
 
 
 def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_first() -> None:

@@ -18,8 +18,9 @@ from marin_rl.errors import InputError
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.episode import EpisodeDriver, GroupRequest, Trajectory
+from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Message, RewardComponent, Sampling, ServedPolicy

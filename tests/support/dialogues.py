@@ -11,7 +11,8 @@ from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.episode import EpisodeDriver, GroupRequest, Trajectory
+from marin_rl.rollouts.episode import EpisodeDriver
+from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Example, Message, Sampling, Turn
 

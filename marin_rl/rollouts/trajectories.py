@@ -1,0 +1,174 @@
+"""Trajectories: the turns of a member of a group, why it ended, and the request that it answers.
+
+Owns the seed of each turn and the named ends of episodes. Leaves out how turns are sampled
+(`episode`), their scores (`group_scores`), and the rollouts that they become (`assemble`).
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from marin_rl.environments.episode import StepResult
+from marin_rl.errors import (
+    BadResponse,
+    EndpointUnavailable,
+    EnvironmentTimeout,
+    MarinRLError,
+    RequestRejected,
+    RewardFault,
+    ToolFault,
+)
+from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.types import Example, Message, Sampling, TurnTiming
+
+# Finish reasons of episodes that something else than the environment or the model ended.
+MAX_TURNS = "max_turns"  # `rollouts.turns_max`
+CONTEXT = "context"  # no room for a further turn in `policy.context_length`
+BRIDGE = "bridge"  # the chat template cannot go on with the environment's messages
+TIMEOUT = "timeout"  # a call of the environment took longer than `environment.step_timeout_s`
+ENVIRONMENT_ERROR = "environment_error"  # the environment raised, or its process ended
+TOOL_ERROR = "tool_error"  # the environment raised ToolFault
+ABORTED = "aborted"  # the endpoint failed a request
+LENGTH = "length"  # a turn was cut at `sampling.max_tokens`; or `environment.tokens_max` is reached
+SEED_BITS = 48
+
+# Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
+REQUEST_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """Request to sample a group: its example, its name, and the sampling with the request's seed.
+
+    Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
+    `members` are those that are asked for, None for all of them.
+    """
+
+    group_id: str
+    example: Example
+    size: int
+    sampling: Sampling
+    greedy: bool = False
+    members: tuple[int, ...] | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Indices of the members that are asked for, ascending."""
+        return tuple(range(self.size)) if self.members is None else self.members
+
+    def sampling_of(self, index: int, turn: int = 0) -> Sampling:
+        """Return the sampling of a turn of one member; every turn has a seed of its own."""
+        seed = self.sampling.seed
+        if seed is not None:
+            seed = turn_seed(seed + index, turn)
+        sampling = replace(self.sampling, seed=seed)
+        if self.greedy and index == self.size - 1:
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return sampling
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a member's turn: the first turn's is the member's own."""
+    if turn == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed} {turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """Sampled turn: the completion, the answer that it came in, and the environment's step.
+
+    Prompts extend the turn before them within a `segment`, which counts from 0. `environment_s` are
+    the seconds that the step took.
+    """
+
+    answer: ChatAnswer
+    completion: Completion
+    sampling: Sampling
+    result: StepResult
+    segment: int = 0
+    environment_s: float | None = None
+
+    @property
+    def timing(self) -> TurnTiming:
+        """Seconds of the model and of the environment."""
+        return _timing(self.answer, self.environment_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnansweredTurn:
+    """Sampled turn that the environment failed to answer, after `environment_s` seconds."""
+
+    answer: ChatAnswer
+    completion: Completion
+    fault: RewardFault | EndpointUnavailable
+    environment_s: float
+
+    @property
+    def timing(self) -> TurnTiming:
+        """Seconds of the model and of the environment."""
+        return _timing(self.answer, self.environment_s)
+
+
+def _timing(answer: ChatAnswer, environment_s: float | None) -> TurnTiming:
+    server = answer.timings
+    return TurnTiming(
+        queue_s=server.queue_s,
+        prefill_s=server.prefill_s,
+        decode_s=server.decode_s,
+        environment_s=environment_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The turns of one member, and why it ended.
+
+    `fault` is set where the environment or a request of a later turn failed; then the turns are
+    kept for people, and nothing is trained on. `unanswered` is the last turn where the environment
+    did not answer it; it is not among `turns`. `start_s` are the seconds of the episode's start.
+    """
+
+    messages: tuple[Message, ...]  # of the first prompt
+    turns: tuple[SampledTurn, ...]
+    text: str  # of the last completion
+    finish_reason: str
+    fault: MarinRLError | None = None
+    unanswered: UnansweredTurn | None = None
+    start_s: float | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the steps' rewards; None where no step has one."""
+        received = [turn.result.received for turn in self.turns]
+        rewards = [reward for reward in received if reward is not None]
+        return float(sum(rewards)) if rewards else None
+
+    @property
+    def dialogue(self) -> tuple[Message, ...]:
+        """Messages from the model's first turn to its last."""
+        said = [m for t in self.turns for m in (as_message(t.completion), *t.result.messages)]
+        return tuple(said[: len(said) - len(self.turns[-1].result.messages)])
+
+    @property
+    def scored(self) -> bool:
+        """True where the environment scores the finished episode."""
+        return self.reward is None or any(turn.result.scored for turn in self.turns)
+
+
+def end_of(fault: RewardFault | EndpointUnavailable) -> str:
+    """Return the finish reason of an episode that a fault of its environment ended."""
+    match fault:
+        case EndpointUnavailable():
+            return ABORTED
+        case EnvironmentTimeout():
+            return TIMEOUT
+        case ToolFault():
+            return TOOL_ERROR
+        case _:
+            return ENVIRONMENT_ERROR
+
+
+def as_message(completion: Completion) -> Message:
+    """Return a completion as a message of the dialogue."""
+    return Message(role="assistant", content=completion.text, tool_calls=completion.tool_calls)
