@@ -84,6 +84,8 @@ def read_row(raw: Any, columns: Columns) -> PromptRow:
         pairs = pairs[:-1]
     own = column == "messages" or (column == "prompt" and not conversational)
     answer = _answer(raw, columns, own=own)
+    if column == "messages" and answer is raw.get("ground_truth"):
+        answer = _single(answer)
     return PromptRow(
         row_id,
         given is not None,
@@ -190,6 +192,15 @@ def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
             f"to one of them, such as {present[0]}"
         )
     return value_at(raw, present[0]) if present else None
+
+
+def _single(answer: Any) -> Any:
+    """Return the answer in a list of one text, as open-instruct publishes rows of one verifier."""
+    match answer:
+        case [str(only)]:
+            return only
+        case _:
+            return answer
 
 
 def _pairs(value: Any, column: str) -> list[Pair]:

@@ -38,6 +38,7 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "verifiers": ({"question": "2 + 2?", "answer": "4", "info": {"level": 1}}, {}),
     "OpenRLHF": ({"input": "2 + 2?", "label": "4"}, {}),
     "open-instruct": ({"messages": [USER], "ground_truth": "4", "dataset": "sums"}, {}),
+    "open-instruct, lists": ({"messages": [USER], "ground_truth": ["4"], "dataset": ["sums"]}, {}),
     "MATH": ({"problem": "2 + 2?", "solution": "because", "answer": "4"}, {"answer_key": "answer"}),
     "keys": ({"q": {"text": "2 + 2?"}, "gold": 4}, {"prompt_key": "q.text", "answer_key": "gold"}),
 }
