@@ -1,8 +1,8 @@
-"""Places where `generate` and `evaluate` run: in this process, on a work pool, or on a Ray cluster.
+"""Places where `generate` and `evaluate` run: in this process, or on a Prefect work pool.
 
 A node gets references alone and answers with a commit in the store, which decides what is true: a
-node that is lost costs what it had not committed, and two at one shard end in one commit. Both ways
-need a Prefect API that the nodes reach, and remote endpoints. Leaves out which stages there are
+node that is lost costs what it had not committed, and two at one shard end in one commit. A pool
+needs a Prefect API that the nodes reach, and remote endpoints. Leaves out which stages there are
 (`tasks.generate`) and their retries (`tasks.options`).
 """
 
@@ -10,24 +10,19 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Any
 from uuid import UUID
 
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.context import FlowRunContext
 from prefect.deployments.flow_runs import arun_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.flows import Flow
-from prefect.settings import get_current_settings
 from prefect.states import Cancelling
 from prefect.tasks import Task
-from prefect.utilities.callables import get_call_parameters
 
 from marin_rl.config import Config, FlowConfig
 from marin_rl.errors import ConfigError, StageFailed, WorkerLost
@@ -116,44 +111,6 @@ class WorkPool(FanOut):
         return await task(*counterpart.pack([self.for_nodes(call) for call in calls]))
 
 
-class RayCluster(FanOut):
-    """Tasks on a Ray cluster, through prefect-ray's task runner."""
-
-    def __init__(self, flow: FlowConfig, runner: Any) -> None:
-        super().__init__(flow)
-        self._runner = runner
-
-    def takes(self, stage: Task[..., Any]) -> bool:
-        """True for stages that have a counterpart on pools too."""
-        return stage.name in pooled
-
-    async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """The result of one call."""
-        (arguments,) = calls
-        parameters = get_call_parameters(tuned.fn, tuple(self.for_nodes(arguments)), {})
-        reserved: Mapping[str, dict[str, float]] = {**self.flow.ray_resources}
-        # A context variable: it counts where `submit` is called.
-        options = import_module("prefect_ray.context").remote_options
-        with _flow_that_travels(), options(**reserved.get(tuned.name, {})):
-            future = self._runner.submit(tuned, parameters=parameters)
-        # It blocks, and the event loop has other shards to wait for.
-        return [await asyncio.to_thread(future.result)]
-
-
-def _nothing() -> None:
-    """The body of a flow that no node runs."""
-
-
-@contextmanager
-def _flow_that_travels() -> Iterator[None]:
-    """A context of the flow run whose flow can be sent to a node: the real body may hold locks."""
-    context = FlowRunContext.get()
-    assert context is not None, "stages are called in a flow"
-    assert context.flow is not None, "see above"
-    with context.model_copy(update={"flow": Flow(_nothing, name=context.flow.name)}):
-        yield
-
-
 _current: ContextVar[FanOut | None] = ContextVar("fan-out", default=None)
 
 
@@ -168,7 +125,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
     """Have stages run as `flow.runner` says inside the block.
 
     `shared_api` says that other machines reach the Prefect API of this flow. Raises ConfigError
-    where they do not, without the deployments, without Ray or its cluster.
+    where they do not, and without the deployments.
     """
     flow = config.flow
     if flow.runner == "local":
@@ -181,8 +138,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
             "(make up starts one)"
         )
     with ExitStack() as stack:
-        fan = _pool(flow) if flow.runner == "work_pool" else stack.enter_context(_ray(flow))
-        token = _current.set(fan)
+        token = _current.set(_pool(flow))
         stack.callback(_current.reset, token)
         yield
 
@@ -200,33 +156,6 @@ def _pool(flow: FlowConfig) -> WorkPool:
                     "flow.deployment"
                 ) from None
     return WorkPool(flow)
-
-
-@contextmanager
-def _ray(flow: FlowConfig) -> Iterator[RayCluster]:
-    try:
-        task_runner = import_module("prefect_ray").RayTaskRunner
-    except ImportError as error:
-        raise ConfigError(
-            f"flow.runner ray needs a package that is missing ({error}): pip install "
-            "'marin-rl[ray]', the same version on every node"
-        ) from None
-    # Nodes have an environment of their own; without the API's address each of them would start a
-    # Prefect server for itself.
-    api = {"PREFECT_API_URL": str(get_current_settings().api.url)}
-    options = {"runtime_env": {"env_vars": api}, "log_to_driver": False}
-    runner = task_runner(address=flow.ray_address, init_kwargs=options)
-    try:
-        runner.__enter__()
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"flow.ray_address: no Ray cluster answers at {flow.ray_address} ({error}): start one "
-            "(ray start --head) or set its address"
-        ) from None
-    try:
-        yield RayCluster(flow, runner)
-    finally:
-        runner.__exit__(None, None, None)
 
 
 async def play_on_pool(flow: str, deployment: str, name: str, parameters: dict[str, Any]) -> None:

@@ -76,11 +76,10 @@ class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
-    runner: Literal["local", "work_pool", "ray"] = runtime_field(
+    runner: Literal["local", "work_pool"] = runtime_field(
         default="local",
-        description="where shards are sampled and checkpoints evaluated: in the flow's process, by "
-        "workers of a Prefect work pool, or on a Ray cluster; the latter two need "
-        "inference.endpoints",
+        description="where shards are sampled and checkpoints evaluated: in the flow's process, or "
+        "by workers of a Prefect work pool, which needs inference.endpoints",
     )
     deployment: str = runtime_field(
         default="prod",
@@ -94,16 +93,6 @@ class FlowConfig(Section):
         description="with runner work_pool: shards of one flow run, which takes seconds to start; "
         "null: a round's shards in shards_in_flight_max equal parts",
     )
-    ray_address: str | None = runtime_field(
-        default=None,
-        pattern=r"^\S{1,300}$",
-        description="with runner ray: address of the cluster, HOST:PORT or ray://HOST:PORT",
-    )
-    ray_resources: dict[Literal["generate", "evaluate"], dict[str, float]] = runtime_field(
-        default={},
-        description="with runner ray: what a task of a stage reserves, such as {generate: "
-        "{num_cpus: 2}}; one processor if unset",
-    )
     retries: int = runtime_field(
         default=3, ge=0, le=100, description="per task, transient faults only"
     )
@@ -111,15 +100,6 @@ class FlowConfig(Section):
         default=5.0, ge=0, le=3600, description="first back-off, doubles"
     )
     stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
-
-    @model_validator(mode="after")
-    def _ray_has_an_address(self) -> "FlowConfig":
-        if self.runner == "ray" and self.ray_address is None:
-            raise ValueError(
-                "runner is ray, but ray_address is null: expected the address of a cluster, such "
-                "as 10.0.0.1:6379"
-            )
-        return self
 
 
 class RetentionConfig(Section):

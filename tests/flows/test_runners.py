@@ -1,34 +1,33 @@
-"""Stages on other machines: two workers of a pool, two nodes of a Ray cluster; one of each killed.
+"""Stages on other machines: two workers of a pool, one of them killed.
 
 A node, and an endpoint, are killed and others added in the middle of a run, which ends in the slots
 and parameters of an undisturbed local one.
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 from support.faults import outcome
 from support.fleet_servers import RegisteredServer
 from support.flow_runs import DEBUG, REPOSITORY, debug
-from support.nodes import Node, RayCluster, pool_worker, wait
+from support.nodes import Node, pool_worker, wait
 from support.prefect_server import PrefectServer
 
 from flows.rl_loop import start
-from flows.server import free_port
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
-from marin_rl.storage.runs import Run
+from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.fan_out import FanOut, WorkPool, fanning_out
 from tasks.generate import generate
@@ -143,39 +142,13 @@ def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) 
     assert outcome(alone).same_as(outcome(machines.config)) == []
 
 
-@pytest.mark.slow
-@pytest.mark.bits
-@pytest.mark.skipif(
-    importlib.util.find_spec("prefect_ray") is None, reason="needs the extra: marin-rl[ray]"
-)
-def test_two_nodes_of_a_ray_cluster(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
-    cluster = RayCluster(tmp_path, free_port())
-    ended.callback(cluster.end)
-    second = cluster.add("second")
-    machines = Machines(
-        tmp_path, ended, "flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5"
-    )
-    endpoints = [machines.serve("first"), machines.serve("other")]
-    flow = machines.play(cluster.environment)
-    wait(lambda: machines.shards(0) > 0, "the first shard", flow)
-    second.kill()
-    endpoints[0].kill()
-    cluster.add("third")
-    machines.serve("third-endpoint")
-    machines.finish(flow)
-    assert outcome(alone).same_as(outcome(machines.config)) == []
-
-
 @pytest.mark.parametrize(
     ("flow", "expected"),
     [
         ({"runner": "work_pool"}, "inference.endpoints is empty"),
-        ({"runner": "ray"}, "ray_address is null"),
-        ({"runner": "ray", "ray_address": "10.0.0.1:6379"}, "inference.endpoints is empty"),
         ({"runner": "dask"}, "runner"),
         ({"shards_in_flight_max": 0}, "shards_in_flight_max"),
         ({"shards_per_flow_run": 0}, "shards_per_flow_run"),
-        ({"ray_resources": {"train": {"num_cpus": 1}}}, "ray_resources"),
     ],
 )
 def test_runners_that_cannot_work_are_refused(flow: dict[str, object], expected: str) -> None:
@@ -197,10 +170,6 @@ def test_deployments_and_packages_that_are_missing_are_named(api: str, tmp_path:
     with pytest.raises(ConfigError, match="generate-shards/nowhere"):
         start(pool)
     assert not (tmp_path / "whole/run.json").exists(), "no run was begun"
-    if importlib.util.find_spec("prefect_ray") is None:
-        ray = debug(tmp_path, *FLEET, "flow.runner=ray", "flow.ray_address=127.0.0.1:9")
-        with pytest.raises(ConfigError, match=r"marin-rl\[ray\]"):
-            fanning_out(ray, shared_api=True).__enter__()
 
 
 def test_windows_are_sampled_by_the_flow_alone() -> None:
@@ -215,6 +184,8 @@ def test_a_worker_of_another_kind_refuses_by_digest(tmp_path: Path) -> None:
     ours, theirs = (Run.create_or_open(debug(tmp_path / name)) for name in ("ours", "theirs"))
     (given,) = FanOut(ours.config.flow).for_nodes([ours.reference])
     assert open_run(given).config == ours.config
+    sent = json.loads(json.dumps(asdict(given)))  # as a parameter of a flow run
+    assert TypeAdapter(RunRef).validate_python(sent) == given
     with pytest.raises(ConfigError, match=f"other code.*000000000000, found {code_digest()[:12]}"):
         open_run(replace(given, code="0" * 64))
     with pytest.raises(ConfigError, match="another run of the name 'whole'"):

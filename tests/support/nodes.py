@@ -1,7 +1,5 @@
-"""Machines of a fleet, as processes of this one: workers of a pool, nodes of a Ray cluster."""
+"""Machines of a fleet, as processes of this one: workers of a pool."""
 
-import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 import psutil
 
 TIMEOUT_S = 900.0
-STARTS_MAX, STARTED = 5, "Ray runtime started"
 
 
 class Node:
@@ -47,50 +44,6 @@ def pool_worker(folder: Path, environment: dict[str, str], name: str) -> Node:
     """A worker of the pool `rl-pool`, started in a checkout."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rl-pool"]
     return Node([*command, "--name", name], folder, environment, folder / f"{name}.log")
-
-
-class RayCluster:
-    """A head and further nodes on this machine, of one processor each, with a token of its own."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self._folder = folder
-        self.address = f"127.0.0.1:{port}"
-        token = folder / "token"
-        token.write_text(secrets.token_hex(32))
-        self.environment = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_TMPDIR": "/tmp",
-        }
-        head = ("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=1")
-        self.nodes = [self._start("head", *head)]
-
-    def add(self, name: str) -> Node:
-        """Start a further node."""
-        node = self._start(name, f"--address={self.address}", "--num-cpus=1")
-        self.nodes.append(node)
-        return node
-
-    def end(self) -> None:
-        """Kill every node by its id: `ray stop` would end the clusters of others too."""
-        for node in reversed(self.nodes):
-            node.end()
-
-    def _start(self, name: str, *options: str) -> Node:
-        ray = str(Path(sys.executable).with_name("ray"))
-        environment = {**os.environ, **self.environment}
-        log = self._folder / f"{name}.log"
-        command = [ray, "start", "--block", "--disable-usage-stats", *options]
-        for _ in range(STARTS_MAX):  # Ray gives a node 30 s, too little on a busy machine
-            node = Node(command, self._folder, environment, log)
-            wait(
-                lambda node=node: STARTED in log.read_text() or node.process.poll() is not None,
-                f"Ray's {name}",
-            )
-            if STARTED in log.read_text():
-                return node
-        raise AssertionError(log.read_text()[-4000:])
 
 
 def wait(happened: Callable[[], bool], what: str, node: Node | None = None) -> None:
