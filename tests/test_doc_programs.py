@@ -190,7 +190,6 @@ CHECKS: dict[str, Callable[[Line], None]] = {
     "docker": composes,
     "vllm": serves,
     "python": python,
-    "ray": anything,
     "source": anything,
     "export": anything,
     "apt-get": anything,

@@ -34,7 +34,6 @@ ELSEWHERE = {
     "docs/running-at-scale.md": {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
-        "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
     },
     "docs/security.md": {"evaluate theirs": "attacks/test_trust.py"},
     "docs/sft.md": {"": "test_doc_commands.py"},
