@@ -151,7 +151,12 @@ ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "docs/data-and-rewards.md": {"run": ("--rounds", "1")},
     "docs/running-at-scale.md": {
         "run CONFIG --set asynchrony.max_staleness=1": ("--run-id", "ahead"),
-        "run CONFIG --set asynchrony.dynamic_sampling": ("--run-id", "filtered"),
+        "run CONFIG --set asynchrony.dynamic_sampling": (
+            "--run-id",
+            "filtered",
+            "--set",
+            "filters.zero_signal=true",
+        ),
         "run CONFIG --set asynchrony.max_staleness=2": ("--run-id", "windowed"),
     },
 }
