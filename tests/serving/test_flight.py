@@ -5,6 +5,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from pyarrow import flight
 from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import parse_config
+from marin_rl.digests import digest_of
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
@@ -25,7 +28,7 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import named_parameters
+from marin_rl.training.model import named_parameters, parameter_shapes
 from marin_rl.types import Message, Sampling
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -202,3 +205,17 @@ def test_files_are_read_where_the_trainer_does_not_give_the_right_weights(
         CheckpointWatcher(follower.updater, run, 0, board=board).look()
     assert "is read from files" in caplog.text
     assert follower.engine.policy.parameters_digest == digest_of_round(run, 1)
+
+
+def test_a_trainer_hands_out_the_checkpoint_that_it_has_served(tmp_path: Path) -> None:
+    fleet = ("inference.endpoints=registered", "inference.publish=pull", f"inference.flight={HERE}")
+    run = small_run(tmp_path, *fleet)
+    ref = commit(run, 0)
+    runtime = RunRuntime(run)
+    weights_of_trainer = runtime._weights_of(ref)
+    url = runtime._handed_out(weights_of_trainer)
+    assert url is not None
+    shapes = parameter_shapes(weights_of_trainer.model)
+    digest = digest_of_round(run, 0)
+    assert digest_of(fetch(url, digest, shapes, None)) == digest
+    runtime.close()
