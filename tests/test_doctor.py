@@ -56,6 +56,16 @@ def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:
         ("environment.name=ecko", ConfigError, "did you mean echo"),
         ("environment.options={lettres: 3}", ConfigError, "letters_min"),
         ("environment.eval_seed=3", ConfigError, "move the seeds further apart"),
+        (
+            "environment={name: textarena, options: {id: Wordle-v0}}",
+            InputError,
+            r"no package textarena; install it with: \S+ -m pip install 'textarena>=0\.7,<0\.8'",
+        ),
+        (
+            "environment={name: openenv, options: {url: 'http://127.0.0.1:9'}}",
+            InputError,
+            r"no OpenEnv server answers at http://127\.0\.0\.1:9 .*start it, or set the URL of one",
+        ),
         ("policy.tokenizer=/nowhere", InputError, "no tokenizer folder at /nowhere"),
         ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
         (

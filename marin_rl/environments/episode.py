@@ -102,6 +102,24 @@ class OffersTools(Protocol):
         ...
 
 
+@runtime_checkable
+class AsksPolicy(Protocol):
+    """Optional part of an environment with episodes: the policy plays others in them as well.
+
+    Where `asks_policy` is True, the example that an episode is made of has `POLICY` in its
+    metadata: the `endpoints` (base URLs that end in /v1) and the id of the `model` that plays, and
+    the `sampling` of the group. The example that is stored does not have it.
+    """
+
+    @property
+    def asks_policy(self) -> bool:
+        """True where episodes ask the policy."""
+        ...
+
+
+POLICY = "policy"
+
+
 async def settled(value: Any) -> Any:
     """The value itself, or what it awaits: methods of episodes may be `async` or not."""
     return await value if inspect.isawaitable(value) else value

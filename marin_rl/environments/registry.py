@@ -64,7 +64,7 @@ SEVERAL_TURNS = frozenset(
     | {"verifiers_v1"}
 )
 WITH_TOOLS = frozenset({"nemo_gym", "openenv", "python", "repository", "verifiers", "verifiers_v1"})
-GROUP_REWARDS = frozenset({"chat", "judge"})
+GROUP_REWARDS = frozenset({"chat", "judge", "verifiers"})
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 

@@ -11,8 +11,8 @@ import asyncio
 import contextvars
 import os
 import time
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -45,12 +45,31 @@ class _Call:
     begun: float
     busy_before: float  # of all slices, when it began
     own_s: float = 0.0
+    uncharged_since: float | None = None
     ended: bool = False
     timer: asyncio.TimerHandle | None = None
     task: "asyncio.Task[bytes] | None" = field(default=None)
 
 
 _current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+
+
+@contextmanager
+def uncharged() -> Iterator[None]:
+    """Do not charge the call that runs for the time inside, in which it waits for others.
+
+    A slice that blocks the process ends it also then. Does nothing outside of a worker's call.
+    """
+    call, began = _current.get(), time.monotonic()
+    if call is None or call.uncharged_since is not None:
+        yield
+        return
+    call.uncharged_since = began
+    try:
+        yield
+    finally:
+        call.begun += time.monotonic() - began
+        call.uncharged_since = None
 
 
 def serve(
@@ -90,7 +109,8 @@ class _Server:
     def _check(self, loop: asyncio.AbstractEventLoop, call: _Call) -> None:
         """End a call that is over its time; others' slices do not count."""
         others_s = self._busy_s - call.busy_before - call.own_s
-        left_s = self._limit_s - (time.monotonic() - call.begun - others_s)
+        now = time.monotonic() if call.uncharged_since is None else call.uncharged_since
+        left_s = self._limit_s - (now - call.begun - others_s)
         if left_s > SLACK_S:
             call.timer = loop.call_later(left_s, self._check, loop, call)
             return

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -26,7 +26,7 @@ from jaxtyping import Int32
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import POLICY, AsksPolicy, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.episode_wire import Start
 from marin_rl.environments.scoring import fault_of
@@ -135,7 +135,8 @@ class EpisodeDriver:
         the endpoint serves other weights, and InputError for episodes that cannot be played.
         """
         indices = request.indices
-        episodes = open_episodes(self.environment, self.settings, request.example, len(indices))
+        example = self._with_policy(request)
+        episodes = open_episodes(self.environment, self.settings, example, len(indices))
         try:
             timed = await all_of([_start(episode) for episode in episodes])
             starts = [start for start, _ in timed]
@@ -151,6 +152,18 @@ class EpisodeDriver:
             return await all_of(members)
         finally:
             await asyncio.gather(*map(_close, episodes))  # those that were not played
+
+    def _with_policy(self, request: GroupRequest) -> Example:
+        """Return the example of the episodes, with the policy's address where they ask it."""
+        example = request.example
+        if not (isinstance(self.environment, AsksPolicy) and self.environment.asks_policy):
+            return example
+        policy = {
+            "endpoints": list(self.policy.endpoints),
+            "model": self.policy.model,
+            "sampling": asdict(request.sampling),
+        }
+        return replace(example, metadata={**example.metadata, POLICY: policy})
 
     async def _first_turns(
         self, request: GroupRequest, prompt: Start, indices: Sequence[int]

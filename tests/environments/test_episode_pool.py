@@ -21,6 +21,7 @@ from marin_rl.types import Example, Message, Turn
 ENVIRONMENT = """
 import asyncio, os, random, re, threading, time
 import numpy as np
+from marin_rl.isolated.interleaved import uncharged
 from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.episode import StepResult
 from marin_rl.errors import ToolFault
@@ -73,13 +74,30 @@ class Talking:
             case "child":
                 async def sleeper(): time.sleep(3600)
                 await asyncio.gather(sleeper())
-            case "block": time.sleep(float(rest))
+            case "block" if rest != "freely": time.sleep(float(rest))
             case "die": os.kill(os.getpid(), 9)
             case "exit": os._exit(3)
             case "leave": raise SystemExit(1)
             case "memory": return say(len(bytes(2**34)))
             case "large": return say("x" * (5 << 20))
             case "pid": return say(os.getpid())
+            case "print": print("no answer", flush=True)
+            case "seed":
+                random.seed(0)
+                np.random.seed(0)
+            case "fork":
+                child = os.fork()
+                if child == 0:
+                    print("a child", flush=True)
+                    os._exit(0)
+                os.waitpid(child, 0)
+            case "split": os.fork()  # and the child goes on as if it were the process
+            case "free":
+                with uncharged():
+                    await asyncio.sleep(float(rest))
+            case "block" if rest == "freely":
+                with uncharged():
+                    time.sleep(3600)
             case "draw": return say(f"{random.random()} {np.random.rand()}")
             case "slow draw":
                 await asyncio.sleep(0.001)
@@ -268,6 +286,38 @@ def test_the_time_of_others_is_not_charged(impatient: EpisodePool, example: Exam
     *_, waiting = talks(impatient, example, *["block 0.5"] * 6, "wait 0.1")
     assert time.monotonic() - began > 3.0
     assert waiting == ["1 wait 0.1"]
+
+
+def test_waiting_for_others_is_not_charged_and_blocking_is(
+    impatient: EpisodePool, example: Example
+) -> None:
+    waiting, blocking = talks(impatient, example, "free 2.5|hello", "freely")
+    assert waiting == ["1 free 2.5", "2 hello"]
+    assert blocking == ["1 freely"]
+    (blocked,) = talks(impatient, example, "block freely")
+    assert isinstance(blocked[0], EnvironmentTimeout)
+
+
+def test_prints_and_children_are_no_answers(pool: EpisodePool, example: Example) -> None:
+    replies = talks(pool, example, "print|fork|bye", "hello|fork")
+    assert replies == [["1 print", "2 fork", "3 bye"], ["1 hello", "2 fork"]]
+
+
+def test_a_child_that_answers_as_well_costs_its_own_episode(
+    pool: EpisodePool, example: Example
+) -> None:
+    (before,), (after,) = talks(pool, example, "split"), talks(pool, example, "hello")
+    assert before == ["1 split"] or "process" in str(before[0])
+    assert after == ["1 hello"]
+
+
+def test_a_seed_of_the_global_generator_is_no_other_episodes(
+    pool: EpisodePool, example: Example
+) -> None:
+    seeding, drawing = talks(pool, example, "seed|draw|draw", "hello|draw|draw")
+    assert drawing == talks(pool, example, "hello|draw|draw")[0]
+    assert seeding[1:] == talks(pool, example, "seed|draw|draw")[0][1:]
+    assert seeding[1:] != drawing[1:]
 
 
 def test_a_process_that_is_killed_from_outside_costs_no_episode(

@@ -3,6 +3,8 @@
 import os
 import random
 import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,21 @@ def test_another_version_is_refused_with_both():
     with pytest.raises(InputError, match=r"has pytest \d\S*, expected >=99; install it with"):
         installed_version(None, "pytest", ">=99")
     assert installed_version(sys.executable, "pytest", ">=1") == pytest.__version__
+
+
+def test_an_interpreter_with_another_version_is_refused_before_it_is_started(tmp_path: Path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    old = Path(sysconfig.get_path("purelib", "venv", {"base": str(tmp_path / "venv")}))
+    (old / "gymnasium-0.29.1.dist-info").mkdir()
+    (old / "gymnasium-0.29.1.dist-info/METADATA").write_text("Name: gymnasium\nVersion: 0.29.1\n")
+    options = {"id": "FrozenLake-v1", "python": str(python)}
+    with pytest.raises(InputError) as raised:
+        construct(EnvironmentConfig(name="gymnasium", options=options))
+    assert str(raised.value) == (
+        f"environment.options.python: {python} has gymnasium 0.29.1, expected >=1.0,<2; install it "
+        f"with: {python} -m pip install 'gymnasium>=1.0,<2'"
+    )
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", os.devnull])

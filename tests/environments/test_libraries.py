@@ -1,11 +1,13 @@
 """Environments of other libraries by their packages, each in an interpreter of its own."""
 
+import asyncio
 import json
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from support.chat_stand_in import chat_stand_in
 from support.libraries import interpreter_with, site_packages
 from support.scripted_policies import Script, call, record, write_tokenizer
 from support.templates import QWEN
@@ -20,12 +23,13 @@ from support.templates import QWEN
 from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
+from marin_rl.environments.episode_pool import open_episodes
 from marin_rl.environments.external.interpreter import HOSTS
-from marin_rl.errors import ConfigError, InputError
+from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.rollouts.exchange import export_rollouts
 from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.types import Message, RolloutGroup
+from marin_rl.types import Message, RolloutGroup, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -63,11 +67,16 @@ async def total_calls(state) -> float:
 
 
 class Guess(vf.MultiTurnEnv):
+    async def setup_state(self, state):
+        state["quoted"] = ""
+        return state
+
     async def env_response(self, messages, state, **kwargs):
         if messages[-1].content == state["answer"]:
             state["final_env_response"] = [vf.UserMessage(content="yes")]
             return state["final_env_response"]
-        return [vf.UserMessage(content=f"no, {random.random()}")]
+        state["quoted"] = f"no, {random.random()}"
+        return [vf.UserMessage(content=state["quoted"])]
 
 
 class Forgetful(Guess):
@@ -76,18 +85,23 @@ class Forgetful(Guess):
         return messages[-1:]
 
 
-async def comparison(states) -> list[float]:
-    return [0.0 for _ in states]
+async def quickest(states, completions) -> list[float]:
+    for state, completion in zip(states, completions):
+        assert state["quoted"] in str(completion)
+    turns = [len(state["trajectory"]) for state in states]
+    return [float(n == min(turns)) for n in turns]
 
 
 def load_environment(kind="tools", n=20):
     rows = Dataset.from_list([{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(n)])
-    functions = [comparison] if kind == "group" else [right, total_calls]
-    rubric = vf.Rubric(funcs=functions, weights=[1.0, 0.125][: len(functions)])
+    rubric = vf.Rubric(funcs=[right, total_calls], weights=[1.0, 0.125])
     match kind:
-        case "single" | "group":
+        case "single":
             return vf.SingleTurnEnv(dataset=rows, rubric=rubric, system_prompt="Add.")
         case "guess":
+            return Guess(dataset=rows, rubric=rubric, max_turns=3)
+        case "group":
+            rubric = vf.Rubric(funcs=[right, quickest], weights=[1.0, 0.5])
             return Guess(dataset=rows, rubric=rubric, max_turns=3)
         case "forgetful":
             return Forgetful(dataset=rows, rubric=rubric, max_turns=3)
@@ -251,6 +265,47 @@ def test_textarena_repeats_a_game_and_plays_two_sides(tmp_path: Path, interprete
     assert len(starts) == 2  # another lake for another seed
 
 
+def test_textarena_plays_the_policy_against_itself(tmp_path: Path, interpreters: Path):
+    python = python_of(interpreters, "textarena")
+    options = {"id": "TicTacToe-v0", "players": 2, "opponent": "policy"}
+    config = configuration(tmp_path, python, "textarena", **options)
+    with run(config) as training:
+        (trained,) = training
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert rollouts.height == 6
+    assert not set(rollouts["finish_reason"]) & {"environment_error", "aborted", "timeout"}
+    for row in rollouts.iter_rows(named=True):
+        assert row["turns"][0]["content"].startswith("You are Player 0 in Tic Tac Toe.")
+        sampled = sum(t["end"] - t["start"] for t in row["turns"] if t["role"] == "assistant")
+        assert sum(row["loss_mask"]) == sampled  # of the trained player alone
+
+
+def test_the_policy_may_begin_a_game_against_itself(tmp_path: Path, interpreters: Path):
+    python = python_of(interpreters, "textarena")
+    options = {"id": "TicTacToe-v0", "players": 2, "player": 1, "opponent": "policy"}
+    settings = configuration(tmp_path, python, "textarena", **options).environment
+    environment = make_environment(settings)
+    example = environment.example(0, 1, "train")
+
+    async def first(url: str) -> str:
+        policy = {"endpoints": [url], "model": "m", "sampling": asdict(Sampling(max_tokens=9))}
+        given = replace(example, metadata={"policy": policy})
+        (episode,) = open_episodes(environment, settings, given, 1)
+        return (await episode.start()).messages[-1].content
+
+    with chat_stand_in("[4]", "x", "x") as (url, bodies):
+        text = asyncio.run(first(url))
+        assert text.startswith("You are Player 1 in Tic Tac Toe.")
+        assert "placed their symbol (O) in cell 4" in text
+        assert bodies[0]["messages"][0]["content"].startswith("You are Player 0 in Tic Tac Toe.")
+        with pytest.raises(RewardFault, match="opening ended the game before the model's turn"):
+            asyncio.run(first(url))
+    (episode,) = open_episodes(environment, settings, example, 1)
+    with pytest.raises(RewardFault, match="such a game is played by a run"):
+        asyncio.run(episode.start())
+
+
 def test_verifiers_runs_its_own_loop_tools_and_rubric(tmp_path: Path, interpreters: Path):
     python = python_of(interpreters, "verifiers")
     config = configuration(tmp_path, python, "verifiers", id="counting_tools")
@@ -272,6 +327,29 @@ def test_verifiers_runs_its_own_loop_tools_and_rubric(tmp_path: Path, interprete
         assert wrong.turns[2].content.startswith("unsupported operand")
         assert wrong.reward == 0.25
         assert guessed.reward == 0.125
+
+
+def test_verifiers_compares_the_members_of_a_group(tmp_path: Path, interpreters: Path):
+    python = python_of(interpreters, "verifiers")
+    options = {"id": "counting_tools", "args": {"kind": "group"}, "group_rewards": True}
+    config = configuration(tmp_path, python, "verifiers", **options)
+
+    def script(messages: Sequence[Message], member: int) -> str:
+        said = [message.content for message in messages if message.role == "assistant"]
+        answer = str(int(messages[0].content.removesuffix("+1?")) + 1)
+        begun = {"0": 0, "00": 1, "000": 2}[said[0]] if said else member
+        wrong = "0" * (begun + 1)
+        return answer if (begun, len(said)) in ((0, 1), (1, 2)) else wrong
+
+    for group in played(config, script):
+        quick, slow, wrong = group.rollouts
+        assert [rollout.reward for rollout in group.rollouts] == [1.5, 1.0, 0.0]
+        parts = {part.name: (part.value, part.weight) for part in quick.reward_components}
+        assert parts == {"rubric": (1.5, 1.0), "right": (1.0, 0.0), "quickest": (1.0, 0.0)} | {
+            "num_turns": (2.0, 0.0)
+        }
+        assert len([turn for turn in slow.turns if turn.role == "assistant"]) == 3
+        assert wrong.finish_reason == "stop"  # verifiers ends it, after three turns
 
 
 GUESS_SERVER = """
@@ -378,7 +456,7 @@ sys.path.insert(0, HOSTS)
 import verifiers_host
 
 def library(**options):
-    given = {"id": "counting_tools", "args": {}, "eval_fraction": 0.2}
+    given = {"id": "counting_tools", "args": {}, "eval_fraction": 0.2, "group_rewards": False}
     return verifiers_host.begin({**given, **options})
 
 def refusal(**options):
@@ -405,6 +483,7 @@ found = {
     "sizes": five.ready["sizes"],
     "answers": [five.row("train", n)["answer"] for n in range(4)] + [five.row("eval", 0)["answer"]],
     "group": refusal(args={"kind": "group"}),
+    "not a group": refusal(args={"kind": "guess"}, group_rewards=True),
     "missing": refusal(id="no_such_environment"),
     "argument": refusal(args={"sort": "tools"}),
     "single": asyncio.run(play("single", "2")),
@@ -425,7 +504,8 @@ def test_verifiers_ends_refuses_and_splits_as_it_says(interpreters: Path):
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["sizes"] == {"train": 4, "eval": 1}
     assert seen["answers"] == ["2", "3", "4", "5", "1"]
-    assert "score a whole group together" in seen["group"]
+    assert "set environment.options.group_rewards to true" in seen["group"]
+    assert "has no function that score a whole group" in seen["not a group"]
     assert "no_such_environment" in seen["missing"]
     assert "sort" in seen["argument"]
     start, end = seen["single"]
@@ -462,6 +542,10 @@ def test_names_that_a_library_lacks_are_refused(tmp_path: Path, interpreters: Pa
         ("gymnasium", {"id": "FrozenLake-v1"}),
         ("textarena", {"id": "GuessTheNumber-v0"}),
         ("verifiers", {"id": "counting_tools", "args": {"kind": "guess"}}),
+        (
+            "verifiers",
+            {"id": "counting_tools", "args": {"kind": "group"}, "group_rewards": True},
+        ),
     ],
 )
 def test_a_round_is_trained_in_it(

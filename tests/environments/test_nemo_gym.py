@@ -11,6 +11,7 @@ from support.nemo_gym_server import CounterServer, counter_server
 from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
+from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
 from marin_rl.errors import InputError
@@ -22,6 +23,7 @@ TOOLS = [
     {"type": "function", "name": "increment_counter", "description": "Add.", "parameters": COUNT},
     {"type": "function", "name": "get_counter", "parameters": {"type": "object", "properties": {}}},
 ]
+MODEL = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 32}
 
 
 def row(first: int, **fields: Any) -> dict[str, Any]:
@@ -36,15 +38,19 @@ def row(first: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def configuration(folder: Path, url: str, rows: Sequence[Any]) -> Config:
-    """A run in a server's environment, with rows of its data file."""
+def configuration(folder: Path, url: str, rows: Sequence[Any], *, trained: bool = False) -> Config:
+    """A run in a server's environment, with rows of its data file; one that may be trained."""
     write_tokenizer(folder / "tokenizer", QWEN, "<|im_end|>")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     values = {
         "run_id": "gym",
         "rounds": 1,
-        "root": str(folder / "runs"),
-        "policy": {"tokenizer": str(folder / "tokenizer"), "context_length": 2048},
+        "root": str(folder / ("trained" if trained else "runs")),
+        "policy": {
+            "tokenizer": str(folder / "tokenizer"),
+            "context_length": 2048,
+            **({"init": "random", "model": MODEL} if trained else {}),
+        },
         "environment": {
             "name": "nemo_gym",
             "turns_max": 3,
@@ -54,6 +60,7 @@ def configuration(folder: Path, url: str, rows: Sequence[Any]) -> Config:
         "rollouts": {"groups_per_round": 2, "group_size": 4, "shards_per_round": 1},
         "sampling": {"max_tokens": 64},
         "evaluation": {"examples": 1},
+        "training": {"microbatch_sequences": 2},
     }
     (folder / "gym.yaml").write_text(yaml.safe_dump(values))
     return load_config(folder / "gym.yaml")
@@ -79,8 +86,8 @@ def script(messages: Sequence[Message], member: int) -> str:
 def test_sessions_tools_and_scores_are_the_servers(tmp_path: Path) -> None:
     with counter_server() as server:
         config = configuration(tmp_path, server.url, [row(n) for n in range(4)])
-        run, groups = record(config, script)
-        replays = replay_rollouts(run, 0)
+        recorded, groups = record(config, script)
+        replays = replay_rollouts(recorded, 0)
     assert replays.equal, replays
     for group in groups:
         right, wrong, lazy, looking = group.rollouts
@@ -95,6 +102,19 @@ def test_sessions_tools_and_scores_are_the_servers(tmp_path: Path) -> None:
         assert looking.reward == 0.0
         assert [t.role for t in looking.turns[2:]] == ["assistant", "tool"] * 2 + ["assistant"]
     check_responses(server)
+
+
+@pytest.mark.slow
+def test_a_round_is_trained_on_its_rewards(tmp_path: Path) -> None:
+    with counter_server() as server:
+        config = configuration(tmp_path, server.url, [row(n) for n in range(4)], trained=True)
+        with run(config) as training:
+            (trained,) = training
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert rollouts.height == 8
+    assert not set(rollouts["finish_reason"]) & {"environment_error", "aborted", "timeout"}
+    assert len(server.verified) >= 8
 
 
 def check_responses(server: CounterServer) -> None:

@@ -1,6 +1,7 @@
 """Environments on servers that speak OpenEnv's protocol, against a small one."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,8 +9,9 @@ from typing import Any, TypeVar
 import pytest
 from support.openenv_server import CALL, LOOK, NUMBER, OpenEnvServer, openenv_server
 
-from marin_rl.config import EnvironmentConfig
+from marin_rl.config import EnvironmentConfig, pin_code
 from marin_rl.environments.episode import StepResult
+from marin_rl.environments.episode_pool import open_episodes
 from marin_rl.environments.external.openenv import OpenEnv
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, RewardFault
@@ -186,6 +188,54 @@ def test_a_server_that_is_gone_is_named():
         environment_at(server.url)
     with pytest.raises(EndpointUnavailable, match="cannot be reached"):
         run(played(environment))
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (
+            '{"type": "hello", "version": 3}',
+            "expected a message of type observation, as",
+        ),
+        ("hello", "answered reset with what is no JSON"),
+    ],
+)
+def test_a_server_that_speaks_another_protocol_is_named(hello: str, words: str):
+    with openenv_server(hello=hello) as server:
+        environment = environment_at(server.url)
+        with pytest.raises(RewardFault, match=words):
+            run(played(environment))
+        assert server.live == 0
+
+
+@pytest.mark.slow
+def test_waiting_for_room_takes_no_time_of_a_step(tmp_path: Path):
+    """A session is free later than a step may take, where a function of the user has a process."""
+    (tmp_path / "text.py").write_text("def text(observation, info):\n    return 'at ' + str(1)\n")
+    limit_s = 3.0
+    with openenv_server(sessions_max=1) as server:
+        options = {"url": server.url, "to_text": "text.py:text"}
+        tree = pin_code({"environment": {"name": "openenv", "options": options}}, tmp_path)
+        config = EnvironmentConfig(**tree["environment"], step_timeout_s=limit_s)
+        environment = construct(config)
+        environment.load_examples()
+        examples = [environment.example(seed, 0, "train") for seed in (3, 4)]
+        first, second = (open_episodes(environment, config, e, 1)[0] for e in examples)
+
+        async def play() -> float | None:
+            await first.start()
+            began = time.monotonic()
+            waiting = asyncio.create_task(second.start())
+            while time.monotonic() - began < 1.5 * limit_s or not server.refused:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # time passes, and sets no event
+            assert not waiting.done()
+            await first.close()
+            await waiting
+            result = await second.step(said("4"))
+            await second.close()
+            return result.received
+
+        assert run(play()) == 1.0
 
 
 def test_another_server_is_refused():

@@ -11,16 +11,20 @@ from filelock import FileLock
 INSTALL_TIMEOUT_S = 600
 
 
-def interpreter_with(folder: Path, *requirements: str) -> Path:
+def interpreter_with(folder: Path, *requirements: str, newer: tuple[str, ...] = ()) -> Path:
     """Python of a virtual environment in `folder` that has the packages; skips where none can be.
 
-    Tests of several processes share it.
+    Tests of several processes share it. Packages in `newer` say that they need a newer Python than
+    this one, and what is used of them does not; their requirements are among the others.
     """
     python = folder / "bin/python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "installed").exists():
-            _make(folder, python, requirements)
+            _make(folder, python)
+            _install(python, *requirements)
+            for requirement in newer:
+                _install(python, "--no-deps", "--python-version", "3.13.14", requirement)
             (folder / "installed").touch()
     return python
 
@@ -30,8 +34,12 @@ def site_packages(python: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(python.parents[1])}))
 
 
-def _make(folder: Path, python: Path, requirements: tuple[str, ...]) -> None:
+def _make(folder: Path, python: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    assert python.exists(), python
+
+
+def _install(python: Path, *requirements: str) -> None:
     uv = Path(sys.executable).parent / "uv"
     try:
         done = subprocess.run(

@@ -47,6 +47,7 @@ class OpenEnvServer:
     tools: tuple[dict[str, Any], ...] = ()
     sessions_max: int = 1
     seeded: bool = True
+    hello: str = ""  # its first words, in place of answers, as another protocol has them
     url: str = ""
     live: int = 0
     most: int = 0
@@ -74,6 +75,9 @@ class OpenEnvServer:
         secret = 0
         while True:
             message = await socket.receive_json()
+            if self.hello:
+                await socket.send_text(self.hello)
+                continue
             data = message.get("data", {})
             match message["type"]:
                 case "close":

@@ -10,6 +10,7 @@ import atexit
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -19,6 +20,8 @@ from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.external.interpreter import Interpreter, installed_version
 from marin_rl.environments.registry import parse_options
 from marin_rl.types import Example, Message, RewardComponent, Split
+
+ROWS_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,11 @@ class ExternalEnvironment(BaseEnvironment):
 
     @property
     def interpreter(self) -> Interpreter:
-        """The interpreter of this process. Raises InputError where the library refuses."""
-        if self._interpreter is None:
+        """The interpreter of this process; another one where it ended.
+
+        Raises InputError where the library refuses.
+        """
+        if self._interpreter is None or self._interpreter.ended:
             self._interpreter = Interpreter(
                 self.options.python,
                 self.library.adapter,
@@ -94,6 +100,46 @@ class ExternalEnvironment(BaseEnvironment):
         return self.make_example(text, seed=seed, index=index, split=split)
 
 
+class RowsOptions(ExternalOptions):
+    """Options of environments whose library has the rows."""
+
+    eval_fraction: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share of the rows kept for evaluation, where the environment has no "
+        "evaluation data of its own",
+    )
+
+
+class RowsEnvironment(ExternalEnvironment):
+    """An environment whose examples are rows that its library has, and splits."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self._row = lru_cache(maxsize=ROWS_KEPT)(self._read_row)
+
+    def load_examples(self) -> None:
+        """Load the library's environment and its rows. Raises InputError with what it says."""
+        super().load_examples()
+        self.size = self._size("train")
+
+    @property
+    def eval_size(self) -> int:
+        """Number of evaluation rows."""
+        return self._size("eval")
+
+    def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
+        """Row number `seed + index` of a split, starting over at the end."""
+        return self._row(split, (seed + index) % self._size(split))
+
+    def _size(self, split: Split) -> int:
+        return self.interpreter.ready["sizes"][split]
+
+    def _read_row(self, split: Split, number: int) -> dict[str, Any]:
+        return self.interpreter.ask("row", split=split, index=number).result()
+
+
 _numbers = itertools.count()
 
 
@@ -102,22 +148,22 @@ class ExternalEpisode:
 
     def __init__(self, environment: ExternalEnvironment, example: Example) -> None:
         self._interpreter = environment.interpreter
-        self._number = next(_numbers)
+        self.number = next(_numbers)
         self._example = example
 
     async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the library's episode of a row. Raises RewardFault."""
         return await self._interpreter.answer(
-            "start", episode=self._number, row=row, seed=self._example.seed
+            "start", episode=self.number, row=row, seed=self._example.seed
         )
 
     async def take(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         """The library's answer to a turn. Raises RewardFault."""
-        return await self._interpreter.answer("step", episode=self._number, turn=turn)
+        return await self._interpreter.answer("step", episode=self.number, turn=turn)
 
     async def close(self) -> None:
         """Release the library's episode. Raises RewardFault."""
-        await self._interpreter.answer("close", episode=self._number)
+        await self._interpreter.answer("close", episode=self.number)
 
 
 def user_message(text: str) -> tuple[Message, ...]:

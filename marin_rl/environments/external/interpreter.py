@@ -114,6 +114,11 @@ class Interpreter:
         threading.Thread(target=self._read, name="external-answers", daemon=True).start()
         self.ready = self._greeted(python)
 
+    @property
+    def ended(self) -> bool:
+        """True once the process has ended and cannot answer."""
+        return self._ended
+
     def ask(self, call: str, **arguments: Any) -> "Future[Any]":
         """Ask for an answer; the future raises RewardFault with the library's error."""
         number, answer = next(self._numbers), Future[Any]()

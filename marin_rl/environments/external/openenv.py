@@ -28,6 +28,7 @@ from marin_rl.environments.external.openenv_session import (
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.isolated.interleaved import uncharged
 from marin_rl.types import Example, Message, RewardComponent, Split, ToolCall, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
 
@@ -213,9 +214,10 @@ class OpenEnvEpisode:
         """The instructions and the first observation, and the tools of the environment."""
         environment = self._environment
         self._opening = environment.opening(self._example)
-        async with self._opening.lock:
-            if self._opening.text is None:
-                self._opening.text = await self._begin()
+        with uncharged():  # also while another member waits for room
+            async with self._opening.lock:
+                if self._opening.text is None:
+                    self._opening.text = await self._begin()
         text, instructions = self._opening.text, environment.options.instructions
         shown = f"{instructions}\n\n{text}" if instructions else text
         return user_message(shown), environment.tools_offered()
@@ -251,12 +253,13 @@ class OpenEnvEpisode:
         """Open a session, and return the text of its first observation."""
         options, seed = self._environment.options, self._example.seed
         first = seed % len(options.urls)
-        self._session, answer = await open_session(
-            (*options.urls[first:], *options.urls[:first]),
-            {"seed": seed, **self._example.metadata["reset"]},
-            self._environment.timeout_s,
-            options.capacity_wait_s,
-        )
+        with uncharged():  # a request has a limit of its own, and waiting for room another
+            self._session, answer = await open_session(
+                (*options.urls[first:], *options.urls[:first]),
+                {"seed": seed, **self._example.metadata["reset"]},
+                self._environment.timeout_s,
+                options.capacity_wait_s,
+            )
         if answer.get("done"):
             await self.close()
             raise RewardFault("the environment ended the episode before its first turn")

@@ -22,7 +22,8 @@ from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, InputError,
 HTTP_TIMEOUT_S = 30.0
 MESSAGE_BYTES_MAX = 64 << 20
 CLOSE_TIMEOUT_S = 2.0
-PAUSE_S, PAUSE_MAX_S = 0.05, 2.0  # between two attempts to get a session
+# Between two attempts to get a session; a process that is silent for longer counts as blocked.
+PAUSE_S, PAUSE_MAX_S = 0.05, 1.0
 
 _RPC = {"jsonrpc": "2.0", "id": 1}
 
@@ -203,7 +204,11 @@ async def _begun(
     address = f"ws{url.removeprefix('http')}/ws"
     try:
         socket = await connect(
-            address, max_size=MESSAGE_BYTES_MAX, close_timeout=CLOSE_TIMEOUT_S, ping_interval=None
+            address,
+            max_size=MESSAGE_BYTES_MAX,
+            open_timeout=timeout_s,
+            close_timeout=CLOSE_TIMEOUT_S,
+            ping_interval=None,
         )
     except (OSError, InvalidHandshake, InvalidURI) as error:
         raise EndpointUnavailable(f"{address} cannot be reached: {error}") from None

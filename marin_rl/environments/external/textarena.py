@@ -1,14 +1,16 @@
 """Games of TextArena: `environment.name: textarena`, `options: {id: FrozenLake-v0}`.
 
-In a game of two players the model is one of them, and a function of the user is the other.
+In a game of two players the model is one of them, and the other is a function of the user, or the
+policy itself: then its moves are sampled from the served policy, and are not trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.episode import POLICY, StepResult, Tool, settled
 from marin_rl.environments.external.environment import (
     ExternalEnvironment,
     ExternalEpisode,
@@ -16,7 +18,9 @@ from marin_rl.environments.external.environment import (
     Library,
     user_message,
 )
+from marin_rl.environments.external.policy_player import PolicyPlayer
 from marin_rl.environments.registry import register
+from marin_rl.errors import RewardFault
 from marin_rl.types import Example, Message, Split, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
 
@@ -33,9 +37,16 @@ class TextArenaOptions(ExternalOptions):
     )
     opponent: str | None = Field(
         default=None,
-        pattern=SPEC_PATTERN,
-        description="FILE.py:function or module:function of (text) that returns the other "
-        "player's move; it may draw from `random`, whose numbers are the episode's own",
+        pattern=rf"^policy$|{SPEC_PATTERN}",
+        description="the other player: FILE.py:function or module:function of (text) that returns "
+        "its move, which may draw from `random`, whose numbers are the episode's own; policy: the "
+        "weights that are trained",
+    )
+    api_key_variable: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$",
+        description="environment variable with the key of the policy's endpoint for `opponent: "
+        "policy`, also in environment.pass_environment; null: no key",
     )
 
     @model_validator(mode="after")
@@ -56,6 +67,11 @@ class TextArena(ExternalEnvironment):
     options_kind = TextArenaOptions
     options: TextArenaOptions
 
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self.asks_policy = self.options.opponent == POLICY
+        self.replayable = not self.asks_policy  # its weights are those of one round
+
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A seed of the game."""
         return self.described(self.options.id, seed, index, split)
@@ -72,11 +88,21 @@ class TextArenaEpisode(ExternalEpisode):
         super().__init__(environment, example)
         options = environment.options
         self._player = example.seed % 2 if options.player is None else options.player
-        self._opponent = None if options.opponent is None else load(options.opponent, "opponent")
+        self._opponent = self._other_player(options, example)
+
+    @staticmethod
+    def _other_player(options: TextArenaOptions, example: Example) -> Callable[[str], Any] | None:
+        if options.opponent is None:
+            return None
+        if options.opponent == POLICY:
+            return PolicyPlayer(example, options.api_key_variable).move
+        return load(options.opponent, "opponent")
 
     async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """The rules of the game and what was moved so far, without tools."""
         answer = await self._until_own_turn(await self.begin({}))
+        if answer["done"]:
+            raise RewardFault("the other player's opening ended the game before the model's turn")
         return user_message(answer["observation"]), ()
 
     async def step(self, turn: Turn) -> StepResult:
@@ -90,6 +116,6 @@ class TextArenaEpisode(ExternalEpisode):
     async def _until_own_turn(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         while not answer["done"] and answer["player"] != self._player:
             assert self._opponent is not None, "a game of one has no other player"
-            move = str(self._opponent(answer["observation"]))
-            answer = await self.take({"action": move})
+            move = await settled(self._opponent(answer["observation"]))
+            answer = await self.take({"action": str(move)})
         return answer

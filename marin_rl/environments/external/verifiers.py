@@ -6,40 +6,36 @@ turn goes on from the very ids that were sampled.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
 
-from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.external.environment import (
-    ExternalEnvironment,
     ExternalEpisode,
-    ExternalOptions,
     Library,
+    RowsEnvironment,
+    RowsOptions,
 )
+from marin_rl.environments.external.replayed_groups import scored_together
 from marin_rl.environments.registry import register
 from marin_rl.types import Example, Message, Split, ToolCall, Turn
 
-ROWS_KEPT = 1024
 
-
-class VerifiersOptions(ExternalOptions):
+class VerifiersOptions(RowsOptions):
     """Options of `verifiers`."""
 
     args: dict[str, Any] = Field(default={}, description="arguments of the environment")
-    eval_fraction: float = Field(
-        default=0.1,
-        gt=0,
-        lt=1,
-        description="share of the rows kept for evaluation, where the environment has no "
-        "evaluation data of its own",
+    group_rewards: bool = Field(
+        default=False,
+        description="true where the rubric has functions that score a whole group together; its "
+        "dialogues are then played again, in one process, to be scored",
     )
 
 
 @register("verifiers")
-class Verifiers(ExternalEnvironment):
+class Verifiers(RowsEnvironment):
     """Rewards the end of a rollout by the environment's rubric."""
 
     name = "verifiers"
@@ -47,29 +43,14 @@ class Verifiers(ExternalEnvironment):
     options_kind = VerifiersOptions
     options: VerifiersOptions
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        super().__init__(config)
-        self._row = lru_cache(maxsize=ROWS_KEPT)(self._read_row)
-
-    def load_examples(self) -> None:
-        """Load the environment and its data. Raises InputError with what verifiers says."""
-        super().load_examples()
-        self.size = self._size("train")
-
-    @property
-    def eval_size(self) -> int:
-        """Number of evaluation rows."""
-        return self._size("eval")
-
-    def _size(self, split: Split) -> int:
-        return self.interpreter.ready["sizes"][split]
-
-    def _read_row(self, split: Split, number: int) -> dict[str, Any]:
-        return self.interpreter.ask("row", split=split, index=number).result()
+    def load_scorer(self) -> None:
+        """Start the interpreter where groups are scored in it. Raises InputError."""
+        if self.options.group_rewards:
+            _ = self.interpreter
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A row: number `seed + index` of its split, starting over at the end."""
-        row = self._row(split, (seed + index) % self._size(split))
+        row = self.row(seed, index, split)
         prompt = row["prompt"]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -85,6 +66,23 @@ class Verifiers(ExternalEnvironment):
     def episode(self, example: Example) -> "VerifiersEpisode":
         """A rollout of the example's row."""
         return VerifiersEpisode(self, example)
+
+    @property
+    def scores_groups(self) -> bool:
+        """True where the rubric compares the members of a group."""
+        return self.options.group_rewards
+
+    def score_group(
+        self,
+        example: Example,
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        dialogues: Dialogues,
+    ) -> Sequence[GroupScore]:
+        """Rewards by the rubric, which gets the states of all members that it ended."""
+        members = [(VerifiersEpisode(self, example), dialogue) for dialogue in dialogues]
+        early = self.score(example, "")
+        return scored_together(self.interpreter, members, example.seed, early)
 
 
 class VerifiersEpisode(ExternalEpisode):

@@ -8,27 +8,21 @@ by verifiers itself, in an interpreter that has it and the taskset.
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.external.environment import (
-    ExternalEnvironment,
-    ExternalOptions,
-    Library,
-)
+from marin_rl.environments.external.environment import Library, RowsEnvironment, RowsOptions
 from marin_rl.environments.finished import FinishedMessage, FinishedRollout, PolicyAddress
 from marin_rl.environments.registry import register
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.types import Example, Message, Sampling, Split, ToolCall
 
-ROWS_KEPT = 1024
 _GONE = re.compile(r"ServerGone: ([^\n]*)")
 
 
-class VerifiersV1Options(ExternalOptions):
+class VerifiersV1Options(RowsOptions):
     """Options of `verifiers_v1`."""
 
     taskset: dict[str, Any] = Field(default={}, description="settings of the taskset `id`")
@@ -47,9 +41,6 @@ class VerifiersV1Options(ExternalOptions):
     )
     tasks_max: int = Field(
         default=100_000, ge=2, description="tasks that are loaded, of a taskset without an end"
-    )
-    eval_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of the tasks kept for evaluation"
     )
     connect_timeout_s: float = Field(
         default=30.0, gt=0, le=60, description="time that a server has to answer at the start"
@@ -70,7 +61,7 @@ class VerifiersV1Options(ExternalOptions):
 
 
 @register("verifiers_v1")
-class VerifiersV1(ExternalEnvironment):
+class VerifiersV1(RowsEnvironment):
     """Rewards a rollout as the server does."""
 
     name = "verifiers_v1"
@@ -82,32 +73,15 @@ class VerifiersV1(ExternalEnvironment):
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
         self.workers = 0  # the server has the processes
-        self._row = lru_cache(maxsize=ROWS_KEPT)(self._read_row)
 
     @property
     def host_options(self) -> dict[str, Any]:
         """Options for the other interpreter."""
         return {**super().host_options, "addresses": list(self.options.addresses)}
 
-    def load_examples(self) -> None:
-        """Load the taskset, and ask the servers whether they are there. Raises InputError."""
-        super().load_examples()
-        self.size = self._size("train")
-
-    @property
-    def eval_size(self) -> int:
-        """Number of evaluation tasks."""
-        return self._size("eval")
-
-    def _size(self, split: Split) -> int:
-        return self.interpreter.ready["sizes"][split]
-
-    def _read_row(self, split: Split, number: int) -> dict[str, Any]:
-        return self.interpreter.ask("row", split=split, index=number).result()
-
     def example(self, seed: int, index: int, split: Split) -> Example:
         """A task: number `seed + index` of its split, starting over at the end."""
-        row = self._row(split, (seed + index) % self._size(split))
+        row = self.row(seed, index, split)
         return self.make_example(
             _prompt(row, self.options.id),
             seed=seed,

@@ -14,6 +14,7 @@ Afterwards calls have an id, and are answered in any order, by {"id": 1, "answer
     {"id": 3, "call": "step", "episode": 7, "turn": {...}}
     {"id": 4, "call": "close", "episode": 7}
     {"id": 5, "call": "play", "row": {...}, "policy": {...}, "number": 3}
+    {"id": 6, "call": "score", "episodes": [7, 8], "seed": 5}
 
 What the library prints goes to standard error. Each episode has the global random numbers of Python
 and NumPy to itself, which begin with its seed. The process ends when its input does.
@@ -113,6 +114,10 @@ class _Host:
     async def _step(self, request: dict[str, Any]) -> Any:
         number = request["episode"]
         return await alone(self._states[number], self._episodes[number].step, request["turn"])
+
+    async def _score(self, request: dict[str, Any]) -> Any:
+        episodes = [self._episodes[number] for number in request["episodes"]]
+        return await alone(RandomState(request["seed"]), self._library.score, episodes)
 
     async def _close(self, request: dict[str, Any]) -> None:
         state = self._states.pop(request["episode"], None)

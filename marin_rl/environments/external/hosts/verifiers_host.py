@@ -28,10 +28,12 @@ class Library:
     """
 
     def __init__(self, environment: Any, options: dict[str, Any]) -> None:
-        if environment.requires_group_rollouts:
+        self._grouped = bool(environment.requires_group_rollouts)
+        if self._grouped != options["group_rewards"]:
+            has = "functions" if self._grouped else "no function"
             raise ValueError(
-                "its rubric has functions that score a whole group together, which are not "
-                "supported: expected functions of one rollout"
+                f"its rubric has {has} that score a whole group together: set environment.options."
+                f"group_rewards to {str(self._grouped).lower()}"
             )
         if environment.provides_advantages:
             raise ValueError(
@@ -55,23 +57,33 @@ class Library:
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
         """An episode of a row."""
-        return Episode(self._environment, row)
+        return Episode(self._environment, row, grouped=self._grouped)
+
+    async def score(self, episodes: "list[Episode]") -> list[dict[str, Any]]:
+        """Rewards of a group whose rollouts have ended, by functions that compare them."""
+        states = [episode.state for episode in episodes]
+        await self._environment.rubric.score_group(states)
+        return [{"reward": float(state["reward"]), "metrics": _metrics(state)} for state in states]
 
 
 class Episode:
-    """A rollout of verifiers as a task, and the prompts and completions that it exchanges."""
+    """A rollout of verifiers as a task, and the prompts and completions that it exchanges.
 
-    def __init__(self, environment: Any, row: dict[str, Any]) -> None:
-        self._environment, self._row = environment, row
+    One that is scored with its group keeps its `state` until it is closed.
+    """
+
+    def __init__(self, environment: Any, row: dict[str, Any], *, grouped: bool) -> None:
+        self._environment, self._row, self._grouped = environment, row, grouped
+        self.state: Any = None
         self._client = Relay()
         self._rollout: asyncio.Task[Any] | None = None
         self._known: list[dict[str, Any]] = []
 
     async def start(self) -> dict[str, Any]:
         """The first prompt and the tools."""
-        self._rollout = asyncio.ensure_future(
-            self._environment.run_rollout(self._row, self._client, "policy", {})
-        )
+        environment = self._environment
+        run = environment.rollout if self._grouped else environment.run_rollout
+        self._rollout = asyncio.ensure_future(run(self._row, self._client, "policy", {}))
         return await self._next()
 
     async def step(self, turn: dict[str, Any]) -> dict[str, Any]:
@@ -104,14 +116,19 @@ class Episode:
         self._known = prompt
         return {"messages": new, "tools": tools, "done": False}
 
-    def _end(self, output: dict[str, Any]) -> dict[str, Any]:
-        if output.get("error"):
-            raise RuntimeError(str(output["error"].get("error_chain_str", output["error"])))
-        metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
+    def _end(self, output: Any) -> dict[str, Any]:
+        error = output.get("error")
+        if error:
+            chain = error.get("error_chain_str", error) if isinstance(error, dict) else repr(error)
+            raise RuntimeError(str(chain))
+        info = {"stop_condition": output.get("stop_condition")}
+        if self._grouped:
+            self.state = output
+            return {"done": True, "reward": None, "info": info, "messages": []}
         return {
             "done": True,
             "reward": float(output["reward"]),
-            "info": {"metrics": metrics, "stop_condition": output.get("stop_condition")},
+            "info": {"metrics": _metrics(output), **info},
             "messages": [],
         }
 
@@ -120,6 +137,12 @@ class Episode:
         if self._rollout is not None and not self._rollout.done():
             self._rollout.cancel()
             await asyncio.wait({self._rollout})
+        if self.state is not None:
+            await self._environment.rubric.cleanup(self.state)
+
+
+def _metrics(output: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (output["metrics"] or {}).items()}
 
 
 async def _never(*_: Any) -> Any:
