@@ -8,13 +8,14 @@ _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
 STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
+PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
 _STREAMED = re.compile(rf"{re.escape(STREAM)}/group-(\d{{8,}})\.parquet")
 _CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
+_POPPED = re.compile(rf"{re.escape(PUSHING)}/batch-(\d{{5,}})\.json")
 
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
 
-PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
 
 # Kinds of slots that a policy can start from, each with an example of a name.
 POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
@@ -105,6 +106,12 @@ def environment_key(number: int) -> str:
 def popped_batch_key(number: int) -> str:
     """The private object that keeps a batch as a server of trajectories handed it out."""
     return f"{PUSHING}/batch-{number:05d}.json"
+
+
+def popped_batch_of(key: str) -> int | None:
+    """The number of the batch that such an object keeps; None for other keys."""
+    match = _POPPED.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def batches_slot(round: int) -> str:

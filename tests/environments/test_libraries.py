@@ -129,7 +129,7 @@ def configuration(tmp_path: Path, python: Path | None, name: str, **options: Any
     tmp_path.mkdir(exist_ok=True)
     write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
     values = {
-        "run_id": name,
+        "run_id": name.partition(".")[0],
         "rounds": 1,
         "root": str(tmp_path / "runs"),
         "policy": {
@@ -156,7 +156,7 @@ def configuration(tmp_path: Path, python: Path | None, name: str, **options: Any
         "training": {"microbatch_sequences": 2},
         "evaluation": {"examples": 2},
     }
-    path = tmp_path / f"{name}.yaml"
+    path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return load_config(path)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from environments.test_libraries import configuration
-from environments.test_tool_class import SHOP
 from support.libraries import interpreter_with, site_packages
-from support.scripted_policies import record
+from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts
 from marin_rl.environments.tool_class import ToolClass, ToolOptions
 from marin_rl.rollouts.exchange import export_rollouts
+from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -27,6 +27,35 @@ import sys
 sys.path.append({site!r})
 from trl.rewards import accuracy_reward, think_format_reward
 """
+SHOP = '''
+class Shop:
+    """An environment as TRL's `environment_factory` takes it."""
+
+    def reset(self, **row) -> str:
+        self.spent = 0
+        return "Buy an apple."
+
+    def price(self, item: str) -> int:
+        """Look a price up.
+
+        Args:
+            item: Name of the item.
+        """
+        return {"apple": 2, "pear": 3}[item]
+
+    def buy(self, item: str, count: int = 1) -> str:
+        """Buy something.
+
+        Args:
+            item: Name of the item.
+            count: How many of it.
+        """
+        self.spent += count * self.price(item)
+        return f"spent {self.spent}"
+
+    def get_reward(self) -> float:
+        return float(self.spent == 2)
+'''
 ANSWERS = (r"<think>2 and 2</think>\boxed{4}", r"\boxed{4}", r"<think>five</think>\boxed{5}")
 
 
@@ -41,8 +70,10 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
     libraries = Path(request.config.cache.mkdir("libraries"))
     python = interpreter_with(libraries / "trl", *PACKAGES)
     (tmp_path / "trl_rewards.py").write_text(REWARDS.format(site=str(site_packages(python))))
-    question = [{"role": "user", "content": "What is 2 + 2?"}]
-    rows = [{"prompt": question, "solution": r"$\frac{8}{2}$", "n": n} for n in range(8)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {n} + {4 - n}?"}], "solution": "$8/2$"}
+        for n in range(8)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     reward = [
         "trl_rewards.py:accuracy_reward",
@@ -71,7 +102,7 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
     assert len(seen["tools"]) > 0
     trained = configuration(
         tmp_path / "trained", None, "chat", path=str(tmp_path / "rows.jsonl"),
-        reward=[f"{tmp_path}/{reward[0]}"], eval_fraction=0.3,
+        eval_fraction=0.3, reward=[f"{tmp_path}/{reward[0]}"],
     )  # fmt: skip
     with run(trained) as training:
         (round_of,) = training
@@ -80,10 +111,28 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
     assert rollouts["reward"].to_list() == [0.0] * 6
 
 
+def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    config = configuration(tmp_path, None, "shop.py:Shop")
+
+    def script(messages: Sequence[Message], member: int) -> str:
+        if len(messages) > 1:
+            return "done"
+        return (call("buy", item="apple"), call("buy", item="plum"), "nothing")[member]
+
+    recorded, groups = record(config, script)
+    assert replay_rollouts(recorded, 0).equal
+    for group in groups:
+        assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
+        assert [turn.content for turn in group.rollouts[0].turns if turn.role == "tool"] == [
+            "spent 2"
+        ]
+
+
 def shop_tools() -> list[object]:
     """Schemas of the tools of the class, as a run offers them."""
     scope: dict[str, type] = {}
-    exec(SHOP, scope)  # noqa: S102 - the page's own code
+    exec(SHOP, scope)
     kind = ToolClass(
         kind=scope["Shop"], arguments={}, options=ToolOptions(), turns_max=3, characters_max=1000
     )

@@ -22,8 +22,8 @@ def main() -> None:
     found = {
         "columns": sorted(rows.column_names),
         "conversational": [is_conversational(row) for row in rows],
-        "format": think_format_reward(completions=rows["completion"]),
-        "reward": rows["reward"],
+        "format": think_format_reward(completions=list(rows["completion"])),
+        "reward": list(rows["reward"]),
         # As a `rollout_func` gives them to GRPOTrainer.
         "lengths": [
             [len(row[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")]

@@ -24,6 +24,7 @@ from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.layout import popped_batch_key
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_queue import GroupQueue
+from marin_rl.storage.upkeep.gc import collect, rule_of
 
 
 @dataclass
@@ -157,6 +158,24 @@ def test_no_batch_is_taken_that_would_be_too_old(started: Run) -> None:
         assert poller.poll()
         assert not poller.poll()  # a round waits, and no rollout may be a round old
         assert len(server.batches) == 1
+
+
+def test_gc_takes_batches_before_the_last_and_numbers_go_on(started: Run) -> None:
+    batches = [[scored(0, first=20 + n)] for n in range(4)]
+    with api_server(batches=batches[:3]) as server:
+        behind = Poller(Receiver(started), server.url, lambda line: None)
+        poller = Poller(Receiver(started), server.url, lambda line: None)
+        poller.register()
+        assert [poller.poll() for _ in range(3)] == [True] * 3
+        taken = [item.key for item in collect(started, rule_of(started, None, None)).garbage]
+        assert taken == [popped_batch_key(0), popped_batch_key(1)]
+        again = Receiver(started)
+        Poller(again, server.url, lambda line: None).recover()
+        assert (again.counts["accepted"], again.counts["repeated"]) == (0, 1)
+        server.batches.append(batches[3])
+        assert behind.poll()
+    assert json.loads(started.store.read(popped_batch_key(3)))["batch"] == batches[3]
+    assert queued(started) == 4
 
 
 def test_servers_that_are_away_or_others_are_named(

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from marin_rl.errors import EndpointUnavailable, InputError, ObjectMissing
+from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.rollouts.scored_data import PushingEnvironment, ScoredData
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.commits import commit_object, new_attempt
-from marin_rl.storage.layout import popped_batch_key
+from marin_rl.storage.layout import PUSHING, popped_batch_key, popped_batch_of
 
 TIMEOUT_S = 60.0
 IDLE_S = 0.5  # between two questions for a batch, where there was none
@@ -38,15 +38,15 @@ class Poller:
 
     def recover(self) -> None:
         """Take in the groups of the last batch again: those that are committed are recognised."""
-        store, last = self._receiver.run.store, None
-        while True:
-            try:
-                last = store.read(popped_batch_key(self._next))
-            except ObjectMissing:
-                break
-            self._next += 1
-        if last is not None:
+        self._next = self._unused()
+        if self._next:
+            last = self._receiver.run.store.read(popped_batch_key(self._next - 1))
             self._take(json.loads(last)["batch"])
+
+    def _unused(self) -> int:
+        """The number after the last batch; those before it may have been collected as garbage."""
+        keys = self._receiver.run.store.list(PUSHING)
+        return 1 + max((n for key in keys if (n := popped_batch_of(key)) is not None), default=-1)
 
     def register(self) -> None:
         """Register as the trainer. Raises InputError for what is no server of atropos."""
@@ -106,6 +106,7 @@ class Poller:
         """Commit a batch under the next number. Raises StorageError."""
         store, attempt = self._receiver.run.store, new_attempt()
         data = json.dumps({"attempt": attempt, "url": self._url, "batch": batch}).encode()
+        self._next = max(self._next, self._unused())
         while True:
             committed = commit_object(
                 store,

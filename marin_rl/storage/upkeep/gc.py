@@ -55,7 +55,7 @@ from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
-from marin_rl.storage.upkeep.streams import collected_keys, collected_now, delete_all
+from marin_rl.storage.upkeep.streams import collected_keys, collected_now, delete_all, taken_batches
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "retention"]
 
@@ -124,6 +124,7 @@ def collect(
             *_unreferenced(inventory),
             *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
             *((key, "unreferenced") for key in collected_keys(run.config, inventory)),
+            *((key, "unreferenced") for key in taken_batches(inventory)),
             # A process at work is still writing its temporary files.
             *(_temporary(run, inventory, rule, moment) if alone else ()),
             *_heartbeats(run.folder, inventory, moment),

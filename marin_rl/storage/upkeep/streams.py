@@ -16,6 +16,7 @@ from marin_rl.storage.layout import (
     batches_slot,
     claim_of,
     intake_slot,
+    popped_batch_of,
     rollouts_slot,
     round_of,
     stream_group_of,
@@ -40,6 +41,13 @@ def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
             # Those of earlier rounds too: each is sealed before the next one takes its groups.
             settled = intake_in(slot.manifest).settled
     return _settled_keys(config, inventory.keys, settled)
+
+
+def taken_batches(inventory: Inventory) -> Iterator[str]:
+    """Batches of a server of trajectories whose groups are all committed: those before the last."""
+    numbers = {key: n for key in inventory.keys if (n := popped_batch_of(key)) is not None}
+    last = max(numbers.values(), default=0)
+    return (key for key, number in numbers.items() if number < last)
 
 
 def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
