@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.library_facts import COLUMNS, read_facts
 
 from marin_rl.environments import registry
 from marin_rl.environments.base_environment import BaseEnvironment
@@ -23,20 +24,12 @@ FOREIGN = (
     "verifiers",
     "gymnasium",
 )
-# Rows of the page's table, by the test that has its version.
-PINNED = {
-    "gymnasium": ("environments/test_libraries.py", "gymnasium"),
-    "TextArena": ("environments/test_libraries.py", "textarena"),
-    "verifiers": ("environments/test_libraries.py", "verifiers"),
-    "verifiers v1": ("environments/test_verifiers_v1.py", "verifiers"),
-    "OpenEnv": ("environments/test_libraries.py", "openenv"),
-    "atropos": ("flows/test_atropos.py", "atroposlib"),
-    "verl": ("rollouts/test_verl_package.py", "verl"),
-}
+# Names in the page's table, and those of environments and in the file of facts.
 NAMES = {
     "gymnasium": "gymnasium", "TextArena": "textarena", "verifiers": "verifiers",
     "verifiers v1": "verifiers_v1", "OpenEnv": "openenv", "NeMo Gym": "nemo_gym",
 }  # fmt: skip
+OTHERS = {"TRL": "trl", "atropos": "atropos", "verl": "verl"}
 
 
 @pytest.mark.parametrize("name", sorted(set(registry._BUILT_IN) - {registry.USER_CLASS}))
@@ -65,18 +58,22 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def test_the_table_of_libraries_says_what_the_tests_run() -> None:
-    table = rows()
-    for library, (file, package) in PINNED.items():
-        text = (TOP / "tests" / file).read_text(encoding="utf-8")
-        match = re.search(rf'"{package}==([^"]+)"', text)
-        assert match is not None, file
-        assert table[library][0] == match[1], library
-    for library, name in NAMES.items():
-        _, _, tools, turns, groups, *_ = table[library]
-        assert (turns != "no") == (name in registry.SEVERAL_TURNS), library
-        assert (tools != "no") == (name in registry.WITH_TOOLS), library
-        assert (groups != "no") == (name in registry.GROUP_REWARDS), library
+def test_the_table_of_libraries_says_what_the_tests_have_seen() -> None:
+    facts, table = read_facts(), rows()
+    names = {**NAMES, **OTHERS}
+    assert table.keys() == names.keys()
+    assert facts.keys() == set(names.values())
+    for library, name in names.items():
+        seen = [facts[name].get(column, "no") for column in COLUMNS]
+        assert table[library] == seen, f"{library}: the page differs from docs/data/libraries.json"
+
+
+def test_listed_abilities_were_seen_by_tests() -> None:
+    facts = read_facts()
+    for name in NAMES.values():
+        assert (facts[name]["turns"] == "yes") == (name in registry.SEVERAL_TURNS), name
+        assert ("group rewards" in facts[name]) <= (name in registry.GROUP_REWARDS), name
+        assert ("tools" in facts[name]) <= (name in registry.WITH_TOOLS), name
 
 
 def test_a_run_without_them_imports_and_starts_nothing_of_them() -> None:

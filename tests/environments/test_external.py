@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 
 from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.episode import StepResult
+from marin_rl.environments.external.environment import (
+    ExternalEnvironment,
+    ExternalEpisode,
+    ExternalOptions,
+    Library,
+    user_message,
+)
 from marin_rl.environments.external.interpreter import (
     Interpreter,
     InterpreterEnded,
     installed_version,
 )
+from marin_rl.environments.external.replayed_groups import scored_together
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.types import Example, Message, RewardComponent, Split, Turn
 
 ADAPTER = str(Path(__file__).with_name("counting_host.py"))
 PATIENCE_S = 120
@@ -131,6 +141,76 @@ def test_a_blocked_process_ends_when_its_parent_lets_go(interpreter: Interpreter
     assert process.wait(PATIENCE_S) == 0
     with pytest.raises(InterpreterEnded):
         blocked.result(PATIENCE_S)
+
+
+class Counting(ExternalEnvironment):
+    """Counts to three, by the adapter of these tests."""
+
+    name = "counting"
+    library = Library("pytest", ">=1", ADAPTER)
+    options_kind = ExternalOptions
+
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        return self.described("count", seed, index, split)
+
+
+class CountingEpisode(ExternalEpisode):
+    """A turn names what the adapter does; the episode ends at three."""
+
+    async def start(self) -> Any:
+        return await self.begin({"n": 1})
+
+    async def step(self, turn: Turn) -> StepResult:
+        answer = await self.take({"do": turn.content})
+        return StepResult(messages=user_message(f"{answer}"), done=answer == 3)
+
+
+@pytest.fixture
+def counting() -> Iterator[Counting]:
+    made = Counting(EnvironmentConfig(name="counting", options={"id": "x"}))
+    yield made
+    made.interpreter.close()
+
+
+def dialogue(*texts: str) -> list[Message]:
+    """Turns of the model and what it read, in turn."""
+    roles = ("assistant", "user")
+    return [Message(role=roles[n % 2], content=text) for n, text in enumerate(texts)]
+
+
+def test_members_of_a_group_are_played_again_to_be_compared(counting: Counting):
+    example = counting.example(3, 0, "train")
+    dialogues = [
+        dialogue("count", "1", "count", "2", "count"),
+        dialogue("count", "1", "count"),  # cut before its end
+        dialogue("count", "1", "count", "7", "count"),
+        dialogue("fail"),
+        dialogue("count", "1", "count", "2", "count"),
+    ]
+    early = counting.score(example, "")
+    members = [(CountingEpisode(counting, example), d) for d in dialogues]
+    scores = scored_together(counting.interpreter, members, example.seed, early)
+    best = (
+        RewardComponent(name="rubric", value=1.0),
+        RewardComponent(name="counted", value=3.0, weight=0.0),
+    )
+    assert scores[:2] == [best, early]
+    assert scores[4] == best
+    assert isinstance(scores[2], RewardFault)
+    assert "it answers turn 2 otherwise" in str(scores[2])
+    assert isinstance(scores[3], RewardFault)
+    assert "no such move" in str(scores[3])
+
+
+def test_an_interpreter_that_ended_is_replaced(counting: Counting):
+    first = counting.interpreter
+    assert counting.interpreter is first
+    (number,) = begun(first, 1)
+    with pytest.raises(InterpreterEnded):
+        step(first, number, "end")
+    second = counting.interpreter
+    assert second is not first
+    assert begun(second, 1)
 
 
 def test_a_library_that_refuses_is_quoted():

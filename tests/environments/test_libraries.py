@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import yaml
 from support.chat_stand_in import chat_stand_in
 from support.libraries import interpreter_with, site_packages
+from support.library_facts import note, seen_in
 from support.scripted_policies import Script, call, record, write_tokenizer
 from support.templates import QWEN
 
@@ -167,6 +170,10 @@ def played(config: Config, script: Script) -> list[RolloutGroup]:
     replays = replay_rollouts(recorded, 0)
     assert replays.equal, replays
     assert len(replays.episodes) == 6
+    name, options = config.environment.name, config.environment.options
+    if name in PACKAGES:
+        note(name, "replayable", *seen_in(groups))
+        note(name, *(["group rewards"] if options.get("group_rewards") else []))
     return groups
 
 
@@ -439,14 +446,22 @@ def test_openenv_plays_groups_that_are_larger_than_its_capacity(tmp_path: Path, 
         assert group.rollouts[2].reward == 1.0
 
 
-def test_openenv_trains_a_round(tmp_path: Path, guess_url: str):
+def test_openenv_trains_a_round(tmp_path: Path, interpreters: Path, guess_url: str):
     (tmp_path / "text.py").write_text(
         "def text(observation, info):\n    return observation['prompt']\n"
     )
     config = configuration(tmp_path, None, "openenv", url=guess_url, to_text="text.py:text")
     with run(config) as training:
         assert len(list(training)) == 1
-    assert scan_rollouts(config.root).collect().height == 6
+    rollouts = scan_rollouts(config.root).collect()
+    assert rollouts.height == 6
+    print(f"openenv: rewards {rollouts['reward'].to_list()}, {training_of(rollouts)}")
+    note("openenv", "runs", python=python_of(interpreters, "openenv"), package="openenv")
+
+
+def training_of(rollouts: pl.DataFrame) -> str:
+    """Ends of the rollouts of a round, for the record."""
+    return str(Counter(rollouts["finish_reason"].to_list()))
 
 
 # Importing verifiers takes seconds of CPU, so what needs no run is checked in one process.
@@ -551,7 +566,8 @@ def test_names_that_a_library_lacks_are_refused(tmp_path: Path, interpreters: Pa
 def test_a_round_is_trained_in_it(
     tmp_path: Path, interpreters: Path, package: str, options: dict[str, Any]
 ):
-    config = configuration(tmp_path, python_of(interpreters, package), package, **options)
+    python = python_of(interpreters, package)
+    config = configuration(tmp_path, python, package, **options)
     with run(config) as training:
         (trained,) = training
     assert trained.metrics["completions/mean_length"] > 0
@@ -559,6 +575,8 @@ def test_a_round_is_trained_in_it(
     assert set(rollouts["environment"]) == {package}
     assert rollouts.height == 6
     assert not set(rollouts["finish_reason"]) & {"environment_error", "aborted", "timeout"}
+    print(f"{package}: rewards {rollouts['reward'].to_list()}, {training_of(rollouts)}")
+    note(package, "runs", python=python, package=package)
 
 
 READ_TRACES = """

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from environments.test_libraries import configuration
 from support.libraries import interpreter_with, site_packages
+from support.library_facts import note, seen_in
 from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts
@@ -109,6 +110,8 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
     assert round_of.metrics["completions/mean_length"] > 0
     rollouts = scan_rollouts(trained.root).collect()
     assert rollouts["reward"].to_list() == [0.0] * 6
+    # its functions get all completions of a group in one call
+    note("trl", "runs", "group rewards", *seen_in(groups), python=python, package="trl")
 
 
 def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
@@ -127,6 +130,7 @@ def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
         assert [turn.content for turn in group.rollouts[0].turns if turn.role == "tool"] == [
             "spent 2"
         ]
+    note("trl", "replayable", *seen_in(groups))
 
 
 def shop_tools() -> list[object]:

@@ -1,20 +1,23 @@
 """A real environment server of verifiers v1: rollouts that it samples from the server of a run."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from environments.test_libraries import configuration
 from support.libraries import interpreter_with, site_packages
+from support.library_facts import note
 
 from marin_rl import run, scan_rollouts
+from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
-from marin_rl.errors import InputError
+from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run
 
@@ -25,6 +28,10 @@ PACKAGES = ("verifiers==0.3.1", "renderers[transformers]==0.1.12", "transformers
 
 # Asks again once, with the answer that it got: two turns of an agent.
 TASKSET = """
+import os
+import signal
+from pathlib import Path
+
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import ProgramResult
@@ -60,6 +67,12 @@ class AskTwice(vf.Harness[AskConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        end = Path(os.environ["END_ONCE"])  # episodes to begin before the whole server ends, once
+        if end.exists() and end.read_text() == "0":
+            end.unlink()
+            os.killpg(0, signal.SIGKILL)
+        elif end.exists():
+            end.write_text(str(int(end.read_text()) - 1))
         headers = {"Authorization": f"Bearer {secret}"}
         messages = [{"role": "user", "content": data.prompt}]
         async with httpx.AsyncClient(timeout=120, headers=headers) as client:
@@ -97,37 +110,74 @@ serve_env(max_workers=1, address=sys.argv[1], config=config)
 @contextmanager
 def environment_server(python: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server of the taskset, which ends with the block."""
-    variables = {**os.environ, "MARIN_RL_API_KEY": "none"}
+    variables = {**os.environ, "MARIN_RL_API_KEY": "none", "END_ONCE": str(log.with_name("end"))}
     command = [python, "-I", "-c", SERVER, address]
     with log.open("wb") as file:
-        server = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
+        server = subprocess.Popen(
+            command, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
     try:
         while "EnvServer up" not in log.read_text():
             assert server.poll() is None, log.read_text()[-2000:]
             time.sleep(0.1)
         yield server
     finally:
-        server.kill()
-        server.wait()
+        _kill(server)
+
+
+def _kill(server: subprocess.Popen[bytes]) -> None:
+    """End a server with the processes that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Config]:
+    """The interpreter of a server, and a run in the environment that it serves."""
+    libraries = Path(request.config.cache.mkdir("libraries"))
+    python = interpreter_with(libraries / "verifiers-v1", *PACKAGES)
+    (site_packages(python) / "sums_v1.py").write_text(TASKSET)
+    options = {
+        "id": "sums_v1",
+        "address": f"ipc://{tmp_path}/server",
+        "renderer": {"name": "default"},
+    }
+    configuration(tmp_path, python, "verifiers_v1", **options)
+    return python, load_config(tmp_path / "config.yaml", ["flow.retries=0"])
+
+
+def test_a_server_that_ends_within_a_run_costs_no_committed_group(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python, config = served(tmp_path, request)
+    address = config.environment.options["address"]
+    (tmp_path / "end").write_text("4")  # two are those of an evaluation
+    with (
+        environment_server(python, address, tmp_path / "log") as server,
+        pytest.raises(EndpointUnavailable, match=f"server at {address} does not answer"),
+        run(config) as training,
+    ):
+        list(training)
+    assert server.returncode == -signal.SIGKILL
+    assert not (tmp_path / "end").exists()
+    with environment_server(python, address, tmp_path / "log-2"), run(config) as training:
+        (trained,) = training
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert rollouts.height == 6
+    assert set(rollouts["finish_reason"]) <= {"stop", "length"}, rollouts["error"].to_list()
+    assert all(a.balanced for a in audit_run(Run.open(config.root, config.run_id)))
 
 
 def test_a_round_is_trained_on_rollouts_of_an_environment_server(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    libraries = Path(request.config.cache.mkdir("libraries"))
-    python = interpreter_with(libraries / "verifiers-v1", *PACKAGES)
-    (site_packages(python) / "sums_v1.py").write_text(TASKSET)
-    address = f"ipc://{tmp_path}/server"
-    options = {
-        "id": "sums_v1",
-        "address": address,
-        "renderer": {"name": "default"},
-    }
-    config = configuration(tmp_path, python, "verifiers_v1", **options)
+    python, config = served(tmp_path, request)
+    address = config.environment.options["address"]
     with environment_server(python, address, tmp_path / "log") as server:
         with run(config) as training:
             (trained,) = training
-        server.kill()
+        _kill(server)
         gone = config.environment.model_copy(
             update={"options": {**config.environment.options, "connect_timeout_s": 1.0}}
         )
@@ -146,3 +196,5 @@ def test_a_round_is_trained_on_rollouts_of_an_environment_server(
         assert row["reward"] == pytest.approx(len(sampled[-1]["content"].strip()) / 100, abs=0.51)
     stored = Run.open(config.root, config.run_id)
     assert all(audit.balanced for audit in audit_run(stored))
+    print(f"verifiers v1: rewards {rollouts['reward'].to_list()}")
+    note("verifiers_v1", "runs", "turns", "exact ids", python=python, package="verifiers")

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support.flow_runs import DEBUG, REPOSITORY
 from support.libraries import interpreter_with
+from support.library_facts import note
 
 from marin_rl.config import load_config
 from marin_rl.storage.runs import Run, shard_key
@@ -181,6 +182,8 @@ def test_groups_of_atropos_survive_kills_of_every_process(
     run = Run.create_or_open(load_config(DEBUG, settings))
     counts = checked(run, journal)
     assert set(counts["acknowledged"]) <= set(counts["committed"])
+    # groups come scored, and with the ids that are committed
+    note("atropos", "runs", "group rewards", "exact ids", python=python, package="atroposlib")
 
 
 @pytest.mark.slow

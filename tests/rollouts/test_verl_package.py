@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollouts.test_verl import WAYS, configuration, scripted
 from support.libraries import interpreter_with
+from support.library_facts import note, seen_in
 from support.scripted_policies import record
 
 from marin_rl.config import Config
@@ -17,6 +18,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import MarinRLError
 from marin_rl.rollouts.exchange import export_rollouts
+from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.rollouts.verl.export import export_verl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -107,6 +109,8 @@ def test_verl_plays_our_episodes_to_the_same_tokens_and_rewards(
     assert seen["outputs"] == [
         [int(rollout.loss_mask.sum()), pytest.approx(rollout.reward)] for rollout in whole
     ]
+    python = Path(request.config.cache.mkdir("libraries")) / "verl/bin/python"
+    note("verl", *seen_in(groups), python=python, package="verl")
 
 
 def test_verl_scores_by_its_own_function_as_we_do(
@@ -132,3 +136,6 @@ def test_verl_scores_by_its_own_function_as_we_do(
     assert seen["rewards"] == ours(config, 2)
     assert {reward for row in seen["rewards"] for reward in row} >= {0.0, 0.125}
     assert "episodes" not in seen  # one turn each: verl's own loop samples them
+    recorded, groups = record(config, lambda messages, member: COMPLETIONS[member % 3])
+    assert replay_rollouts(recorded, 0).equal
+    note("verl", "replayable", *seen_in(groups))
