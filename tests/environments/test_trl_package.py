@@ -12,6 +12,7 @@ from support.library_facts import note, seen_in
 from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts
+from marin_rl.config import Config
 from marin_rl.environments.tool_class import ToolClass, ToolOptions
 from marin_rl.rollouts.exchange import export_rollouts
 from marin_rl.rollouts.replay import replay_rollouts
@@ -65,24 +66,30 @@ def say(messages: Sequence[Message], member: int) -> str:
     return ANSWERS[member]
 
 
-def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+REWARD = [
+    "trl_rewards.py:accuracy_reward",
+    {"function": "trl_rewards.py:think_format_reward", "weight": 0.5},
+]
+
+
+def scored_by_trl(folder: Path, request: pytest.FixtureRequest) -> tuple[Path, Config]:
+    """TRL's interpreter, and a run of its rows that its functions score."""
     libraries = Path(request.config.cache.mkdir("libraries"))
     python = interpreter_with(libraries / "trl", *PACKAGES)
-    (tmp_path / "trl_rewards.py").write_text(REWARDS.format(site=str(site_packages(python))))
+    (folder / "trl_rewards.py").write_text(REWARDS.format(site=str(site_packages(python))))
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {n} + {4 - n}?"}], "solution": "$8/2$"}
         for n in range(8)
     ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward = [
-        "trl_rewards.py:accuracy_reward",
-        {"function": "trl_rewards.py:think_format_reward", "weight": 0.5},
-    ]
-    config = configuration(
-        tmp_path, None, "chat", path=str(tmp_path / "rows.jsonl"), reward=reward, eval_fraction=0.3
-    )
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = str(folder / "rows.jsonl")
+    return python, configuration(folder, None, "chat", path=path, reward=REWARD, eval_fraction=0.3)
+
+
+def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python, config = scored_by_trl(tmp_path, request)
     recorded, groups = record(config, say)
     for group in groups:
         assert [rollout.reward for rollout in group.rollouts] == [1.5, 1.0, 0.5]
@@ -103,17 +110,20 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
         del tool["function"]["return"]  # templates of models show it to no model
     assert seen["tools"] == shop_tools()
     assert len(seen["tools"]) == 2
-    trained = configuration(
-        tmp_path / "trained", None, "chat", path=str(tmp_path / "rows.jsonl"),
-        eval_fraction=0.3, reward=[f"{tmp_path}/{reward[0]}"],
-    )  # fmt: skip
-    with run(trained) as training:
-        (round_of,) = training
-    assert round_of.metrics["completions/mean_length"] > 0
-    rollouts = scan_rollouts(trained.root).collect()
-    assert rollouts["reward"].to_list() == [0.0] * 6
     # its functions get all completions of a group in one call
-    note("trl", "runs", "group rewards", *seen_in(groups), python=python, package="trl")
+    note("trl", "group rewards", *seen_in(groups), python=python, package="trl")
+
+
+def test_a_round_is_trained_on_its_reward_functions(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    _, config = scored_by_trl(tmp_path, request)
+    with run(config) as training:
+        (trained,) = training
+    assert trained.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert rollouts["reward"].to_list() == [0.0] * 6
+    note("trl", "runs")
 
 
 def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
