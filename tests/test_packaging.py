@@ -1,0 +1,67 @@
+"""What the package says of itself: metadata, bounds of its requirements, citation, hooks."""
+
+import tomllib
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+
+TOP = Path(__file__).parent.parent
+PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REQUIREMENTS = {each.name: each for each in map(Requirement, PROJECT["dependencies"])}
+# Private parts are used, or what is public moves from version to version.
+BOUNDED = {
+    "fastapi", "jax", "llguidance", "marin-haliax", "marin-levanter", "optax", "orbax-checkpoint",
+    "prefect", "starlette", "tokenizers", "transformers", "uvicorn", "websockets",
+}  # fmt: skip
+
+
+def test_what_moves_has_an_upper_bound():
+    for name in BOUNDED:
+        operators = {each.operator for each in REQUIREMENTS[name].specifier}
+        assert operators & {"<", "=="}, name
+
+
+def test_every_requirement_has_a_lower_bound_and_is_pinned_for_tests():
+    lines = (TOP / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {each.name: each for each in map(Requirement, filter(is_pin, lines))}
+    for name, requirement in REQUIREMENTS.items():
+        assert {each.operator for each in requirement.specifier} & {">=", "=="}, name
+        (pin,) = pins[name].specifier
+        assert requirement.specifier.contains(pin.version, prereleases=True), name
+
+
+def is_pin(line: str) -> bool:
+    """Return True for a line that pins a package, of any machine."""
+    return "==" in line and not line.lstrip().startswith("#")
+
+
+def test_the_metadata_is_whole():
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (TOP / "LICENSE").read_text(encoding="utf-8")
+    assert (TOP / "marin_rl/py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert "torch" not in REQUIREMENTS
+
+
+def test_versions_of_python_are_said_as_they_were_tried():
+    """A classifier is a version that the tests run with."""
+    start = "Programming Language :: Python :: 3."
+    listed = [each.removeprefix(start) for each in PROJECT["classifiers"] if start in each]
+    assert listed == ["11"]
+    assert PROJECT["requires-python"] == ">=3.11"
+    for page in ("install.md", "python.md"):
+        text = (TOP / "docs" / page).read_text(encoding="utf-8")
+        assert "tests run with 3.11" in text or "tests run with Python 3.11" in text
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((TOP / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_hook_before_a_commit_is_what_ci_checks_first():
+    hooks = yaml.safe_load((TOP / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (hook,) = [each for repo in hooks["repos"] for each in repo["hooks"]]
+    assert hook["entry"] == "make check"
