@@ -36,7 +36,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 def arguments(name: str) -> list[str]:
-    """How the help names the arguments of a command."""
+    """Names of the arguments of a command in its help."""
     kinds = [param for param in TREE[name].params if param.param_type_name == "argument"]
     return [param.metavar or param.name.upper() for param in kinds]
 

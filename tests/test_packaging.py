@@ -1,4 +1,4 @@
-"""What the package says of itself: metadata, bounds of its requirements, citation, hooks."""
+"""The package: metadata, bounds of its requirements, citation, hooks."""
 
 import tomllib
 from pathlib import Path
@@ -16,7 +16,7 @@ BOUNDED = {
 }  # fmt: skip
 
 
-def test_what_moves_has_an_upper_bound():
+def test_requirements_that_move_have_an_upper_bound():
     for name in BOUNDED:
         operators = {each.operator for each in REQUIREMENTS[name].specifier}
         assert operators & {"<", "=="}, name
