@@ -4,6 +4,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environments.test_libraries import configuration
@@ -145,7 +146,7 @@ def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
     note("trl", "replayable", *seen_in(groups))
 
 
-def shop_tools() -> list[object]:
+def shop_tools() -> list[Any]:
     """Schemas of the tools of the class, as a run offers them."""
     scope: dict[str, type] = {}
     exec(SHOP, scope)
