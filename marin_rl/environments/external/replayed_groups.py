@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import GroupScore
 from marin_rl.environments.episode import StepResult
@@ -19,6 +19,7 @@ from marin_rl.errors import RewardFault
 from marin_rl.types import Message, RewardComponent, Turn
 
 
+@runtime_checkable
 class ReplayedEpisode(Protocol):
     """An episode in an interpreter, which knows it by its number."""
 
