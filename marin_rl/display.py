@@ -373,7 +373,9 @@ def balance_line(reports: "Sequence[RoundAudit]", waiting: int) -> str:
     kinds = {kind: sum(getattr(report, kind) for report in reports) for kind in COUNTED}
     generated = kinds.pop("generated") + waiting
     parts = " + ".join(f"{kind} {count:,}" for kind, count in {**kinds, "waiting": waiting}.items())
-    return f"generated {generated:,} = {parts}"
+    reused = sum(report.reused for report in reports)
+    again = f"; trained on again: {reused:,}" if reused else ""
+    return f"generated {generated:,} = {parts}{again}"
 
 
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:

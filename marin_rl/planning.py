@@ -161,7 +161,10 @@ def plan(config: Config) -> Plan:
     size = config.rounds * config.rollouts.group_size
     rollouts, rollouts_max = size * config.candidates_per_batch, size * config.examples_per_round
     sampled = rollouts_max * config.sampling.max_tokens
-    trained = size * config.rollouts.groups_per_round * config.policy.context_length
+    groups = config.rollouts.groups_per_round
+    if config.replay is not None:
+        groups += config.replay.groups or groups
+    trained = size * groups * config.policy.context_length
     parameters = architecture.parameters if architecture else None
     trained_parameters = _trained(config, architecture) if architecture else None
     critic = config.training.critic
