@@ -111,7 +111,8 @@ async def committed_shard(
     Raises CommitConflict where another content is committed, StorageError.
     """
     environment = await asyncio.to_thread(environment_of, run.config)
-    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum)
     return await asyncio.to_thread(shard_ref, run, round, shard, digest)
 
 

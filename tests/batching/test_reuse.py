@@ -78,7 +78,7 @@ def _used(run: Run, round: int) -> list[str]:
         ({"groups": 4, "window_rounds": 1}, [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]),
     ],
 )  # fmt: skip
-def test_which_groups_a_round_uses_again(
+def test_groups_are_used_again_in_the_configured_order(
     tmp_path: Path, replay: dict[str, Any], expected: list[list[str]]
 ) -> None:
     run = Run.create_or_open(_config(tmp_path, **replay))
