@@ -263,7 +263,7 @@ def _uniform(run: Run, round: int, number: int, choice: int) -> float:
 def sampling_record(
     run: Run, round: int, shards: Sequence[SlotRef], policy_version: int
 ) -> SamplingRecord | None:
-    """What the manifest of a round says of its curriculum; None for a run without one."""
+    """Fields and metrics that a round's manifest has of its curriculum; None without one."""
     decision = decide(run, round, policy_version)
     if decision is None:
         return None
