@@ -107,6 +107,16 @@ class Plan:
     checkpoint_disk_bytes: int | None
 
     @property
+    def overlap_saves(self) -> float:
+        """Share of a round that sampling during training saves at most, by operations alone.
+
+        Two operations a parameter and sampled token, six a trained one (Kaplan et al. 2020), where
+        each side has a device like the one that they share otherwise.
+        """
+        sides = 2 * self.tokens_sampled_max, 6 * self.tokens_trained_max
+        return min(sides) / sum(sides)
+
+    @property
     def disk_bytes(self) -> int:
         """Everything the run leaves under its root."""
         tables = self.rollout_disk_bytes + self.batch_disk_bytes + self.score_disk_bytes

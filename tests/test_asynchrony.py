@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from marin_rl.config import Config, fingerprint_fields, load_config, parse_config
+from marin_rl.display import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
 
@@ -146,6 +147,45 @@ def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(*overrides)
+
+
+def test_a_device_that_sampling_and_training_share_is_refused_or_time_sliced() -> None:
+    ahead, refuse = "asynchrony.max_staleness=1", "asynchrony.shared_device=refuse"
+    with pytest.raises(ConfigError, match=r"expected inference\.endpoints"):
+        configured(ahead, refuse)
+    with pytest.raises(ConfigError, match="expected max_staleness of 1 to 8, found 0"):
+        configured(refuse)
+    remote = ("inference.endpoints=[http://host:8000/v1]", "inference.publish=pull")
+    assert fingerprint_fields(configured(ahead, refuse, *remote))["asynchrony"] == {
+        "max_staleness": 1
+    }
+    assert configured(ahead, "asynchrony.shared_device=time_sliced") == configured(ahead)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ((), "they alternate; with endpoints on other devices max_staleness 1 would save"),
+        (("asynchrony.max_staleness=1",), "they take one device in turn; with endpoints"),
+        (("inference.endpoints=[http://host/v1]",), "asynchrony.max_staleness 1 would save"),
+        (
+            (
+                "asynchrony.max_staleness=1",
+                "inference.endpoints=[http://host/v1]",
+                "inference.publish=pull",
+            ),
+            "sampling during training saves up to",
+        ),
+    ],
+)
+def test_a_plan_says_what_overlap_gains(overrides: tuple[str, ...], line: str) -> None:
+    config = configured(*overrides)
+    assert line in plan_rows(config, plan(config))["overlap"]
+
+
+def test_overlap_saves_the_shorter_side() -> None:
+    """16 rollouts a round: 8 tokens sampled, 2 operations each; 64 trained, 6 operations each."""
+    assert plan(configured()).overlap_saves == 16 / (16 + 384)
 
 
 def test_a_curriculum_reserves_the_examples_that_it_chooses_from() -> None:

@@ -42,7 +42,7 @@ CURRICULUM_WINDOW_ROUNDS = 8
 
 _SPELLED = {
     "curriculum": "none", "dynamic_sampling": "none", "over_staleness": "drop",
-    "sampler": "in_order", "select": "index",
+    "sampler": "in_order", "select": "index", "shared_device": "time_sliced",
 }  # fmt: skip
 
 
@@ -84,6 +84,12 @@ class AsynchronyConfig(Section):
         le=8,
         description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
         "rounds are trained; 0: sampling and training alternate",
+    )
+    shared_device: Literal["refuse"] | None = Field(
+        default=None,
+        description="max_staleness with the embedded engine, which samples on the device that "
+        "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     sampler: Literal["windowed"] | None = optional_field(
         description="null or in_order: the policy of a round follows from its number; windowed: "
@@ -177,6 +183,11 @@ class AsynchronyConfig(Section):
         self._filter_is_known()
         self._window_is_whole()
         self._curriculum_is_whole()
+        if self.shared_device is not None and not self.max_staleness:
+            raise ValueError(
+                f"shared_device is {self.shared_device}, a setting of sampling ahead: expected "
+                "max_staleness of 1 to 8, found 0"
+            )
         return self
 
     def _curriculum_is_whole(self) -> None:

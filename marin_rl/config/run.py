@@ -273,6 +273,14 @@ class Config(Section):
                 f"retention.checkpoints_last is {kept}, but asynchrony.max_staleness {ahead} "
                 f"samples with checkpoints that old: expected at least {ahead + 1}"
             )
+        refuses = self.asynchrony is not None and self.asynchrony.shared_device == "refuse"
+        if refuses and not self.inference.endpoints:
+            raise ValueError(
+                f"asynchrony.max_staleness is {ahead}, but the embedded engine samples on the "
+                "device that trains, and asynchrony.shared_device is refuse: expected "
+                "inference.endpoints (`marin-rl serve` on other devices), shared_device "
+                "time_sliced, or max_staleness 0"
+            )
         if ahead and self.inference.endpoints and self.inference.publish == "none":
             raise ValueError(
                 f"asynchrony.max_staleness is {ahead}, but inference.publish none leaves it to the "
