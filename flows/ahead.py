@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from flows.evaluate import round_after
 from flows.rounds import learn, sample
 from flows.session import pause_if_suspended
-from marin_rl.rounds import transfer_metrics
+from marin_rl.rounds import overlap_metrics, transfer_metrics
 from marin_rl.storage.runs import (
     RunRef,
     committed,
@@ -157,6 +157,7 @@ class Rounds:
                 began, ended = ended, time.monotonic()
                 seconds, transfer = await self._sampling_of(round)
                 measured = {**seconds, **trained.seconds, "timing_s/round": ended - began}
+                measured |= overlap_metrics(seconds, trained.seconds, ended - began)
                 if transfer:
                     measured |= transfer_metrics(transfer, trained.updates)
                 stages = StageRunner(self._config.flow)
