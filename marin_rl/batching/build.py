@@ -27,7 +27,14 @@ from marin_rl.batching.plan import (
     numbers,
     plan_round,
 )
-from marin_rl.batching.reuse import RECORD, Groups, iter_sources, reuse_metrics, reuse_of
+from marin_rl.batching.reuse import (
+    RECORD,
+    Groups,
+    iter_sources,
+    reuse_metrics,
+    reuse_of,
+    reused_by,
+)
 from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, round_metrics
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
@@ -121,8 +128,7 @@ def preview_round(
 
     Nothing is written. Raises as `build_round` does, and InputError where `rewards` lacks rollouts.
     """
-    manifest, reuse = rollouts_manifest(run, round), reuse_of(run, round, config)
-    reused = reuse.groups if reuse is not None else {}
+    manifest, reused = rollouts_manifest(run, round), reused_by(run, round)
     scalars = _scalar_columns(run, manifest, config, reused)
     names = tuple(scalars["rollout_id"].to_pylist())
     if rewards is not None:

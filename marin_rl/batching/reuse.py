@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from marin_rl.config import Config, ReplayConfig
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.commits import committed_manifest, parent_of, ref_of
+from marin_rl.storage.commits import committed_manifest, parent_of, read_manifest, ref_of
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import dispositions_of
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
@@ -172,6 +172,18 @@ def reused_in(manifest: Manifest, source: str) -> Groups:
         return {int(round): tuple(map(str, names)) for round, names in record.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptObject(f"{source}: expected groups by round: {error!r}") from None
+
+
+def reused_by(run: Run, round: int) -> Groups:
+    """The groups that a round uses again: those of its batches, or those that it would choose.
+
+    Raises as `reuse_of` does.
+    """
+    committed = read_manifest(run.store, batches_slot(round))
+    if committed is not None:
+        return reused_in(committed[0], run.store.url_of(committed[0].slot))
+    reuse = reuse_of(run, round, run.config)
+    return {} if reuse is None else reuse.groups
 
 
 def iter_sources(
