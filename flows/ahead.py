@@ -11,7 +11,7 @@ nothing else has to be recorded, and a killed run ends in what an undisturbed on
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from flows.evaluate import round_after
 from flows.rounds import learn, sample
 from flows.session import pause_if_suspended
-from marin_rl.rounds import transfer_metrics
+from marin_rl.rounds import overlap_metrics, transfer_metrics
 from marin_rl.storage.runs import (
     RunRef,
     committed,
@@ -98,7 +98,7 @@ async def play_ahead(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     Where sampling fails, what is sampled is still trained and closed; where training or closing
     fails, all end. Raises what failed first.
     """
-    rounds = _Rounds(run, checkpoint)
+    rounds = _RoundsAhead(run, checkpoint)
     await run_together(*rounds.work())
     return await rounds.last()
 
@@ -126,28 +126,73 @@ def failed(ended: "asyncio.Future[None]") -> bool:
     return not ended.cancelled() and ended.exception() is not None
 
 
-class _Rounds:
-    """The rounds of a run after a checkpoint, and what the three coroutines give each other."""
+class Rounds:
+    """Rounds of a run after a checkpoint, and results that the coroutines which play them share."""
 
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
         opened = open_run(run)
         self._run, self._opened, self._config = run, opened, opened.config
         self._checkpoint, self._first = checkpoint, round_after(checkpoint)
         self._rounds = range(self._first, opened.config.rounds)
-        self._origin = opened.ancestors[-1].through_round if opened.ancestors else 0
-        self._sampled = Results[Sampled]()
         self._trained = Results[Trained]()
         self._evaluated = Results[None]()
         self._closed = Results[None]()
+
+    async def last(self) -> SlotRef:
+        """The checkpoint after the last round."""
+        return await self._version(max(self._first, self._rounds.stop))
+
+    async def _may_train(self, round: int) -> None:
+        """Wait for an earlier round to be closed: a crash leaves few of them to be closed again."""
+        if (behind := round - self._config.max_staleness - 1) >= self._first:
+            await self._closed.of(behind)
+
+    async def _close_rounds(self) -> None:
+        ended = time.monotonic()
+        with reported(self._closed):
+            for round in self._rounds:
+                trained = await self._trained.of(round)
+                if self._is_due(round):
+                    await self._evaluated.of(round)  # its metrics are the round's
+                began, ended = ended, time.monotonic()
+                seconds, transfer = await self._sampling_of(round)
+                measured = {**seconds, **trained.seconds, "timing_s/round": ended - began}
+                measured |= overlap_metrics(seconds, trained.seconds, ended - began)
+                if transfer:
+                    measured |= transfer_metrics(transfer, trained.updates)
+                stages = StageRunner(self._config.flow)
+                await stages.run(publish, self._run, round, trained.checkpoint, measured)
+                self._closed.give(round, None)
+
+    async def _sampling_of(self, round: int) -> tuple[Seconds, Mapping[str, float]]:
+        """Seconds of a round's sampling, and the measurements of its weight transfer."""
+        raise NotImplementedError
+
+    def _is_due(self, version: int) -> bool:
+        return version % self._config.evaluation.every_rounds == 0
+
+    async def _version(self, version: int) -> SlotRef:
+        """Wait for a checkpoint."""
+        if version > self._first:
+            return (await self._trained.of(version - 1)).checkpoint
+        existing = committed_checkpoint(self._opened, version)
+        assert existing is not None, "checkpoints before one that is committed are"
+        return existing
+
+
+class _RoundsAhead(Rounds):
+    """Rounds that are sampled by the checkpoint that follows from their number."""
+
+    def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
+        super().__init__(run, checkpoint)
+        ancestors = self._opened.ancestors
+        self._origin = ancestors[-1].through_round if ancestors else 0
+        self._sampled = Results[Sampled]()
         self._policy: tuple[int, ServedPolicy | None] = -1, None  # of a version, if it is served
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the coroutines that sample, train and close the rounds."""
         return self._sample_rounds(), self._train_rounds(), self._close_rounds()
-
-    async def last(self) -> SlotRef:
-        """The checkpoint after the last round."""
-        return await self._version(max(self._first, self._rounds.stop))
 
     async def _sample_rounds(self) -> None:
         with reported(self._sampled, self._evaluated):
@@ -196,8 +241,7 @@ class _Rounds:
         with reported(self._trained):
             checkpoint = self._checkpoint
             for round in self._rounds:
-                if (behind := round - self._config.max_staleness - 1) >= self._first:
-                    await self._closed.of(behind)  # a crash leaves that many to be closed again
+                await self._may_train(round)
                 began = time.monotonic()
                 rollouts = (await self._sampled.of(round)).rollouts
                 idle_s = time.monotonic() - began
@@ -207,35 +251,13 @@ class _Rounds:
                 trained = Trained(checkpoint=checkpoint, updates=updates, seconds=seconds)
                 self._trained.give(round, trained)
 
-    async def _close_rounds(self) -> None:
-        ended = time.monotonic()
-        with reported(self._closed):
-            for round in self._rounds:
-                trained, sampled = await self._trained.of(round), await self._sampled.of(round)
-                if self._is_due(round):
-                    await self._evaluated.of(round)  # its metrics are the round's
-                began, ended = ended, time.monotonic()
-                measured = {**sampled.seconds, **trained.seconds, "timing_s/round": ended - began}
-                if sampled.transfer:
-                    measured |= transfer_metrics(sampled.transfer, trained.updates)
-                stages = StageRunner(self._config.flow)
-                await stages.run(publish, self._run, round, trained.checkpoint, measured)
-                self._closed.give(round, None)
+    async def _sampling_of(self, round: int) -> tuple[Seconds, Mapping[str, float]]:
+        sampled = await self._sampled.of(round)
+        return sampled.seconds, sampled.transfer
 
     def _version_of(self, round: int) -> int:
         """The checkpoint that samples a round."""
         return max(self._origin, round - self._config.max_staleness)
-
-    def _is_due(self, version: int) -> bool:
-        return version % self._config.evaluation.every_rounds == 0
-
-    async def _version(self, version: int) -> SlotRef:
-        """Wait for a checkpoint."""
-        if version > self._first:
-            return (await self._trained.of(version - 1)).checkpoint
-        found = committed_checkpoint(self._opened, version)
-        assert found is not None, "checkpoints before one that is committed are"
-        return found
 
 
 @contextmanager

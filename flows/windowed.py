@@ -11,26 +11,25 @@ by its intake once, so that a killed run ends in what its intakes say.
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from flows.ahead import Results, Seconds, Trained, reported, run_together
+from flows.ahead import Rounds, Seconds, Trained, reported, run_together
 from flows.evaluate import round_after
 from flows.rounds import learn
 from flows.session import pause_if_suspended
 from marin_rl.rollouts.intake import is_ready
 from marin_rl.rollouts.streaming import Claimant, next_chunk, now_utc, open_groups_max
-from marin_rl.rounds import transfer_metrics
-from marin_rl.storage.runs import RunRef, committed, committed_checkpoint, evals_slot, rollouts_slot
+from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
 from marin_rl.storage.tables.intakes import intake_ref, settled_before
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.generate import evaluate, sample
-from tasks.options import StageRunner, in_thread, open_run
-from tasks.process import collect, publish, seal_taken, take
+from tasks.options import StageRunner, in_thread
+from tasks.process import collect, seal_taken, take
 from tasks.train import serve
 
 WORKER = "flow"  # of the flow's own claims: it goes on with them after a restart
@@ -44,7 +43,7 @@ async def play_windowed(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     Where sampling fails, rounds that have their groups are still trained and closed. Raises what
     failed first.
     """
-    rounds = _Rounds(run, checkpoint)
+    rounds = _WindowedRounds(run, checkpoint)
     await run_together(*rounds.work())
     return await rounds.last()
 
@@ -62,29 +61,19 @@ class _Sampling:
     looking_s: float = 0.0
 
 
-class _Rounds:
-    """The rounds of a run after a checkpoint, and what the three coroutines give each other."""
+class _WindowedRounds(Rounds):
+    """Rounds that take their groups of a stream, which is sampled at the same time."""
 
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
-        opened = open_run(run)
-        self._run, self._opened, self._config = run, opened, opened.config
-        self._checkpoint, self._first = checkpoint, round_after(checkpoint)
-        self._rounds = range(self._first, opened.config.rounds)
+        super().__init__(run, checkpoint)
         self._latest = checkpoint  # what is sampled by next
         self._taken = self._first - 1  # the last round that took its groups
         self._ended = False  # sampling
-        self._trained = Results[Trained]()
-        self._evaluated = Results[None]()
-        self._closed = Results[None]()
-        self._sampling = _Sampling(GroupStream(opened))
+        self._sampling = _Sampling(GroupStream(self._opened))
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the coroutines that sample, train and close the rounds."""
         return self._sample(), self._train_rounds(), self._close_rounds()
-
-    async def last(self) -> SlotRef:
-        """The checkpoint after the last round."""
-        return await self._version(max(self._first, self._rounds.stop))
 
     async def _sample(self) -> None:
         sampling = self._sampling
@@ -185,8 +174,7 @@ class _Rounds:
         with reported(self._trained):
             checkpoint = self._checkpoint
             for round in self._rounds:
-                if (behind := round - self._config.max_staleness - 1) >= self._first:
-                    await self._closed.of(behind)  # a crash leaves that many to be closed again
+                await self._may_train(round)
                 checkpoint = await self._train_round(round, checkpoint)
                 self._latest = checkpoint
 
@@ -242,34 +230,8 @@ class _Rounds:
                 await asyncio.sleep(_pause_s(time.monotonic() - looked))
         return intake, time.monotonic() - began
 
-    async def _close_rounds(self) -> None:
-        ended = time.monotonic()
-        with reported(self._closed):
-            for round in self._rounds:
-                trained = await self._trained.of(round)
-                if self._is_due(round):
-                    await self._evaluated.of(round)  # its metrics are the round's
-                began, ended = ended, time.monotonic()
-                await self._close(round, trained, {"timing_s/round": ended - began})
-                self._closed.give(round, None)
-
-    async def _close(self, round: int, trained: Trained, seconds: Seconds) -> None:
-        measured = {**trained.seconds, **seconds}
-        if self._sampling.transfer:
-            measured |= transfer_metrics(self._sampling.transfer, trained.updates)
-        stages = StageRunner(self._config.flow)
-        await stages.run(publish, self._run, round, trained.checkpoint, measured)
-
-    def _is_due(self, version: int) -> bool:
-        return version % self._config.evaluation.every_rounds == 0
-
-    async def _version(self, version: int) -> SlotRef:
-        """Wait for a checkpoint."""
-        if version > self._first:
-            return (await self._trained.of(version - 1)).checkpoint
-        existing = committed_checkpoint(self._opened, version)
-        assert existing is not None, "checkpoints before one that is committed are"
-        return existing
+    async def _sampling_of(self, round: int) -> tuple[Seconds, Mapping[str, float]]:
+        return {}, self._sampling.transfer
 
 
 def _pause_s(looking_s: float) -> float:

@@ -373,7 +373,9 @@ def balance_line(reports: "Sequence[RoundAudit]", waiting: int) -> str:
     kinds = {kind: sum(getattr(report, kind) for report in reports) for kind in COUNTED}
     generated = kinds.pop("generated") + waiting
     parts = " + ".join(f"{kind} {count:,}" for kind, count in {**kinds, "waiting": waiting}.items())
-    return f"generated {generated:,} = {parts}"
+    reused = sum(report.reused for report in reports)
+    again = f"; trained on again: {reused:,}" if reused else ""
+    return f"generated {generated:,} = {parts}{again}"
 
 
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
@@ -492,12 +494,24 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         "training memory": f"{or_unknown(plan.training_bytes)} ({kinds})",
         "activations": f"about {or_unknown(plan.activation_bytes)} a microbatch",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
+        "overlap": _overlap(config, plan),
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
         "disk, batches": f"at most {size(plan.batch_disk_bytes)}",
         "disk, scores": f"at most {size(plan.score_disk_bytes)}",
         "disk, checkpoints": or_unknown(plan.checkpoint_disk_bytes),
         "root": config.root,
     }
+
+
+def _overlap(config: Config, plan: Plan) -> str:
+    """Gain of sampling during training, which a run has or would have."""
+    saves = f"up to {plan.overlap_saves:.0%} of a round, by operations"
+    if not config.inference.endpoints:
+        ahead = "they take one device in turn" if config.max_staleness else "they alternate"
+        return f"{ahead}; with endpoints on other devices max_staleness 1 would save {saves}"
+    if config.max_staleness:
+        return f"sampling during training saves {saves}"
+    return f"they alternate; asynchrony.max_staleness 1 would save {saves}"
 
 
 def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) -> None:

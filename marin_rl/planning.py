@@ -107,6 +107,16 @@ class Plan:
     checkpoint_disk_bytes: int | None
 
     @property
+    def overlap_saves(self) -> float:
+        """Share of a round that sampling during training saves at most, by operations alone.
+
+        Two operations a parameter and sampled token, six a trained one (Kaplan et al. 2020), where
+        each side has a device like the one that they share otherwise.
+        """
+        sides = 2 * self.tokens_sampled_max, 6 * self.tokens_trained_max
+        return min(sides) / sum(sides)
+
+    @property
     def disk_bytes(self) -> int:
         """Everything the run leaves under its root."""
         tables = self.rollout_disk_bytes + self.batch_disk_bytes + self.score_disk_bytes
@@ -161,7 +171,10 @@ def plan(config: Config) -> Plan:
     size = config.rounds * config.rollouts.group_size
     rollouts, rollouts_max = size * config.candidates_per_batch, size * config.examples_per_round
     sampled = rollouts_max * config.sampling.max_tokens
-    trained = size * config.rollouts.groups_per_round * config.policy.context_length
+    groups = config.rollouts.groups_per_round
+    if config.replay is not None:
+        groups += config.replay.groups or groups
+    trained = size * groups * config.policy.context_length
     parameters = architecture.parameters if architecture else None
     trained_parameters = _trained(config, architecture) if architecture else None
     critic = config.training.critic

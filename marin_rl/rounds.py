@@ -85,6 +85,34 @@ def rates(metrics: Mapping[str, float], totals: Mapping[str, float]) -> dict[str
     return result
 
 
+def overlap_metrics(
+    sampling: Mapping[str, float], training: Mapping[str, float], elapsed_s: float
+) -> dict[str, float]:
+    """Idle shares of trainer and sampler, and seconds that their overlap saved in a round.
+
+    `sampling` and `training` are `timing_s/*` of the stages of each side. Stages of a window's
+    sampling are of no round, so what they saved is not known.
+    """
+    if elapsed_s <= 0:
+        return {}
+    both = {**sampling, **training}
+    result = {
+        f"perf/{side}_idle": both[f"timing_s/{side}_idle"] / elapsed_s
+        for side in ("trainer", "sampler")
+        if f"timing_s/{side}_idle" in both
+    }
+    if sampling:
+        idle = ("timing_s/trainer_idle", "timing_s/sampler_idle", "timing_s/round")
+        stages = [
+            seconds
+            for side in (sampling, training)
+            for name, seconds in side.items()
+            if name not in idle
+        ]
+        result["timing_s/overlap_saved"] = max(0.0, sum(stages) - elapsed_s)
+    return result
+
+
 def transfer_metrics(measured: Mapping[str, float], steps: int) -> dict[str, float]:
     """`weights/*` of a round of `steps` updates, from the measurements of its weight transfers."""
     result = {f"weights/{name}": measured[name] for name in ("bytes", "seconds", "failures")}

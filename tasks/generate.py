@@ -12,6 +12,7 @@ from prefect import task
 from marin_rl import progress
 from marin_rl.batching.build import further_shards
 from marin_rl.errors import ConfigError, WorkerLost
+from marin_rl.rollouts.curriculum import sampling_record
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
 from marin_rl.rollouts.rewards import RewardScorer
@@ -49,7 +50,9 @@ async def extend(run: RunRef, round: int, shards: list[SlotRef]) -> list[int]:
 @task(task_run_name="seal[round-{round:05d}]", **STAGE)
 async def seal(run: RunRef, round: int, shards: list[SlotRef], policy: ServedPolicy) -> SlotRef:
     """Commit the manifest that names every shard of the round, and the policy they came from."""
-    sealed = await in_thread(seal_round, open_run(run), round, shards, (policy.checkpoint,))
+    opened, version = open_run(run), policy.weight_version
+    chosen = await in_thread(sampling_record, opened, round, shards, version)
+    sealed = await in_thread(seal_round, opened, round, shards, (policy.checkpoint,), chosen)
     return as_state(sealed)
 
 

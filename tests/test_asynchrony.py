@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from marin_rl.config import Config, fingerprint_fields, load_config, parse_config
+from marin_rl.display import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
 
@@ -88,3 +89,115 @@ def test_the_recipe_dapo_samples_until_a_round_has_its_groups() -> None:
     assert parse_config(tree).samples_on is False
     config = Config.load({"recipe": "dapo"})
     assert (config.samples_on, config.sample_batches_max) == (True, 10)
+
+
+REPLAY = "asynchrony.replay.max_uses=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["asynchrony.curriculum=weights"], "need each other: found weights and null"),
+        (
+            ["asynchrony.curriculum_window_rounds=2"],
+            "a setting of curriculum solve_rate: found none",
+        ),
+        (
+            ["asynchrony.curriculum=weights", "asynchrony.curriculum_weights={0: {echo: 1}}"],
+            "expected a weight of each environment of a list, found no list; found echo",
+        ),
+        (
+            ["asynchrony.curriculum=weights", "asynchrony.curriculum_weights={0: {echo: 0}}"],
+            "and one above 0",
+        ),
+        (
+            [
+                "asynchrony.curriculum=solve_rate",
+                "asynchrony.max_staleness=1",
+                "asynchrony.sampler=windowed",
+            ],
+            "expected sampler in_order",
+        ),
+        (
+            ["asynchrony.curriculum=solve_rate", "rollouts.source=pushed"],
+            "chooses what the run samples: found rollouts.source pushed",
+        ),
+        ([REPLAY], "nothing older than 0 is trained on: set batching.staleness_rounds_max=1"),
+        (
+            [REPLAY, "asynchrony.max_staleness=2", "asynchrony.replay.window_rounds=3"],
+            "groups that are 5 rounds old, and nothing older than 2",
+        ),
+        (["asynchrony.replay.max_uses=1"], "greater than or equal to 2"),
+        (
+            [REPLAY, "batching.staleness_rounds_max=1", "rollouts.source=pushed"],
+            "expected replay null",
+        ),
+        (
+            [REPLAY, "batching.staleness_rounds_max=1", "objective.surrogate=reinforce"],
+            "set objective.importance_correction to truncated or masked, or choose a surrogate",
+        ),
+        (
+            ["asynchrony.max_staleness=1", "objective.surrogate=reinforce"],
+            "asynchrony.max_staleness is 1, but objective.surrogate reinforce takes every rollout",
+        ),
+    ],
+)
+def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(*overrides)
+
+
+def test_a_device_that_sampling_and_training_share_is_refused_or_time_sliced() -> None:
+    ahead, refuse = "asynchrony.max_staleness=1", "asynchrony.shared_device=refuse"
+    with pytest.raises(ConfigError, match=r"expected inference\.endpoints"):
+        configured(ahead, refuse)
+    with pytest.raises(ConfigError, match="expected max_staleness of 1 to 8, found 0"):
+        configured(refuse)
+    remote = ("inference.endpoints=[http://host:8000/v1]", "inference.publish=pull")
+    assert fingerprint_fields(configured(ahead, refuse, *remote))["asynchrony"] == {
+        "max_staleness": 1
+    }
+    assert configured(ahead, "asynchrony.shared_device=time_sliced") == configured(ahead)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ((), "they alternate; with endpoints on other devices max_staleness 1 would save"),
+        (("asynchrony.max_staleness=1",), "they take one device in turn; with endpoints"),
+        (("inference.endpoints=[http://host/v1]",), "asynchrony.max_staleness 1 would save"),
+        (
+            (
+                "asynchrony.max_staleness=1",
+                "inference.endpoints=[http://host/v1]",
+                "inference.publish=pull",
+            ),
+            "sampling during training saves up to",
+        ),
+    ],
+)
+def test_a_plan_says_what_overlap_gains(overrides: tuple[str, ...], line: str) -> None:
+    config = configured(*overrides)
+    assert line in plan_rows(config, plan(config))["overlap"]
+
+
+def test_overlap_saves_the_shorter_side() -> None:
+    """16 rollouts a round: 8 tokens sampled, 2 operations each; 64 trained, 6 operations each."""
+    assert plan(configured()).overlap_saves == 16 / (16 + 384)
+
+
+def test_a_curriculum_reserves_the_examples_that_it_chooses_from() -> None:
+    config = configured("asynchrony.curriculum=solve_rate")
+    assert (config.examples_per_round, config.examples_reserved) == (4, 16)
+    assert configured("asynchrony.curriculum=none") == configured()
+
+
+def test_groups_that_are_used_again_are_planned_for() -> None:
+    plain = plan(configured()).tokens_trained_max
+    again = configured(REPLAY, "asynchrony.replay.select=newest", "batching.staleness_rounds_max=1")
+    assert plan(again).tokens_trained_max == 2 * plain
+    assert again.model_dump()["asynchrony"] == {
+        "max_staleness": 0, "replay": {"max_uses": 2, "window_rounds": 1}
+    }  # fmt: skip

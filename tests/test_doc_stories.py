@@ -34,6 +34,8 @@ ELSEWHERE = {
     "docs/running-at-scale.md": {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
+        "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
+        "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
     },
     "docs/security.md": {"evaluate theirs": "attacks/test_trust.py"},
     "docs/sft.md": {"": "test_doc_commands.py"},

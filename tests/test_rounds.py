@@ -12,7 +12,13 @@ from support.policy_runs import play_round
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rounds import close_round, rates, rlhf_metrics, transfer_metrics
+from marin_rl.rounds import (
+    close_round,
+    overlap_metrics,
+    rates,
+    rlhf_metrics,
+    transfer_metrics,
+)
 from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.metrics import read_metrics
@@ -137,3 +143,14 @@ def test_a_shard_made_alone_has_the_bits_of_one_made_with_others(tmp_path: Path)
         assert first["reward"] == second["reward"]
         for a, b in zip(first["logprobs"], second["logprobs"], strict=True):
             assert np.array_equal(np.float32(a), np.float32(b))
+
+
+def test_overlap_saves_what_both_sides_took_less_the_round() -> None:
+    sampling = {"timing_s/generate": 6.0, "timing_s/round": 99.0, "timing_s/sampler_idle": 2.0}
+    training = {"timing_s/train": 7.0, "timing_s/trainer_idle": 1.0}
+    assert overlap_metrics(sampling, training, 8.0) == {
+        "perf/trainer_idle": 1 / 8, "perf/sampler_idle": 2 / 8, "timing_s/overlap_saved": 5.0
+    }  # fmt: skip
+    assert overlap_metrics(sampling, training, 20.0)["timing_s/overlap_saved"] == 0
+    assert overlap_metrics({}, training, 4.0) == {"perf/trainer_idle": 1 / 4}
+    assert overlap_metrics(sampling, training, 0.0) == {}

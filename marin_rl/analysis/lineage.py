@@ -21,7 +21,6 @@ from marin_rl.storage.runs import (
     batches_slot,
     checkpoint_slot,
     latest_checkpoint,
-    rollouts_slot,
     round_of,
     shard_key,
 )
@@ -106,13 +105,20 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
         graph.add(
             "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
         )
-    _add_slot(graph, batches, [rollouts_slot(round)])
+    _add_slot(graph, batches, [parent.slot for parent in batches.parents])
     if (intake := read_manifest(run.store, intake_slot(round))) is not None:
         _add_slot(graph, intake[0], [parent.slot for parent in intake[0].parents])
-    _add_rollouts(graph, run, round, [place["rollout_id"] for place in places])
+    for number, names in _by_round(places):
+        _add_rollouts(graph, run, number, names)
     _add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
     return graph
+
+
+def _by_round(places: Sequence[Facts]) -> Iterator[tuple[int, list[str]]]:
+    """Rollouts by the round that sampled them: a round may train on those of earlier ones again."""
+    for number in sorted({int(place["round_generated"]) for place in places}, reverse=True):
+        yield number, [p["rollout_id"] for p in places if p["round_generated"] == number]
 
 
 def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
@@ -133,13 +139,15 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
     are direct; all later ones started from parameters that it had changed. Raises ObjectMissing
     for a rollout that no processed round has.
     """
-    place = _place_of(run, rollout_id)
+    place, *again = _places_of(run, rollout_id)
     graph, round = Lineage(), int(place["round"])
-    _add_rollouts(graph, run, round, [rollout_id])
+    _add_rollouts(graph, run, int(place["round_generated"]), [rollout_id])
     fate = {name: place[name] for name in ("disposition", "reason", "advantage")}
     if place["disposition"] != "consumed":
         graph.add("disposition", f"{place['disposition']}: {place['reason']}", [rollout_id], **fate)
     before = _add_updates(graph, run, place, fate)
+    for later in again:  # rounds that trained on its group again
+        _add_updates(graph, run, later, {name: later[name] for name in fate})
     if before is None:
         return graph
     latest = latest_checkpoint(run)
@@ -293,7 +301,8 @@ def _consumed(
     return sorted(chosen, key=lambda place: (place["step"], place["row"], place["segment"]))
 
 
-def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
+def _places_of(run: Run, rollout_id: str) -> list[Facts]:
+    """Dispositions of a rollout in the rounds that decided on it, its own first."""
     import polars as pl  # imports as much as all of the rest, and only this way back needs it
 
     from marin_rl.analysis.scan import scan_dispositions
@@ -306,7 +315,7 @@ def _place_of(run: Run, rollout_id: str) -> Mapping[str, Any]:
             f'rollout_id, such as `marin-rl sql {run.run_id} "select rollout_id from rollouts"` '
             "lists"
         )
-    return rows[0]
+    return sorted(rows, key=lambda row: row["round"])
 
 
 def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **facts: Any) -> None:
@@ -323,6 +332,7 @@ def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **fact
         parameters=manifest.extra.get("parameters_digest"),
         tokenizer=manifest.extra.get("tokenizer_digest"),
         chat_template=manifest.extra.get("chat_template_digest"),
+        curriculum=manifest.extra.get("curriculum"),
         code=" ".join(f"{name} {value}" for name, value in sorted(manifest.code.items())),
         **facts,
     )

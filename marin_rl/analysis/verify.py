@@ -14,10 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.analysis.recompute import token_metrics
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, mode_metrics, scalar_metrics
+from marin_rl.batching.reuse import RECORD as REUSED
+from marin_rl.batching.reuse import iter_sources, reuse_metrics, reuse_of, reused_in
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, round_metrics
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of
+from marin_rl.rollouts.curriculum import RECORD, curriculum_metrics, decide
 from marin_rl.rollouts.evaluate import evaluation_metrics, judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.commits import committed_manifest, count_in
@@ -134,7 +137,9 @@ def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
 def _of_rollouts(
     run: Run, round: int, rollouts: Manifest, batches: Manifest, recorded: Mapping[str, float]
 ) -> dict[str, float]:
-    scalars = pa.concat_tables(iter_row_groups(run, rollouts, SCALAR_COLUMNS)).combine_chunks()
+    reused = reused_in(batches, run.store.url_of(batches.slot))
+    sources = iter_sources(run, rollouts, reused, SCALAR_COLUMNS)
+    scalars = pa.concat_tables(sources).combine_chunks()
     dispositions = dispositions_of(run, batches)
     if dispositions["rollout_id"].to_pylist() != scalars["rollout_id"].to_pylist():
         raise CorruptObject(
@@ -143,11 +148,32 @@ def _of_rollouts(
         )
     kinds = dispositions["disposition"].to_numpy(zero_copy_only=False)
     reasons = dispositions["reason"].to_numpy(zero_copy_only=False)
-    metrics = scalar_metrics(scalars, kinds, round)
-    metrics |= mode_metrics(scalars, kinds, reasons, run.config)
+    metrics = round_metrics(scalars, kinds, reasons, run.config, round)
+    metrics |= _of_curriculum(run, round, rollouts)
+    reuse = reuse_of(run, round, run.config)
+    if reuse is not None and dict(reuse.groups) != dict(reused):
+        raise CorruptObject(
+            f"{run.store.url_of(batches.slot)}: expected to use the groups {reuse.record} again, "
+            f"by the dispositions of earlier rounds; found {batches.extra.get(REUSED)}"
+        )
+    metrics |= reuse_metrics(run, round, run.config, reuse, dispositions)
     seconds = {name: value for name, value in recorded.items() if name.startswith("timing_s/")}
     metrics |= rates(seconds | metrics, metrics)
     return {name: value for name, value in metrics.items() if definition_of(name) is not None}
+
+
+def _of_curriculum(run: Run, round: int, rollouts: Manifest) -> dict[str, float]:
+    """Metrics of a round's curriculum, decided again out of the rounds that it rests on."""
+    record = rollouts.extra.get(RECORD)
+    if record is None:
+        return {}
+    decision = decide(run, round, int(record["policy_version"]))
+    if decision is None or decision.record != record:
+        raise CorruptObject(
+            f"{run.store.url_of(rollouts.slot)}: expected the curriculum "
+            f"{decision and decision.record}, by the dispositions of earlier rounds; found {record}"
+        )
+    return curriculum_metrics(run, rollouts, decision)
 
 
 def _compare(

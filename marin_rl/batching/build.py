@@ -27,18 +27,22 @@ from marin_rl.batching.plan import (
     numbers,
     plan_round,
 )
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, mode_metrics, scalar_metrics
+from marin_rl.batching.reuse import (
+    RECORD,
+    Groups,
+    iter_sources,
+    reuse_metrics,
+    reuse_of,
+    reused_by,
+)
+from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, round_metrics
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
-from marin_rl.storage.tables.rollouts import (
-    iter_row_groups,
-    manifest_to_be,
-    rollouts_manifest,
-)
+from marin_rl.storage.tables.rollouts import manifest_to_be, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, INTEGER_ARRAYS, SCHEMA_VERSION
 from schemas.manifests import Manifest
@@ -60,18 +64,20 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     tokens. Raises ConfigError when a kept sequence is longer than the largest bucket,
     CommitConflict when the slot holds something else, CorruptObject, NewerSchema, ObjectMissing.
     """
-    parents = (parent_of(rollouts),)
+    reuse = reuse_of(run, round, run.config)
+    reused = reuse.groups if reuse is not None else {}
+    parents = (parent_of(rollouts), *(reuse.parents if reuse is not None else ()))
     decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
     # Before any work: a retry, and a run that is continued, find what is there.
     existing = find_commit(run.store, batches_slot(round), decided)
     if existing is not None:
         return existing
     manifest = rollouts_manifest(run, round, rollouts)
-    scalars = _scalar_columns(run, manifest, run.config)
+    scalars = _scalar_columns(run, manifest, run.config, reused)
     plan = plan_round(scalars, run.config, round)
     attempt, slot = new_attempt(), batches_slot(round)
     writer = BatchWriter(run.store, slot, attempt, plan.length)
-    for rows in _step_rows(plan, scalars, run, manifest):
+    for rows in _step_rows(plan, scalars, run, manifest, reused):
         writer.write(rows)
     parts = writer.close()
     table = dispositions_table(plan, scalars)
@@ -82,8 +88,14 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         fingerprint=decided,
         parents=parents,
         parts=(*parts, write_dispositions(run.store, slot, attempt, table)),
-        totals=_totals(plan, scalars, run.config, round, writer.steps),
-        extra={"reasons": plan.reasons_counted()},
+        totals={
+            **_totals(plan, scalars, run.config, round, writer.steps),
+            **reuse_metrics(run, round, run.config, reuse, table),
+        },
+        extra={
+            "reasons": plan.reasons_counted(),
+            **({} if reuse is None else {RECORD: reuse.record}),
+        },
     )
 
 
@@ -116,41 +128,46 @@ def preview_round(
 
     Nothing is written. Raises as `build_round` does, and InputError where `rewards` lacks rollouts.
     """
-    manifest = rollouts_manifest(run, round)
-    scalars = _scalar_columns(run, manifest, config)
+    manifest, reused = rollouts_manifest(run, round), reused_by(run, round)
+    scalars = _scalar_columns(run, manifest, config, reused)
     names = tuple(scalars["rollout_id"].to_pylist())
     if rewards is not None:
-        scalars = _with_rewards(scalars, names, rewards)
+        scalars = _with_rewards(scalars, round, rewards)
     plan = plan_round(scalars, config, round)
 
     def batches() -> Iterator[TrainingBatch]:
-        for rows in _step_rows(plan, scalars, run, manifest):
+        for rows in _step_rows(plan, scalars, run, manifest, reused):
             rollout_ids = tuple(tuple(row) for row in rows.rollout_ids.to_pylist())
             yield TrainingBatch(**rows.arrays, rollout_ids=rollout_ids)
 
     return Preview(plan, names, batches)
 
 
-def _with_rewards(
-    scalars: pa.Table, names: Sequence[str], rewards: Mapping[str, float | None]
-) -> pa.Table:
-    missing = [name for name in names if name not in rewards]
+def _with_rewards(scalars: pa.Table, round: int, rewards: Mapping[str, float | None]) -> pa.Table:
+    """Other rewards for the round's own rollouts; those that it uses again keep theirs."""
+    rows = scalars.select(["rollout_id", "round", "reward"]).to_pylist()
+    missing = [
+        r["rollout_id"] for r in rows if r["round"] == round and r["rollout_id"] not in rewards
+    ]
     if missing:
         raise InputError(
             f"the reward table has no row for {missing[0]} and {len(missing) - 1} more"
         )
     column = scalars.schema.get_field_index("reward")
-    values = pa.array([rewards[name] for name in names], pa.float64())
+    values = pa.array(
+        [rewards[r["rollout_id"]] if r["round"] == round else r["reward"] for r in rows],
+        pa.float64(),
+    )
     return scalars.set_column(column, scalars.schema.field(column), values)
 
 
 def _step_rows(
-    plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest
+    plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest, reused: Groups
 ) -> Iterator[StepRows]:
     """The rows of each step in turn, tokens read as they are needed."""
-    row_groups = iter_row_groups(run, manifest, TOKENS)
+    row_groups = iter_sources(run, manifest, reused, TOKENS)
     if plan.by_token:
-        row_groups = _with_returns(plan, iter_row_groups(run, manifest, (*TOKENS, "turns")))
+        row_groups = _with_returns(plan, iter_sources(run, manifest, reused, (*TOKENS, "turns")))
     elif plan.turns is not None:
         row_groups = _with_advantages(plan.turns, row_groups)
     parts = plan.segments
@@ -206,7 +223,16 @@ def _decisive(config: Config) -> dict[str, object]:
         "max_tokens": config.sampling.max_tokens,
         "group_size_min": config.rollouts.group_size_min,
         **_selecting(config),
+        **_reusing(config),
     }
+
+
+def _reusing(config: Config) -> dict[str, object]:
+    """The settings that choose the groups which a round uses again; none where it uses none."""
+    if config.replay is None:
+        return {}
+    groups = config.replay.groups or config.rollouts.groups_per_round
+    return {RECORD: {**fingerprint_fields(config.replay), "groups": groups}}
 
 
 def _selecting(config: Config) -> dict[str, object]:
@@ -219,7 +245,9 @@ def _selecting(config: Config) -> dict[str, object]:
     return {"selection": {**chosen, "groups": config.rollouts.groups_per_round}}
 
 
-def _scalar_columns(run: Run, manifest: Manifest, config: Config) -> pa.Table:
+def _scalar_columns(
+    run: Run, manifest: Manifest, config: Config, reused: Groups | None = None
+) -> pa.Table:
     columns = (
         *SCALAR_COLUMNS, segments.LENGTHS, *columns_needed(config.objective),
         *selection.columns_needed(config),
@@ -228,7 +256,8 @@ def _scalar_columns(run: Run, manifest: Manifest, config: Config) -> pa.Table:
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
     scored_by = filter_of(config.asynchrony)
     more = () if scored_by is None else columns_of(scored_by)
-    row_groups = iter_row_groups(run, manifest, tuple(dict.fromkeys((*columns, *read, *more))))
+    names = tuple(dict.fromkeys((*columns, *read, *more)))
+    row_groups = iter_sources(run, manifest, reused or {}, names)
     if scored_by is not None and (settings := config.asynchrony) is not None:
         keep = (*columns, *read)
         row_groups = (with_scores(table, settings, keep) for table in row_groups)
@@ -260,8 +289,7 @@ def _totals(
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
-        **scalar_metrics(scalars, plan.disposition_N, round),
-        **mode_metrics(scalars, plan.disposition_N, plan.reason_N, config),
+        **round_metrics(scalars, plan.disposition_N, plan.reason_N, config, round),
     }
     if kept.any():
         totals |= {

@@ -2,8 +2,9 @@
 
 Decided from the scalar columns alone, before any token is read. A rollout is a candidate in the
 round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
-it can be trained on at most once. What staleness bounds is the age of the policy that sampled it,
-which is above 0 when generation runs ahead of training.
+it can be trained on at most once; but for those of groups that a later round uses again
+(`reuse`), which are planned as that round's own are. What staleness bounds is the age of the policy
+that sampled it, which is above 0 when generation runs ahead of training.
 
 Axes: N rollouts of a round in shard order, S segments of them, K those of kept rollouts, P groups.
 """
@@ -199,13 +200,16 @@ def _select(
 ) -> np.ndarray:
     """Filter groups that the round does not take; True for those that it takes, `[P]`."""
     signal_P = np.bincount(group_N[disposition_N == ""], minlength=groups) > 0
-    selection = select_groups(scalars, group_N, signal_P, config)
+    round_N = numbers(scalars, "round")
+    # What a round uses again was chosen before, and is of an earlier round.
+    again_P = np.bincount(group_N[round_N < round_N.max(initial=0)], minlength=groups) > 0
+    selection = select_groups(scalars, group_N, signal_P & ~again_P, config)
     for mask_P, reason in (
         (selection.failing_P, selection.failing_reason),
         (selection.surplus_P, SURPLUS),
     ):
         _drop(disposition_N, reason_N, mask_P[group_N], "filtered", reason)
-    return selection.taken_P
+    return selection.taken_P | (signal_P & again_P)
 
 
 def bucket(longest: int, config: BatchingConfig) -> int:

@@ -76,6 +76,30 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
     }
 
 
+def round_metrics(
+    scalars: pa.Table, disposition_N: np.ndarray, reason_N: np.ndarray, config: Config, round: int
+) -> dict[str, float]:
+    """Metrics of a round's rollouts and of what it trains on, which may be other rounds' too.
+
+    Rollouts of other rounds count in what is trained on alone: staleness, `train/*`, `replay/*`.
+    """
+    own_N = _column(scalars, "round").astype(np.int64) == round
+    if config.replay is None:
+        own_N[:] = True
+    own = scalars.filter(pa.array(own_N))
+    metrics = scalar_metrics(own, disposition_N[own_N], round)
+    metrics |= mode_metrics(own, disposition_N[own_N], reason_N[own_N], config)
+    if config.replay is None:
+        return metrics
+    kept = scalars.filter(pa.array(disposition_N == "consumed"))
+    trained = scalar_metrics(kept, np.full(len(kept), "consumed", object), round)
+    again_N = ~own_N & (disposition_N == "consumed")
+    of_training = {n: v for n, v in trained.items() if n.startswith(("train/", "staleness/"))}
+    if "objective/scores" in trained:
+        of_training["objective/scores"] = trained["objective/scores"]
+    return metrics | of_training | {"replay/reused": float(again_N.sum())}
+
+
 def mode_metrics(
     scalars: pa.Table, disposition_N: np.ndarray, reason_N: np.ndarray, config: Config
 ) -> dict[str, float]:

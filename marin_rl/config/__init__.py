@@ -7,7 +7,7 @@ loading.py reads YAML and the files of code, and no other file is read. Others i
 alone.
 """
 
-from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig
+from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, pin_code
 from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, without
@@ -99,6 +99,7 @@ __all__ = [
     "Overrides",
     "PolicyConfig",
     "Recipe",
+    "ReplayConfig",
     "RetentionConfig",
     "RewardModelConfig",
     "RolloutsConfig",

@@ -36,9 +36,43 @@ SAMPLE_BATCHES_MAX = 10
 
 CLAIM_S = 3600.0  # of a claim on groups, by the clock of who reads it
 
+# Examples that a curriculum chooses each one of a round from, so that it can leave some out.
+CURRICULUM_CHOICES = 4
+CURRICULUM_WINDOW_ROUNDS = 8
+
 _SPELLED = {
-    "dynamic_sampling": "none", "over_staleness": "drop", "sampler": "in_order", "select": "index",
+    "curriculum": "none", "dynamic_sampling": "none", "over_staleness": "drop",
+    "sampler": "in_order", "select": "index", "shared_device": "time_sliced",
 }  # fmt: skip
+
+
+class ReplayConfig(Section):
+    """Groups that later rounds train on again."""
+
+    max_uses: int = Field(
+        default=2, ge=2, le=64, description="rounds that train on a group, its own among them"
+    )
+    window_rounds: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="rounds after its own that may train on a group, within the bound of staleness",
+    )
+    groups: Count | None = optional_field(
+        description="groups that a round trains on again, at most; null: rollouts.groups_per_round"
+    )
+    select: Literal["by_group", "prioritised"] | None = optional_field(
+        description="order in which groups are used again: null or newest, those of the latest "
+        "rounds first; by_group, those with the fewest uses first; prioritised, those with the "
+        "largest mean absolute advantage first"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newest_by_name(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("select") == "newest":
+            return {**value, "select": None}
+        return value
 
 
 class AsynchronyConfig(Section):
@@ -50,6 +84,12 @@ class AsynchronyConfig(Section):
         le=8,
         description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
         "rounds are trained; 0: sampling and training alternate",
+    )
+    shared_device: Literal["refuse"] | None = Field(
+        default=None,
+        description="max_staleness with the embedded engine, which samples on the device that "
+        "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     sampler: Literal["windowed"] | None = optional_field(
         description="null or in_order: the policy of a round follows from its number; windowed: "
@@ -103,6 +143,24 @@ class AsynchronyConfig(Section):
         description="least score of a group that passes; null: the filter's own (docs)"
     )
 
+    curriculum: Literal["solve_rate", "weights"] | None = optional_field(
+        description="solve_rate: environments whose groups are solved in part are sampled more, "
+        "examples that were always or never solved less, by the rounds that are trained; weights: "
+        "environments by curriculum_weights; null or none: as environment says"
+    )
+    curriculum_window_rounds: Count | None = optional_field(
+        description="solve_rate: trained rounds that solve rates are of; null: "
+        f"{CURRICULUM_WINDOW_ROUNDS}"
+    )
+    curriculum_weights: dict[int, dict[str, float]] | None = optional_field(
+        description="weights: by the first round that they hold for, weights of environments by "
+        "their labels; before the first, those of environment"
+    )
+    replay: ReplayConfig | None = optional_field(
+        description="groups that later rounds train on again; null: a group is trained on in one "
+        "round"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_name(cls, value: Any) -> Any:
@@ -124,7 +182,39 @@ class AsynchronyConfig(Section):
             )
         self._filter_is_known()
         self._window_is_whole()
+        self._curriculum_is_whole()
+        if self.shared_device is not None and not self.max_staleness:
+            raise ValueError(
+                f"shared_device is {self.shared_device}, a setting of sampling ahead: expected "
+                "max_staleness of 1 to 8, found 0"
+            )
         return self
+
+    def _curriculum_is_whole(self) -> None:
+        kind, window, weights = (
+            self.curriculum, self.curriculum_window_rounds, self.curriculum_weights,
+        )  # fmt: skip
+        if window is not None and kind != "solve_rate":
+            raise ValueError(
+                f"curriculum_window_rounds is {window}, a setting of curriculum solve_rate: found "
+                f"{kind or 'none'}"
+            )
+        if (weights is not None) != (kind == "weights"):
+            raise ValueError(
+                "curriculum weights and curriculum_weights need each other: found "
+                f"{kind or 'none'} and {'null' if weights is None else 'weights'}"
+            )
+        for first, of_round in (weights or {}).items():
+            if first < 0 or not any(of_round.values()) or min(of_round.values()) < 0:
+                raise ValueError(
+                    f"curriculum_weights of round {first}: expected a round of 0 or more, weights "
+                    f"of 0 or more, and one above 0; found {of_round}"
+                )
+        if kind is not None and self.sampler is not None:
+            raise ValueError(
+                f"curriculum {kind} is decided once a round, and groups of sampler windowed belong "
+                "to none when they are sampled: expected sampler in_order"
+            )
 
     def _window_is_whole(self) -> None:
         if self.sampler is None:
@@ -162,6 +252,16 @@ class AsynchronyConfig(Section):
             )
         if least is None and GROUP_FILTERS.get(name, 0.0) is None:
             raise ValueError(f"group_filter {name} needs group_filter_min: found null")
+
+    @property
+    def curriculum_window(self) -> int:
+        """Number of trained rounds that solve rates are of."""
+        return self.curriculum_window_rounds or CURRICULUM_WINDOW_ROUNDS
+
+    @property
+    def choices(self) -> int:
+        """Number of examples that each one of a round is chosen from."""
+        return CURRICULUM_CHOICES if self.curriculum == "solve_rate" else 1
 
     @property
     def selects_groups(self) -> bool:

@@ -43,7 +43,9 @@ class ObjectiveConfig(Section):
     )
     pass_k: Count = Field(default=4, le=4096, description="k of pass_at_k")
     success_threshold: float = Field(
-        default=1.0, description="reward from which pass_at_k counts a success"
+        default=1.0,
+        description="reward from which pass_at_k counts a success, and a curriculum an example as "
+        "solved",
     )
     turn_discount: float | None = optional_field(
         ge=0,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from marin_rl.config.asynchrony import AsynchronyConfig
+from marin_rl.config.asynchrony import AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.objective import ObjectiveConfig
@@ -144,6 +144,21 @@ class Config(Section):
         return self.candidates_per_batch * self.sample_batches_max
 
     @property
+    def curriculum(self) -> str | None:
+        """Rule by which the examples of a round follow from earlier rounds, if they do."""
+        return self.asynchrony.curriculum if self.asynchrony else None
+
+    @property
+    def examples_reserved(self) -> int:
+        """Number of examples of an environment that are a round's, chosen or not."""
+        return self.examples_per_round * (self.asynchrony.choices if self.asynchrony else 1)
+
+    @property
+    def replay(self) -> ReplayConfig | None:
+        """Settings of groups that later rounds train on again, if they do."""
+        return self.asynchrony.replay if self.asynchrony else None
+
+    @property
     def staleness_rounds_max(self) -> int:
         """Largest age of a rollout that is trained on, in rounds."""
         return max(self.batching.staleness_rounds_max, self.max_staleness)
@@ -196,6 +211,45 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _curriculum_knows_environments(self) -> "Config":
+        if self.curriculum is None:
+            return self
+        if self.rollouts.source == "pushed":
+            raise ValueError(
+                f"asynchrony.curriculum {self.curriculum} chooses what the run samples: found "
+                "rollouts.source pushed; expected none"
+            )
+        weights = (self.asynchrony.curriculum_weights if self.asynchrony else None) or {}
+        labels = {entry.shown_label for entry in self.environment.mixture or ()}
+        for first, of_round in weights.items():
+            if not labels or set(of_round) != labels:
+                raise ValueError(
+                    f"asynchrony.curriculum_weights of round {first}: expected a weight of each "
+                    f"environment of a list, {', '.join(sorted(labels)) or 'found no list'}; found "
+                    f"{', '.join(sorted(of_round))}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_is_within_the_bound(self) -> "Config":
+        replay, most = self.replay, self.staleness_rounds_max
+        if replay is None:
+            return self
+        if self.rollouts.source == "pushed":
+            raise ValueError(
+                "asynchrony.replay uses groups again that the run samples: found rollouts.source "
+                "pushed; expected replay null"
+            )
+        oldest = replay.window_rounds + (0 if self.windowed else self.max_staleness)
+        if oldest > most:
+            raise ValueError(
+                f"asynchrony.replay.window_rounds {replay.window_rounds} would train on groups "
+                f"that are {oldest} rounds old, and nothing older than {most} is trained on: set "
+                f"batching.staleness_rounds_max={oldest}, or a smaller window"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _window_holds_a_round(self) -> "Config":
         groups, most = self.rollouts.groups_per_round, self.inflight_groups_max
         if self.windowed and most < groups:
@@ -218,6 +272,14 @@ class Config(Section):
             raise ValueError(
                 f"retention.checkpoints_last is {kept}, but asynchrony.max_staleness {ahead} "
                 f"samples with checkpoints that old: expected at least {ahead + 1}"
+            )
+        refuses = self.asynchrony is not None and self.asynchrony.shared_device == "refuse"
+        if refuses and not self.inference.endpoints:
+            raise ValueError(
+                f"asynchrony.max_staleness is {ahead}, but the embedded engine samples on the "
+                "device that trains, and asynchrony.shared_device is refuse: expected "
+                "inference.endpoints (`marin-rl serve` on other devices), shared_device "
+                "time_sliced, or max_staleness 0"
             )
         if ahead and self.inference.endpoints and self.inference.publish == "none":
             raise ValueError(

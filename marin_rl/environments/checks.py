@@ -33,7 +33,7 @@ def make_environment(
 
 def environment_of(config: Config) -> Environment:
     """The environment of a run, checked against all the examples that the run may use."""
-    used = config.rounds * config.examples_per_round
+    used = config.rounds * config.examples_reserved
     held_out = config.evaluation.examples
     warm = config.sft.steps * config.sft.sequences_per_step if config.policy.init == "sft" else 0
     other = config.sft.environment
@@ -55,7 +55,12 @@ def environment_of(config: Config) -> Environment:
             config.environment, train_examples=used, eval_examples=held_out
         )
     else:
-        check_entries_apart(config.environment, train_examples=used, eval_examples=held_out)
+        check_entries_apart(
+            config.environment,
+            train_examples=used,
+            eval_examples=held_out,
+            weighs=config.curriculum is not None,
+        )
         environment = loaded_environment(config.environment)
     if warm:
         check_demonstrations(config)
@@ -70,9 +75,9 @@ def entries_of(config: EnvironmentConfig) -> dict[str, EnvironmentConfig]:
 
 
 def check_entries_apart(
-    config: EnvironmentConfig, *, train_examples: int, eval_examples: int
+    config: EnvironmentConfig, *, train_examples: int, eval_examples: int, weighs: bool = False
 ) -> None:
-    """Refuse environments of a list whose examples would meet.
+    """Refuse environments of a list whose examples would meet; each may have all with `weighs`.
 
     Training and held-out examples of one name lie apart; so do the training examples of two that
     also have the same options, and would otherwise train on the same problems. Raises ConfigError.
@@ -80,7 +85,10 @@ def check_entries_apart(
     assert config.mixture is not None, "a list of environments"
     order = order_in(config.mixture)
     entries = list(entries_of(config).items())
-    used = [order.count(place, train_examples) for place in range(len(entries))]
+    used = [
+        train_examples if weighs else order.count(place, train_examples)
+        for place in range(len(entries))
+    ]
     for (key, entry), n in zip(entries, used, strict=True):
         for other_key, other in entries:
             if other.name == entry.name:

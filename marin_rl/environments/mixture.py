@@ -106,7 +106,14 @@ class Mixture:
     def example(self, seed: int, index: int, split: Split) -> Example:
         """The next example of the environment whose turn `index` is, from that one's own seed."""
         place, own = self._order.at(index)
-        part = self.parts[place]
+        return self._example_of(self.parts[place], seed, own, split)
+
+    def own_example(self, label: str, seed: int, index: int, split: Split) -> Example:
+        """The example at an index of the environment with this label, out of turn."""
+        part = next(part for part in self.parts if part.label == label)
+        return self._example_of(part, seed, index, split)
+
+    def _example_of(self, part: "Part", seed: int, own: int, split: Split) -> Example:
         first = part.config.train_seed if split == "train" else part.config.eval_seed
         outer = self._seed[0] if split == "train" else self._seed[1]
         example = part.environment.example(first + seed - outer, own, split)

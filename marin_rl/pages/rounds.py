@@ -144,7 +144,8 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
             frame = _frame(read_dispositions(run, decided))
         except ObjectMissing:
             continue
-        for row in frame.filter(pl.col("rollout_id").is_in(list(rows))).iter_rows(named=True):
+        new = [name for name in rows if name not in fates]
+        for row in frame.filter(pl.col("rollout_id").is_in(new)).iter_rows(named=True):
             fates[row["rollout_id"]] = Fate(
                 kind=row["disposition"],
                 reason=row["reason"] or "",
@@ -162,9 +163,11 @@ def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
     scores: dict[str, Scores] = {}
     last = round + max(run.config.staleness_rounds_max, 0)
     for trained in range(round, last + 1):
+        here: dict[str, Scores] = {}
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]
-            scores[name] = Scores.in_pieces() if name in scores else Scores.of(row)
+            here[name] = Scores.in_pieces() if name in here else Scores.of(row)
+        scores = here | scores  # of the first round that trained on it
     return scores
 
 

@@ -82,7 +82,7 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
         )
     if named is None:
         return (_held_out(None, config.environment, environment_of(config), config),)
-    used, examples = config.rounds * config.examples_per_round, config.evaluation.examples
+    used, examples = config.rounds * config.examples_reserved, config.evaluation.examples
     for name, chosen in named.items():
         for key, own in entries_of(config.environment).items():
             if chosen.name == own.name:

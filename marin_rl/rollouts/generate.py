@@ -35,6 +35,7 @@ from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
 from marin_rl.rollouts.finished import FinishedDriver
@@ -68,14 +69,15 @@ async def generate_shard(
     committed then, nor when the call is cancelled.
     """
     environment = environment_of(run.config)
-    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum)
     existing = await asyncio.to_thread(shard_ref, run, round, shard, digest)
     if existing is not None:
         return existing
     progress = ProgressEvent(
         run_id=run.run_id, stage="generate", round=round, message=f"shard {shard}"
     )
-    requests = shard_requests(run, round, shard, environment)
+    requests = shard_requests(run, round, shard, environment, curriculum)
     if run.config.rollouts.source == "pushed":
         pushed = await pushed_groups(run, round, shard, replace(progress, total=len(requests)))
         return await asyncio.to_thread(commit_tables, run, round, shard, pushed, digest)
@@ -109,7 +111,8 @@ async def committed_shard(
     Raises CommitConflict where another content is committed, StorageError.
     """
     environment = await asyncio.to_thread(environment_of, run.config)
-    digest = shard_fingerprint(run, round, shard, policy, environment, scorer)
+    curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum)
     return await asyncio.to_thread(shard_ref, run, round, shard, digest)
 
 
@@ -120,6 +123,7 @@ def shard_fingerprint(
     policy: ServedPolicy,
     environment: Environment,
     scorer: RewardScorer | None = None,
+    curriculum: Curriculum | None = None,
 ) -> str:
     """Digest of the settings, the policy and the scorers that decide a shard's content."""
     config = run.config
@@ -132,6 +136,8 @@ def shard_fingerprint(
     }
     if scorer is not None:
         fields["reward_model"] = asdict(scorer.identity)
+    if curriculum is not None:
+        fields["curriculum"] = curriculum.record
     return fingerprint("shard", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
 
 
@@ -185,11 +191,19 @@ def groups_of_shard(config: Config, shard: int) -> range:
 
 
 def shard_requests(
-    run: Run, round: int, shard: int, environment: Environment
+    run: Run,
+    round: int,
+    shard: int,
+    environment: Environment,
+    curriculum: Curriculum | None = None,
 ) -> list[GroupRequest]:
-    """Requests of a shard, in order."""
+    """Requests of a shard, in order; of the examples that a curriculum chooses, where one does."""
     config = run.config
-    examples = examples_of(config, round, shard, environment)
+    if curriculum is None:
+        examples = examples_of(config, round, shard, environment)
+    else:
+        numbers = groups_of_shard(config, shard)
+        examples = chosen_examples(run, round, numbers, environment, curriculum)
     return [
         GroupRequest(
             group_id=f"{round_name(round)}/group-{number:05d}",

@@ -12,6 +12,7 @@ of rounds go through that manifest and verify what it says.
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -46,9 +47,9 @@ from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
-    "commit_shard", "commit_tables", "decode_shard", "encode_shard", "groups_of", "identify_shard",
-    "iter_row_groups", "iter_shards", "manifest_to_be", "rollouts_manifest", "seal_round",
-    "shard_ref",
+    "SamplingRecord", "commit_shard", "commit_tables", "decode_shard", "encode_shard",
+    "groups_of", "identify_shard", "iter_row_groups", "iter_shards", "manifest_to_be",
+    "rollouts_manifest", "seal_round", "shard_ref",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -57,6 +58,14 @@ SUMMARY_COLUMNS = (
     "group_id", "reward", "status", "n_prompt_tokens", "n_completion_tokens",
     "policy_version_min", "policy_version_max",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRecord:
+    """Totals and further fields of a sealed round: which rule chose its examples, and metrics."""
+
+    totals: Mapping[str, float] = field(default_factory=dict[str, float])
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
@@ -197,10 +206,15 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
 
 
 def seal_round(
-    run: Run, round: int, shards: Sequence[SlotRef], parents: Sequence[Parent | SlotRef]
+    run: Run,
+    round: int,
+    shards: Sequence[SlotRef],
+    parents: Sequence[Parent | SlotRef],
+    sampling: "SamplingRecord | None" = None,
 ) -> SlotRef:
     """Commit the manifest of a round's rollouts: every shard once, in order.
 
+    `sampling` is what else the manifest says of how they were chosen.
     Each shard is read back and compared with its reference. Raises ValueError when a shard is
     missing or foreign, CorruptObject when one differs, CommitConflict when the round is sealed
     with other shards or parents.
@@ -217,6 +231,8 @@ def seal_round(
         return ref_of(existing[0], reused=True)
     parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
     learned = run.config.environment.reward_model is not None
+    judges = {"reward_model": _judges(run.store, shards)} if learned else {}
+    record = sampling or SamplingRecord()
     return commit_slot(
         run.store,
         slot,
@@ -224,8 +240,8 @@ def seal_round(
         fingerprint=decided,
         parents=above,
         parts=parts,
-        totals=_summary(pa.concat_tables(summaries)),
-        extra={"reward_model": _judges(run.store, shards)} if learned else {},
+        totals={**_summary(pa.concat_tables(summaries)), **record.totals},
+        extra={**judges, **record.extra},
     )
 
 

@@ -2,9 +2,10 @@
 
 Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
 the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
-run; tokens add up as rollouts do, by environment and policy version; every digest holds. Nothing
-is changed here. Totals say also what was dropped for which reason, and whether that was longer or
-shorter than what was trained on: a filter that drops the long ones teaches a policy to be short.
+run, or in more rounds than `asynchrony.replay` allows (`uses`); tokens add up as rollouts do, by
+environment and policy version; every digest holds. Nothing is changed here. Totals say also what
+was dropped for which reason, and whether that was longer or shorter than what was trained on: a
+filter that drops the long ones teaches a policy to be short.
 """
 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
@@ -24,6 +25,14 @@ from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, round_of
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.inventory import MANIFEST
+from marin_rl.storage.upkeep.uses import (
+    Offences,
+    Seen,
+    offence,
+    rows_of_earlier,
+    unsampled,
+    uses_offences,
+)
 from schemas.batches import DISPOSITION_KINDS
 from schemas.manifests import Manifest
 
@@ -163,14 +172,13 @@ COLUMNS = (
     "policy_digest", "n_prompt_tokens", "n_completion_tokens", "segment_lengths",
 )  # fmt: skip
 
-Offences = dict[str, tuple[str, ...]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAudit:
     """Audit of one round: counts of rollouts, and offending names by kind of offence.
 
-    `balances` have the same by environment and policy version.
+    `reused` counts rollouts of earlier rounds that the round trained on again. `balances` have the
+    same by environment and policy version.
     """
 
     round: int
@@ -179,6 +187,7 @@ class RoundAudit:
     filtered: int = 0
     stale: int = 0
     failed: int = 0
+    reused: int = 0
     offences: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     balances: tuple[Balance, ...] = field(default=(), compare=False)
 
@@ -194,12 +203,12 @@ class RoundAudit:
 
 
 def audit_run(run: Run) -> Iterator[RoundAudit]:
-    """Audit every round that was processed, and no rollout twice across them.
+    """Audit every round that was processed, and count the uses of rollouts across them.
 
     A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
     or its metrics say that it had: its rollouts went somewhere.
     """
-    seen: dict[str, int] = {}
+    seen = Seen(complete=True)
     sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
     # Checkpoint n + 1, or batches of round n + 1, can only exist once round n was trained on.
     followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
@@ -225,11 +234,11 @@ def audit_round(run: Run, round: int) -> RoundAudit:
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
         )
-    return _audited(run, round, {})
+    return _audited(run, round, Seen())
 
 
-def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
-    """The audit of a round; `seen` maps what earlier rounds consumed to their number, and grows."""
+def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
+    """The audit of a round; `seen` maps what was consumed to the rounds that did, and grows."""
     try:
         return _compare(run, round, seen)
     # One round that cannot be read must not hide what is wrong with the others.
@@ -237,7 +246,7 @@ def _audited(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
         return RoundAudit(round=round, offences={"unreadable": (str(error),)})
 
 
-def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
+def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     batches = read_manifest(run.store, batches_slot(round))
     if batches is None:
         raise ObjectMissing(
@@ -246,28 +255,40 @@ def _compare(run: Run, round: int, seen: dict[str, int]) -> RoundAudit:
         )
     rollouts = rollouts_manifest(run, round)
     generated = pa.concat_tables(iter_row_groups(run, rollouts, COLUMNS))
-    dispositions = dispositions_of(run, batches[0])
+    everything = dispositions_of(run, batches[0])
+    # A round's own rollouts balance; those of earlier rounds are uses of what balanced there.
+    own = pc.invert(pc.less(everything["round_generated"], round))
+    dispositions = everything.filter(own) if _reuses(batches[0]) else everything
     counts = Counter(dispositions["disposition"].to_pylist())
-    consumed = dispositions.filter(pc.equal(dispositions["disposition"], "consumed"))
+    consumed = everything.filter(pc.equal(everything["disposition"], "consumed"))
+    earlier = rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
+    again = pa.concat_tables([generated.slice(0, 0), *earlier])
     offences = {
         **_foreign(run, rollouts, generated),
         **_mislabelled(run, generated),
         **_identities(generated["rollout_id"].to_pylist(), dispositions),
         **_states(dispositions),
-        **_places(consumed, _batch_places(run, batches[0]), _segments(generated)),
-        **_twice(consumed["rollout_id"].to_pylist(), round, seen),
+        **_places(consumed, _batch_places(run, batches[0]), _segments(generated, again)),
+        **uses_offences(run, consumed, round, seen),
+        **unsampled(again, everything.filter(pc.invert(own)) if _reuses(batches[0]) else again),
         **_lineage(rollouts, batches[0]),
         **_totals(rollouts, batches[0], generated.num_rows, counts),
     }
-    for kind, names in token_offences(generated, dispositions).items():
-        offences |= _offence(kind, names)
+    for kind, names in token_offences(pa.concat_tables([generated, again]), everything).items():
+        offences |= offence(kind, names)
     return RoundAudit(
         round=round,
         generated=generated.num_rows,
         **{kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
         offences=offences,
         balances=balances(generated, dispositions),
+        reused=consumed.num_rows - counts.get("consumed", 0),
     )
+
+
+def _reuses(batches: Manifest) -> bool:
+    """True if a round may train on groups of earlier rounds again."""
+    return any(parent.slot.startswith("batches/") for parent in batches.parents)
 
 
 def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
@@ -282,10 +303,10 @@ def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
     named = {part.name for part in manifest.parts}
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
     return {
-        **_offence(
+        **offence(
             "rows of another run or round", generated.filter(wrong)["rollout_id"].to_pylist()
         ),
-        **_offence("shards outside the manifest", (name for name in there if name not in named)),
+        **offence("shards outside the manifest", (name for name in there if name not in named)),
     }
 
 
@@ -301,16 +322,16 @@ def _mislabelled(run: Run, generated: pa.Table) -> Offences:
         expected = checkpoint and checkpoint[0].extra.get("parameters_digest")
         if expected:
             wrong += sampled.filter(pl.col("policy_digest") != expected)["rollout_id"].to_list()
-    return _offence("sampled by other parameters than their version's", wrong)
+    return offence("sampled by other parameters than their version's", wrong)
 
 
 def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
     disposed = dispositions["rollout_id"].to_pylist()
     return {
-        **_offence("generated more than once", _repeated(generated)),
-        **_offence("without a disposition", sorted(set(generated) - set(disposed))),
-        **_offence("disposed of but never generated", sorted(set(disposed) - set(generated))),
-        **_offence("disposed of more than once", _repeated(disposed)),
+        **offence("generated more than once", _repeated(generated)),
+        **offence("without a disposition", sorted(set(generated) - set(disposed))),
+        **offence("disposed of but never generated", sorted(set(disposed) - set(generated))),
+        **offence("disposed of more than once", _repeated(disposed)),
     }
 
 
@@ -326,11 +347,9 @@ def _states(dispositions: pa.Table) -> Offences:
     unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
     names = dispositions["rollout_id"]
     return {
-        **_offence("of unknown disposition", names.filter(unknown).to_pylist()),
-        **_offence("consumed without a place, or the reverse", names.filter(misplaced).to_pylist()),
-        **_offence(
-            "dropped without a reason, or the reverse", names.filter(unreasoned).to_pylist()
-        ),
+        **offence("of unknown disposition", names.filter(unknown).to_pylist()),
+        **offence("consumed without a place, or the reverse", names.filter(misplaced).to_pylist()),
+        **offence("dropped without a reason, or the reverse", names.filter(unreasoned).to_pylist()),
     }
 
 
@@ -349,9 +368,10 @@ def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int
     ]
 
 
-def _segments(generated: pa.Table) -> dict[str, int]:
+def _segments(*rollouts: pa.Table) -> dict[str, int]:
     """Number of segments of each rollout that has several."""
-    pairs = zip(*(generated[n].to_pylist() for n in ("rollout_id", "segment_lengths")), strict=True)
+    table = pa.concat_tables(rollouts)
+    pairs = zip(*(table[n].to_pylist() for n in ("rollout_id", "segment_lengths")), strict=True)
     return {name: len(lengths) for name, lengths in pairs if lengths}
 
 
@@ -373,24 +393,17 @@ def _places(
     more = [name for name, count in times.items() if count > expected[name]]
     fewer = [name for name, count in times.items() if count < expected[name]]
     return {
-        **_offence("not in the batches where told", sorted(str(x[0]) for x in absent)),
-        **_offence("in the batches but not told", sorted(x[0] for x in unreported)),
-        **_offence("in the batches more than once", sorted(more)),
-        **_offence("in the batches without all segments", sorted(fewer)),
+        **offence("not in the batches where told", sorted(str(x[0]) for x in absent)),
+        **offence("in the batches but not told", sorted(x[0] for x in unreported)),
+        **offence("in the batches more than once", sorted(more)),
+        **offence("in the batches without all segments", sorted(fewer)),
     }
-
-
-def _twice(consumed: list[str], round: int, seen: dict[str, int]) -> Offences:
-    again = [f"{name} (round {seen[name]})" for name in consumed if name in seen]
-    # After the look-up: a repetition within this round is reported by `_identities`.
-    seen.update(dict.fromkeys(consumed, round))
-    return _offence("consumed in an earlier round", again)
 
 
 def _lineage(rollouts: Manifest, batches: Manifest) -> Offences:
     named = {(parent.slot, parent.sha256) for parent in batches.parents}
     wrong = (rollouts.slot, rollouts.sha256) not in named
-    return _offence("batches made from other rollouts", [batches.slot] if wrong else [])
+    return offence("batches made from other rollouts", [batches.slot] if wrong else [])
 
 
 def _totals(
@@ -408,7 +421,7 @@ def _totals(
             for kind in DISPOSITION_KINDS
         },
     }  # fmt: skip
-    return _offence(
+    return offence(
         "manifest totals",
         (
             f"{name}: says {total}, counted {count}"
@@ -420,12 +433,6 @@ def _totals(
 
 def _repeated(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _offence(kind: str, names: Iterable[str]) -> Offences:
-    """{kind: names}, or nothing where there are none."""
-    listed = tuple(names)
-    return {kind: listed} if listed else {}
 
 
 def _first(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -89,7 +89,10 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
     number = slot.number
     match slot.kind:
         case "batches":
-            return list(parents) == [rollouts_slot(number)]
+            # And those of the rounds just before it, whose groups it may use again.
+            first = number - len(parents) + 1
+            earlier = [batches_slot(n) for n in range(first, number)] if first >= 0 else []
+            return list(parents) == [rollouts_slot(number), *earlier]
         case "evals":
             return list(parents) == [checkpoint_slot(number)]
         case "intakes":
