@@ -31,7 +31,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 from marin_rl.inference.attention import MASKED, Block, attend, attend_pieces
 from marin_rl.inference.low_rank import additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
-from marin_rl.inference.quantized import LayerMatrix
+from marin_rl.inference.quantized_decoder import LayerMatrix
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,

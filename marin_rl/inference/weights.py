@@ -30,11 +30,11 @@ from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, Qwen
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
+from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear
 from marin_rl.inference.low_rank import LayerAdapters
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
-from marin_rl.inference.quantized import OwnAdapters, OwnLowRank, QuantizedLayers
-from marin_rl.linear_layers import LoraLinear, QuantizedLinear
-from marin_rl.quantized import QuantizedMatrix
+from marin_rl.inference.quantized_decoder import OwnAdapters, OwnLowRank, QuantizedLayers
+from marin_rl.inference.quantized_matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.linear_layers import LoraLinear
+from marin_rl.inference.linear_layers import LoraLinear
 from marin_rl.lora import (
     Adapter,
     LoraModule,

@@ -1,7 +1,8 @@
 """Models whose linear layers lie quantised: templates, layers one after the other, merging.
 
 A base's weight PATH becomes the arrays PATH:codes, PATH:scales and so on. No array is cut into
-layers, which would copy the base: each layer reads its part of the whole (`marin_rl.quantized`).
+layers, which would copy the base: each layer reads its part of the whole
+(`marin_rl.inference.quantized_matrix`).
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from haliax import NamedArray
 from haliax.nn import Linear
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
+from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
 from marin_rl.lora import merged_weight
 from marin_rl.lora.quantization import FIELDS, dequantized
 

@@ -112,7 +112,7 @@ def test_a_run_on_a_quantised_base(debug, tokenizer, tmp_path):
         (["mesh.fsdp=2"], "mesh.fsdp 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_quantised_is_refused_before_work(overrides, message):
+def test_settings_that_cannot_be_quantised_are_refused_before_work(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config("configs/debug.yaml", [*SETTINGS, *overrides])
 

@@ -34,6 +34,7 @@ from marin_rl.training.model import (
     named_parameters,
     parameter_shapes,
     save_hf,
+    with_parameters,
 )
 from marin_rl.training.policy_source import dtype_of, read_policy, served_template
 from marin_rl.training.quantized_layers import merged_model

@@ -1,8 +1,8 @@
 """Matrices of layers that lie quantised, and adapters that a model has itself, as decoded.
 
 A model whose base is quantised is decoded with base and adapter apart, as it is trained: merged
-weights could not lie quantised. Leaves out the formats (`marin_rl.quantized`), and adapters that
-an engine loads (`adapters`, `low_rank`).
+weights could not lie quantised. Leaves out the products (`quantized_matrix`), and adapters that an
+engine loads (`adapters`, `low_rank`).
 
 Axes: r rank, N sequences, D width.
 """
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from marin_rl.quantized import QuantizedMatrix
+from marin_rl.inference.quantized_matrix import QuantizedMatrix
 
 
 class OwnLowRank(NamedTuple):

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
+from marin_rl.inference.quantized_matrix import QuantizedMatrix
 from marin_rl.lora import LoraModule
 from marin_rl.lora.quantization import FIELDS, quantized_shapes
-from marin_rl.quantized import QuantizedMatrix
 
 
 class QuantizedWeight(eqx.Module):
