@@ -480,6 +480,8 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
     kinds = "weights, gradients, Adam"
     if config.policy.lora is not None:
         kinds = "frozen base; the adapter's weights, gradients, Adam"
+        if config.policy.quantize_base is not None:
+            kinds = f"base in {config.policy.quantize_base}" + kinds.removeprefix("frozen base")
         if plan.trained_parameters is not None:
             parameters += f"; an adapter of {plan.trained_parameters / 1e6:,.2f}M is trained"
     embedded = not config.inference.endpoints
@@ -495,6 +497,8 @@ def plan_rows(config: Config, plan: Plan) -> dict[str, str]:
         "activations": f"about {or_unknown(plan.activation_bytes)} a microbatch",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
         "overlap": _overlap(config, plan),
+        "engine weights": or_unknown(plan.engine_weight_bytes) if embedded else "remote endpoints",
+        "memory together": f"about {or_unknown(plan.memory_bytes)}",
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
         "disk, batches": f"at most {size(plan.batch_disk_bytes)}",
         "disk, scores": f"at most {size(plan.score_disk_bytes)}",

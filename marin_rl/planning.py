@@ -101,6 +101,7 @@ class Plan:
     training_bytes: int | None
     activation_bytes: int | None
     engine_cache_bytes: int | None
+    engine_weight_bytes: int | None
     rollout_disk_bytes: int
     batch_disk_bytes: int
     score_disk_bytes: int
@@ -115,6 +116,14 @@ class Plan:
         """
         sides = 2 * self.tokens_sampled_max, 6 * self.tokens_trained_max
         return min(sides) / sum(sides)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Training, activations, and the engine that samples, together; None where unknown."""
+        if self.training_bytes is None or self.activation_bytes is None:
+            return None
+        engine = (self.engine_cache_bytes or 0) + (self.engine_weight_bytes or 0)
+        return self.training_bytes + self.activation_bytes + engine
 
     @property
     def disk_bytes(self) -> int:
@@ -196,7 +205,7 @@ def plan(config: Config) -> Plan:
             if parameters is None or trained_parameters is None
             # gradient, Adam; and the base of an adapter, in the dtype that is computed in
             else learners * trained_parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)
-            + (parameters * value_bytes if config.policy.lora else 0)
+            + (_base_bytes(config, architecture, value_bytes) if architecture else 0)
         ),
         activation_bytes=(
             architecture.activation_bytes(
@@ -209,6 +218,11 @@ def plan(config: Config) -> Plan:
         ),
         engine_cache_bytes=(
             architecture.cache_bytes(slots * config.policy.context_length, value_bytes)
+            if architecture and embedded
+            else None
+        ),
+        engine_weight_bytes=(
+            _engine_weight_bytes(config, architecture, value_bytes)
             if architecture and embedded
             else None
         ),
@@ -242,6 +256,30 @@ def _trained(config: Config, architecture: Architecture) -> int:
         math.prod(layers[path].a_shape(module.rank)) + math.prod(layers[path].b_shape(module.rank))
         for path, module in modules.items()
     )
+
+
+def _base_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:
+    """Bytes of an adapter's base in training: quantised, or in the dtype that is computed in."""
+    policy, shapes = config.policy, architecture.linear_shapes.values()
+    if policy.lora is None:
+        return 0
+    if policy.quantize_base is None:
+        return architecture.parameters * value_bytes
+    from marin_rl.lora.quantization import quantized_bytes
+
+    others = architecture.parameters - sum(map(math.prod, shapes))
+    quantized = sum(quantized_bytes(shape, policy.quantize_base) for shape in shapes)
+    # One matrix at a time is there dequantised.
+    largest = max(math.prod(shape[1:]) for shape in shapes)
+    return quantized + (others + largest) * value_bytes
+
+
+def _engine_weight_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:
+    """Bytes of the engine's own weights: what it joins or merges of the trainer's arrays."""
+    linear = sum(map(math.prod, architecture.linear_shapes.values()))
+    if config.policy.quantize_base is not None:
+        return _trained(config, architecture) * value_bytes  # it reads the base where it lies
+    return linear * (value_bytes + (PARAMETER_BYTES if config.policy.lora else 0))
 
 
 def _base_disk_bytes(config: Config, parameters: int) -> int:

@@ -259,6 +259,7 @@ class RunRuntime:
         from marin_rl.inference.endpoints import Published, publish
         from marin_rl.serving.weights.adapter_folders import export_peft
         from marin_rl.training.model import save_hf
+        from marin_rl.training.quantized_layers import merged_model
 
         identity = weights.identity
         if not self._run.config.inference.endpoints:
@@ -277,7 +278,7 @@ class RunRuntime:
             if as_adapter:
                 export_peft(self._run, version, folder)
             else:
-                save_hf(weights.model, self.tokenizer, folder)
+                save_hf(merged_model(weights.model), self.tokenizer, folder)
 
         self._published = True
         flight = self._handed_out(weights)

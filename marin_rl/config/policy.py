@@ -161,6 +161,20 @@ class PolicyConfig(Section):
         description="train an adapter, with all other parameters frozen; null: all are trained"
     )
 
+    quantize_base: Literal["int8", "nf4"] | None = optional_field(
+        description="the frozen linear layers next to an adapter lie quantised, in 8 bits or in "
+        "NF4's 4, for training and sampling alike (QLoRA); null: in compute_dtype"
+    )
+
+    @model_validator(mode="after")
+    def _quantises_what_is_frozen(self) -> "PolicyConfig":
+        if self.quantize_base is not None and self.lora is None:
+            raise ValueError(
+                f"quantize_base is {self.quantize_base} without policy.lora: only parameters that "
+                "are frozen next to an adapter can lie quantised; set policy.lora.rank"
+            )
+        return self
+
     @model_validator(mode="after")
     def _source_is_named(self) -> "PolicyConfig":
         if self.init == "hf" and not self.hf_path:

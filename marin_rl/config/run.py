@@ -190,6 +190,31 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _quantised_bases_fit(self) -> "Config":
+        """Refuse what would need the base as it was before it was quantised, or cut."""
+        scheme, critic = self.policy.quantize_base, self.training.critic
+        if scheme is None:
+            return self
+        if critic is not None and critic.trunk == "own":
+            raise ValueError(
+                f"training.critic.trunk own with policy.quantize_base {scheme}: a second adapter "
+                "on a quantised base is not supported; expected trunk shared, or no critic"
+            )
+        if self.inference.endpoints and self.inference.publish == "lora_adapter":
+            raise ValueError(
+                f"inference.publish lora_adapter with policy.quantize_base {scheme}: endpoints "
+                "apply the adapter to the base as it was, which is another policy than the one "
+                "that is trained; expected update_weights_from_disk, or no endpoints"
+            )
+        if self.mesh.fsdp != 1 or self.mesh.tensor != 1:
+            raise ValueError(
+                f"policy.quantize_base {scheme} on a mesh: a quantised base is whole on each "
+                f"device; expected mesh.fsdp 1 and mesh.tensor 1, found {self.mesh.fsdp} and "
+                f"{self.mesh.tensor}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _selects_groups(self) -> "Config":
         """Refuse to choose among groups where there is nothing to choose by."""
         if not self.selects_groups:

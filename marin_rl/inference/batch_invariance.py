@@ -90,6 +90,7 @@ class Shapes:
     prefix_cache: bool = False
     adapters: int = 0
     adapter_rank: int = 0
+    own: str = ""  # layout of weights that lie quantised, and of the model's own adapter
 
     @property
     def cache(self) -> Cache:
@@ -132,6 +133,8 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     shape_facts = asdict(shapes)
     if not shapes.adapters:  # as records of engines without adapters always were
         del shape_facts["adapters"], shape_facts["adapter_rank"]
+    if not shapes.own:
+        del shape_facts["own"]
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,
@@ -309,6 +312,7 @@ class Prover:
         Only products are tried, as all else works on one position at a time.
         """
         products = jax.jit(decoder.prompt_products, static_argnums=0)
+        first = self._fused.all_layers(self._shapes.spec)[0]
         for bucket in self._buckets:
             tile = decoder.prefill_tile(self._shapes.prefill_rows, bucket)
             if tile == 1:
@@ -319,7 +323,7 @@ class Prover:
             # the last one is on adapter 1 both times
             rows_R = self._rows(tile)[::-1]
             same, others = (
-                products(self._shapes.spec, self._fused.layers[0], self._put(x_RPD), row_R)
+                products(self._shapes.spec, first, self._put(x_RPD), row_R)
                 for x_RPD, row_R in (
                     (same_RPD, self._adapter(np.full(tile, 1))),
                     (others_RPD, self._adapter(rows_R)),
@@ -437,8 +441,12 @@ def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:
     rng = np.random.default_rng(1)
 
     def fill(leaf: Any) -> Any:
+        if np.issubdtype(leaf.dtype, np.integer):  # codes of weights that lie quantised
+            limits = np.iinfo(leaf.dtype)
+            return put(rng.integers(limits.min, limits.max, leaf.shape, leaf.dtype, endpoint=True))
         deviation = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1.0
-        return put((rng.standard_normal(leaf.shape, np.float32) * deviation).astype(leaf.dtype))
+        normal = np.asarray(rng.standard_normal(leaf.shape, np.float32) * deviation)
+        return put(normal.astype(leaf.dtype))
 
     return jax.tree.map(fill, fused)
 

@@ -19,6 +19,7 @@ prompt that slots share as those of one slot: that is proven on the machine at h
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 from marin_rl.inference.attention import MASKED, Block, attend, attend_pieces
 from marin_rl.inference.low_rank import additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
+from marin_rl.inference.quantized_decoder import LayerMatrix
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,
@@ -96,7 +98,7 @@ def decode_step(
     cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
     longest = jnp.max(positions_S)
     written = []
-    for layer, blocks in zip(decoder.layers, cache, strict=True):
+    for layer, blocks in zip(decoder.all_layers(spec), cache, strict=True):
         normed = _rms_norm(spec, layer.attention_norm, x_SD)
         query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
         query = constrain(query, SLOTS, TENSOR)
@@ -138,10 +140,28 @@ def _rms_norm(spec: DecoderSpec, norm: Norm, x: Array) -> Array:
     return out if norm.bias is None else out + norm.bias
 
 
-def _times(x: Array, matrix: Array, bias: Array | None = None) -> Array:
+def _times(x: Array, matrix: Array | LayerMatrix, bias: Array | None = None) -> Array:
     """x [..., in] times matrix [out, in]; one kernel for every leading shape."""
-    out = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+    if isinstance(matrix, LayerMatrix):
+        out = matrix.times(x)
+    else:
+        out = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
     return out if bias is None else out + bias
+
+
+def _adapted(
+    layer: Layer, name: str, x: Array, outs: Sequence[Array], adapter_N: Array | None
+) -> list[Array]:
+    """Each part of a matrix's product with x, and what adapters add: the model's, an engine's."""
+    adapted = list(outs)
+    if layer.own is not None:
+        for part, own in enumerate(getattr(layer.own, name)):
+            if own is not None:
+                adapted[part] += own.change(x).reshape(adapted[part].shape)
+    if layer.adapters is not None and adapter_N is not None:
+        more = additions(getattr(layer.adapters, name), x, adapter_N)
+        adapted = [out + one.reshape(out.shape) for out, one in zip(adapted, more, strict=True)]
+    return adapted
 
 
 def _project(
@@ -165,15 +185,9 @@ def _joined(
     """Query [..., K, G, H], key and value [..., K, H] as projected."""
     K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
     joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
-    query, key, value = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
-    if layer.adapters is None or adapter_N is None:
-        return query, key, value
-    more_query, more_key, more_value = additions(layer.adapters.qkv, x, adapter_N)
-    return (
-        query + more_query.reshape(query.shape),
-        key + more_key.reshape(key.shape),
-        value + more_value.reshape(value.shape),
-    )
+    parts = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+    query, key, value = _adapted(layer, "qkv", x, parts, adapter_N)
+    return query, key, value
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
@@ -228,26 +242,18 @@ def _after_attention(
 
 def _output(layer: Layer, attended: Array, adapter_N: Array | None) -> Array:
     out = _times(attended, layer.output, layer.output_bias)
-    if layer.adapters is None or adapter_N is None:
-        return out
-    (more,) = additions(layer.adapters.output, attended, adapter_N)
-    return out + more
+    return _adapted(layer, "output", attended, [out], adapter_N)[0]
 
 
 def _gate_and_up(layer: Layer, x: Array, adapter_N: Array | None) -> tuple[Array, Array]:
-    gate, up = split_gate_up(_times(x, layer.gate_up, layer.gate_up_bias))
-    if layer.adapters is None or adapter_N is None:
-        return gate, up
-    more_gate, more_up = additions(layer.adapters.gate_up, x, adapter_N)
-    return gate + more_gate, up + more_up
+    parts = split_gate_up(_times(x, layer.gate_up, layer.gate_up_bias))
+    gate, up = _adapted(layer, "gate_up", x, parts, adapter_N)
+    return gate, up
 
 
 def _down(layer: Layer, inner: Array, adapter_N: Array | None) -> Array:
     out = _times(inner, layer.down, layer.down_bias)
-    if layer.adapters is None or adapter_N is None:
-        return out
-    (more,) = additions(layer.adapters.down, inner, adapter_N)
-    return out + more
+    return _adapted(layer, "down", inner, [out], adapter_N)[0]
 
 
 def prefill(
@@ -342,7 +348,8 @@ def _extend_step(
     x_MD = _embed(spec, decoder, tokens_NT.reshape(-1))
     cos_MH, sin_MH = rotary.cos[positions_M], rotary.sin[positions_M]
     written = []
-    for index, (layer, blocks) in enumerate(zip(decoder.layers, cache, strict=True)):
+    layers = decoder.all_layers(spec)
+    for index, (layer, blocks) in enumerate(zip(layers, cache, strict=True)):
         normed = _rms_norm(spec, layer.attention_norm, x_MD)
         query, key, value = _project(spec, layer, normed, cos_MH, sin_MH, adapter_M)
         # all pieces before any attention: a later piece of a slot reads an earlier one of this step
@@ -393,7 +400,7 @@ def _prefill_tile(
     cos, sin = rotary.cos[:P], rotary.sin[:P]
     x = _embed(spec, decoder, tokens_RP)
     pairs = []
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate(decoder.all_layers(spec)):
         normed = _rms_norm(spec, layer.attention_norm, x)
         query, key, value = _project(spec, layer, normed, cos, sin, adapter_R)
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)

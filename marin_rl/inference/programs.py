@@ -27,6 +27,8 @@ from marin_rl.inference.weights import (
     fuse_layers,
     gather_ends,
     own_ends,
+    quantized_layers,
+    without_quantized,
 )
 
 # Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
@@ -85,8 +87,10 @@ def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Deco
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
     if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
         ends = _compiled_ends(weights, dtype=dtype)
-    layers = compiled_layers(spec=spec, layers=weights.layers, dtype=dtype)
-    return Decoder(layers=layers, **ends._asdict())
+    own = without_quantized(weights.layers)
+    layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
+    quantized = quantized_layers(weights.layers)
+    return Decoder(layers=layers, quantized=quantized, **ends._asdict())
 
 
 @partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")

@@ -66,7 +66,7 @@ from marin_rl.inference.programs import (
     prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
-from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
+from marin_rl.inference.weights import Decoder, Weights, own_layout, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 
 # Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
@@ -136,7 +136,8 @@ class Runner:
         self._fused: tuple[object, Decoder] | None = None
         self.bank: AdapterBank | None = None
         self.bank_sizes = sizes_of(config)
-        self._mlp_width = weights.layers.gate.weight.shape[1]
+        self._mlp_width = model.config.intermediate_dim
+        self._own = own_layout(weights.layers)
         shapes = self._shapes()
         self.length = decoder.cache_length(shapes.cache)
         self.buckets = _buckets(self.length)
@@ -172,6 +173,7 @@ class Runner:
             prefix_cache=bool(self._config.prefix_cache),
             adapters=self.bank_sizes.adapters,
             adapter_rank=self.bank_sizes.rank,
+            own=self._own,
         )
 
     def _bank_shapes(self, *, masked: bool) -> Bank:

@@ -11,7 +11,7 @@ key/value head, H head size, T positions.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import haliax as hax
 import jax
@@ -30,8 +30,11 @@ from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, Qwen
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
+from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear
 from marin_rl.inference.low_rank import LayerAdapters
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
+from marin_rl.inference.quantized_decoder import OwnAdapters, OwnLowRank, QuantizedLayers
+from marin_rl.inference.quantized_matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +58,14 @@ class DecoderSpec:
 
 
 class Affine(NamedTuple):
-    """A linear map of every layer: weight [L, out..., in...], bias [L, out...] or None."""
+    """A linear map of every layer: weight [L, out..., in...], bias [L, out...] or None.
 
-    weight: Array
+    `own` is the model's own adapter on it. A weight may lie quantised.
+    """
+
+    weight: Array | QuantizedMatrix | None
     bias: Array | None
+    own: OwnLowRank | None = None
 
 
 class Norm(NamedTuple):
@@ -101,16 +108,17 @@ class Layer(NamedTuple):
 
     Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
     mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.
-    `adapters` is None in an engine that has none.
+    `adapters` is None in an engine that has none, `own` where the model itself has none. Matrices
+    that lie quantised are None until `Decoder.all_layers` gives them.
     """
 
-    qkv: Float[Array, "out D"]
+    qkv: Any
     qkv_bias: Float[Array, " out"] | None
-    output: Float[Array, "D out"]
+    output: Any
     output_bias: Float[Array, " D"] | None
-    gate_up: Float[Array, "F2 D"]
+    gate_up: Any
     gate_up_bias: Float[Array, " F2"] | None
-    down: Float[Array, "D F"]
+    down: Any
     down_bias: Float[Array, " D"] | None
     attention_norm: Norm
     mlp_norm: Norm
@@ -119,6 +127,7 @@ class Layer(NamedTuple):
     after_attention_norm: Norm | None
     after_mlp_norm: Norm | None
     adapters: LayerAdapters | None = None
+    own: OwnAdapters | None = None
 
 
 class Ends(NamedTuple):
@@ -131,13 +140,27 @@ class Ends(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """Weights in the layout and dtype that `decode_step` and `prefill` compute in."""
+    """Weights in the layout and dtype that `decode_step` and `prefill` compute in.
+
+    `quantized` are matrices of all layers that lie quantised: the model's own arrays.
+    """
 
     embedding: Float[Array, "V D"]
     embedding_norm: Norm | None
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Float[Array, "V D"]
+    quantized: QuantizedLayers | None = None
+
+    def all_layers(self, spec: DecoderSpec) -> tuple[Layer, ...]:
+        """The layers with their matrices; to be called inside a program."""
+        quantized = self.quantized
+        if quantized is None:
+            return self.layers
+        return tuple(
+            layer._replace(**quantized.of_layer(index, spec.kv_heads))
+            for index, layer in enumerate(self.layers)
+        )
 
 
 class Rotary(NamedTuple):
@@ -171,7 +194,8 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     _check_supported(model.config, layer)
     embedding = model.embeddings.token_embeddings.weight.array
     # Tied weights: the same array, not a copy.
-    head = embedding if model.lm_head is None else _matrix(model.lm_head).weight
+    head = embedding if model.lm_head is None else _float(_matrix(model.lm_head))
+    assert head is not None, "a head never lies quantised"
     weights = Weights(
         embedding=embedding,
         embedding_norm=_norm(model.embeddings.norm),
@@ -249,11 +273,18 @@ def _read_layers(layer: _DecoderLayer) -> Layers:
     )
 
 
-def _matrix(linear: Linear) -> Affine:
+def _matrix(linear: Linear | LoraLinear | QuantizedLinear) -> Affine:
+    if isinstance(linear, LoraLinear):
+        a, b = linear.lora_A.array, linear.lora_B.array
+        own = OwnLowRank(a, b, jnp.full(a.shape[:1], linear.scale, jnp.float32))
+        return _matrix(linear.wrapped)._replace(own=own)
+    bias = None if linear.bias is None else linear.bias.array
+    if isinstance(linear, QuantizedLinear):
+        return Affine(linear.matrix, bias)
     # Another layout would decode to other logits without any error.
     if linear.reparam.active_scale != 1 or not linear._out_first:
         raise InputError("the engine reads plain linear layers with the output axis first")
-    return Affine(linear.weight.array, None if linear.bias is None else linear.bias.array)
+    return Affine(linear.weight.array, bias)
 
 
 def _norm(norm: _RmsNorm | None) -> Norm | None:
@@ -313,6 +344,41 @@ def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
     )
 
 
+def quantized_layers(layers: Layers) -> QuantizedLayers | None:
+    """References to the matrices that lie quantised; None where they do not."""
+    matrices = {name: getattr(layers, name).weight for name in QuantizedLayers._fields}
+    if not isinstance(layers.query.weight, QuantizedMatrix):
+        return None
+    return QuantizedLayers(**matrices)
+
+
+def without_quantized(layers: Layers) -> Layers:
+    """The layers but for matrices that lie quantised: no program is to copy them."""
+    if not isinstance(layers.query.weight, QuantizedMatrix):
+        return layers
+    names = QuantizedLayers._fields
+    return layers._replace(**{n: getattr(layers, n)._replace(weight=None) for n in names})
+
+
+def own_layout(layers: Layers) -> str:
+    """Layout of what lies quantised, and the model's own ranks; empty for plain weights."""
+    quantized = quantized_layers(layers)
+    named = [(name, getattr(layers, name).own) for name in QuantizedLayers._fields]
+    ranks = [f"{name} {own.a.shape[1]}" for name, own in named if own is not None]
+    codes = [] if quantized is None else [str(quantized.query.codes.dtype)]
+    return ", ".join([*codes, *ranks])
+
+
+def _own_adapters(layer: Layers) -> OwnAdapters | None:
+    own = OwnAdapters(
+        qkv=(layer.query.own, layer.key.own, layer.value.own),
+        output=(layer.output.own,),
+        gate_up=(layer.gate.own, layer.up.own),
+        down=(layer.down.own,),
+    )
+    return own if any(part is not None for parts in own for part in parts) else None
+
+
 def own_ends(weights: Weights) -> Ends:
     """References to the model's own arrays."""
     return Ends(weights.embedding, weights.embedding_norm, weights.final_norm, weights.head)
@@ -321,19 +387,20 @@ def own_ends(weights: Weights) -> Ends:
 def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
     replicated = jax.tree.map(constrain, layer)
     # one product each for query, key and value and for gate and up: fewer and longer operations
-    qkv = _by_head(spec, [layer.query.weight, layer.key.weight, layer.value.weight])
+    qkv = _by_head(spec, [_float(layer.query), _float(layer.key), _float(layer.value)])
     qkv_bias = _by_head(spec, [layer.query.bias, layer.key.bias, layer.value.bias])
-    gate_up = _by_piece([layer.gate.weight, layer.up.weight])
-    assert qkv is not None
-    assert gate_up is not None
+    gate_up = _by_piece([_float(layer.gate), _float(layer.up)])
+    output, down = _float(layer.output), _float(layer.down)
     return Layer(
-        qkv=qkv.reshape(-1, spec.width),
+        qkv=None if qkv is None else qkv.reshape(-1, spec.width),
         qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
-        output=constrain(layer.output.weight.reshape(spec.width, -1), UNDIVIDED, TENSOR),
+        output=(
+            None if output is None else constrain(output.reshape(spec.width, -1), UNDIVIDED, TENSOR)
+        ),
         output_bias=replicated.output.bias,
         gate_up=gate_up,
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
-        down=constrain(layer.down.weight, UNDIVIDED, TENSOR),
+        down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
         down_bias=replicated.down.bias,
         attention_norm=replicated.attention_norm,
         mlp_norm=replicated.mlp_norm,
@@ -341,7 +408,14 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
         key_norm=replicated.key_norm,
         after_attention_norm=replicated.after_attention_norm,
         after_mlp_norm=replicated.after_mlp_norm,
+        own=_own_adapters(layer),
     )
+
+
+def _float(affine: Affine) -> Array | None:
+    """The weight of a layer; None for one that lies quantised."""
+    assert not isinstance(affine.weight, QuantizedMatrix), "a program would copy it"
+    return affine.weight
 
 
 def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:

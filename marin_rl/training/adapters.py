@@ -1,4 +1,4 @@
-"""Models with an adapter: the layer that adds B A x, templates with and without it, merging.
+"""Models with an adapter: templates with and without it, which parameters are trained, merging.
 
 A base's parameters keep their names, and an adapter's are named PATH:A and PATH:B after the weights
 they change (see `marin_rl.lora`). So a policy with an adapter is one dictionary of arrays, of which
@@ -10,16 +10,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
-from haliax.nn import Linear
 from jaxtyping import Array
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import InputError
+from marin_rl.inference.linear_layers import LoraLinear
 from marin_rl.lora import (
     Adapter,
     LoraModule,
@@ -37,40 +35,6 @@ Modules = Mapping[str, LoraModule]
 M = TypeVar("M", bound=eqx.Module)
 
 HEAD = "head/"  # of a scalar model, which is trained whatever its trunk is
-
-
-class LoraLinear(eqx.Module):
-    """A linear layer and its adapter: W x + scale B A x; A `[r, in...]`, B `[out..., r]`."""
-
-    wrapped: Linear
-    lora_A: NamedArray
-    lora_B: NamedArray
-    rank: Axis = eqx.field(static=True)
-    scale: float = eqx.field(static=True)
-
-    @staticmethod
-    def like(linear: Linear, module: LoraModule, dtype: str) -> "LoraLinear":
-        """Return the layer around a stacked `linear` of a template, with shapes for arrays."""
-        inputs, outputs = _axes(linear.In), _axes(linear.Out)
-        layer, rank = linear.weight.axes[0], Axis("lora_rank", module.rank)
-
-        def shaped(*axes: Axis) -> Any:
-            shape = tuple(axis.size for axis in axes)
-            return NamedArray(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes)  # type: ignore
-
-        a, b = shaped(layer, rank, *inputs), shaped(layer, *outputs, rank)
-        return LoraLinear(linear, a, b, rank, module.scale)
-
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Return the outputs of the layer; `key` is not used."""
-        # Scaled at the rank, which is far narrower than the outputs.
-        low = hax.dot(inputs, self.lora_A, axis=self.wrapped.In) * self.scale
-        change = hax.auto_sharded(hax.dot(low, self.lora_B, axis=self.rank))
-        return self.wrapped(inputs) + change
-
-
-def _axes(spec: Any) -> tuple[Axis, ...]:
-    return (spec,) if isinstance(spec, Axis) else tuple(spec)
 
 
 def modules_of(policy: PolicyConfig, template: LmHeadModel) -> dict[str, LoraModule]:
@@ -168,7 +132,7 @@ def _merged(
 
 def without_lora(config: Config) -> Config:
     """Return the configuration of a stage that trains all parameters."""
-    policy = config.policy.model_copy(update={"lora": None})
+    policy = config.policy.model_copy(update={"lora": None, "quantize_base": None})
     return config.model_copy(update={"policy": policy})
 
 

@@ -17,12 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config
 from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
+from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.training.adapters import Modules, modules_of, with_adapter
 from marin_rl.training.critic import make_critic
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
 from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
+from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import state_like, template_of, vocabulary_of
 from marin_rl.training.step import (
     ForwardBackward,
@@ -76,6 +78,7 @@ class CompiledStep:
         modules: Modules | None = None,
     ) -> None:
         self.settings = settings
+        self.quantize_base = config.policy.quantize_base
         self.layout: Layout = layout_of(config.mesh)
         # Without an adapter, as the engine and exports have the model.
         self.base_template = template_of(config.policy, tokenizer)
@@ -85,6 +88,7 @@ class CompiledStep:
             self.template = with_gradient_checkpointing(self.template)
         if config.policy.lora is not None:
             self.template = with_adapter(self.template, self.modules, config.policy.lora.dtype)
+            self.template = with_quantized(self.template, config.policy.quantize_base)
             rate = adamw.learning_rate * config.policy.lora.learning_rate_factor
             adamw = dataclasses.replace(adamw, learning_rate=rate)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
@@ -126,10 +130,15 @@ class CompiledStep:
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
 
     def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
-        """The base of an adapter on the devices, in the dtype that is computed in."""
+        """The base of an adapter on the devices, quantised or in the dtype that is computed in."""
         dtype = self.settings.compute_dtype
+        if self.quantize_base is not None:
+            base = quantize_base(base, self.quantize_base)
         # Cast once and not by each step: no update ever needs the digits that this drops.
-        cast = {name: jnp.asarray(array).astype(dtype) for name, array in base.items()}
+        cast = {
+            name: array if is_quantized(name) else jnp.asarray(array).astype(dtype)
+            for name, array in base.items()
+        }
         return self.layout.place_parameters(cast, self.template)
 
     def rows(

@@ -57,6 +57,9 @@ class FrozenBase:
         program = self._program
         if not program.modules:
             return with_parameters(program.template, trained)
+        if program.quantize_base is not None:
+            # Merged weights could not lie quantised as the base does: engines decode both apart.
+            return with_parameters(program.template, {**self.parameters, **trained})
         adapter = Adapter(modules=program.modules, arrays=trained)
         with program.layout.active():
             return with_parameters(

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.lora.quantization import is_quantized
 from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
 from marin_rl.training.logprobs import TokenScores, token_logprobs
@@ -62,8 +63,15 @@ def combine(trainable: Parameters | None, frozen: Parameters) -> Parameters:
 
 
 def computing(parameters: Tree, dtype: str) -> Tree:
-    """Cast parameters to what is computed with; the masters stay float32."""
-    return jax.tree.map(lambda array: array.astype(dtype), parameters)
+    """Cast parameters to what is computed with; the masters stay float32.
+
+    Weights that lie quantised stay as they are: they are dequantised to the dtype of their product.
+    """
+
+    def cast(path: Any, array: Array) -> Array:
+        return array if is_quantized(str(getattr(path[-1], "key", ""))) else array.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, parameters)
 
 
 def scorer_of(

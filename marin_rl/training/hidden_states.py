@@ -18,6 +18,7 @@ from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.gemma import GemmaLMHeadModel
 
 from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
+from marin_rl.training.quantized_layers import Blocks, folded, lies_quantized
 
 # More layers than this are scanned: see `_blocks` for what either way costs.
 UNROLLED_LAYERS_MAX = 8
@@ -70,12 +71,22 @@ def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
     return states
 
 
+def last_layer(layers: Any, count: int) -> Any:
+    """The last of `count` stacked layers."""
+    return Blocks(layers)[count - 1] if lies_quantized(layers) else layers.get_layer(count - 1)
+
+
 def _blocks(layers: Any, count: int) -> list[Any]:
     """Blocks of layers to run one after the other; all but the last may be many layers in one scan.
 
     Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many
     spares the compiler minutes.
     """
+    if lies_quantized(layers):
+        few = count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable
+        blocks = Blocks(layers)
+        first = [blocks[i] for i in range(count - 1)] if few else [folded(layers, count - 1)]
+        return [*first, blocks[count - 1]]
     # To wait for the last layer is what makes it possible to skip most of it.
     last = layers.get_layer(count - 1)
     if count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.training.hidden_states import is_plain, states_before_last_mlp
+from marin_rl.training.hidden_states import is_plain, last_layer, states_before_last_mlp
 from marin_rl.training.losses import scores_of_logits
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
@@ -226,7 +226,7 @@ class _Tail(NamedTuple):
     def of(cls, model: Any, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
         """The tail of a model, as references to its arrays."""
         layers: Any = model.transformer.layers
-        last = layers.get_layer(model.config.num_layers - 1)
+        last = last_layer(layers, model.config.num_layers)
         final_norm, weights = model.transformer.norm, model.get_lm_head().array if words else None
         return cls(last.post_attention_layernorm, last.mlp, final_norm, weights, scalar)
 
@@ -365,7 +365,7 @@ def _scores_backward(
         jnp.zeros(g.shape, jnp.float32) if isinstance(g, SymbolicZero) else g for g in gradients
     )
 
-    def whole(trained: list[Array], leaves: list[Array]) -> Any:
+    def whole(trained: list[Array], leaves: list[Any]) -> Any:
         own = iter(trained)
         pairs = zip(leaves, static.wanted, strict=True)
         return structure.unflatten([next(own) if wanted else leaf for leaf, wanted in pairs])

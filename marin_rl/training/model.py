@@ -31,6 +31,7 @@ from marin_rl.config import PolicyConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import InputError
 from marin_rl.hf_settings import checked_hf_config
+from marin_rl.lora.quantization import FIELDS
 from marin_rl.model_folders import read_hf_config, weight_files
 from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.tokenizers import end_token_ids, load_tokenizer
@@ -124,10 +125,13 @@ def _named_arrays(model: Any) -> dict[str, NamedArray]:
 def _name_of(path: Any) -> str:
     """Name of a parameter by its path in the module.
 
-    A layer with an adapter keeps the name of its weight, which the adapter's arrays are named for.
+    A layer with an adapter keeps the name of its weight, which the adapter's arrays are named for,
+    and so are those of a weight that lies quantised.
     """
     name = "/".join(part.name for part in path if part.name != "wrapped")
     head, _, last = name.rpartition("/")
+    if last in FIELDS:
+        return f"{head}:{last}"
     return f"{head}/weight:{last[-1]}" if last in ("lora_A", "lora_B") else name
 
 

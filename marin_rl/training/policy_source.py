@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
 from marin_rl.lora import Adapter
+from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
     commit_checkpoint,
@@ -32,8 +33,15 @@ from marin_rl.training.adapters import (
     with_adapter,
     without_lora,
 )
-from marin_rl.training.model import digest_of, load_hf, matrix_mask, named_parameters
+from marin_rl.training.model import (
+    digest_of,
+    load_hf,
+    matrix_mask,
+    named_parameters,
+    with_parameters,
+)
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
+from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import (
     UNSERVED,
     AdapterOf,
@@ -77,12 +85,38 @@ class CommittedPolicy:
         return adapter and Adapter(modules=adapter.modules, arrays=self.trained)
 
     def parameters(self) -> Parameters:
-        """All parameters of the policy, an adapter merged into its base."""
-        adapter = self.adapter
+        """All parameters of the policy, an adapter merged into its base.
+
+        A base that was quantised is taken as it was trained with, dequantised.
+        """
+        adapter, scheme = self.adapter, self.identity.quantize_base
         if adapter is None:
             return {name: jnp.asarray(array) for name, array in self.trained.items()}
-        base = {name: jnp.asarray(array) for name, array in self.base.items()}
-        return merged_parameters(base, adapter)
+        base = self.base
+        if scheme is not None:
+            shapes = {name: tuple(array.shape) for name, array in base.items()}
+            base = dequantize_base(quantize_base(base, scheme), shapes)
+        return merged_parameters({name: jnp.asarray(a) for name, a in base.items()}, adapter)
+
+    def served(self, template: LmHeadModel, dtype: str) -> LmHeadModel:
+        """The model that engines decode: an adapter merged, or next to a base that is quantised.
+
+        `template` is the model's, without an adapter.
+        """
+        scheme = self.identity.quantize_base
+        if scheme is None:
+            own = self.parameters() if self.adapter else self.trained
+            return with_parameters(template, own)
+        whole = served_template(self.identity, template, dtype)
+        return with_parameters(whole, {**quantize_base(self.base, scheme), **self.trained})
+
+
+def served_template(identity: Identity, template: LmHeadModel, dtype: str) -> LmHeadModel:
+    """The template of `CommittedPolicy.served`; `dtype` is that of an adapter's arrays."""
+    adapter = identity.adapter
+    if adapter is None or adapter.quantize_base is None:
+        return template
+    return with_quantized(with_adapter(template, adapter.modules, dtype), adapter.quantize_base)
 
 
 def read_policy(run: Run, ref: SlotRef, template: LmHeadModel) -> CommittedPolicy:
@@ -231,4 +265,7 @@ def recorded_modules(run: Run) -> Modules | None:
 
 def adapter_of_run(run: Run, modules: Modules) -> AdapterOf | None:
     """Base and modules of a run's adapter; None without one. Raises ObjectMissing."""
-    return AdapterOf(base_digest=base_of(run)[1], modules=modules) if modules else None
+    if not modules:
+        return None
+    scheme = run.config.policy.quantize_base
+    return AdapterOf(base_digest=base_of(run)[1], modules=modules, quantize_base=scheme)

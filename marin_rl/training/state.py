@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora import LoraModule, policy_digest
+from marin_rl.lora.quantization import quantized_digest
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.checkpoints import (
     ExtraParts,
@@ -178,27 +179,37 @@ def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOf:
-    """The base of an adapter, by its digest, and the modules that it adapts."""
+    """The base of an adapter, by its digest, and the modules that it adapts.
+
+    `quantize_base` is how the base lies while it is trained on and sampled with, if quantised.
+    """
 
     base_digest: str
     modules: Mapping[str, LoraModule]
+    quantize_base: str | None = None
 
     def policy_digest(self, adapter_digest: str) -> str:
         """Identity of the policy that an adapter makes of the base."""
-        return policy_digest(self.base_digest, self.modules, adapter_digest)
+        base = quantized_digest(self.base_digest, self.quantize_base)
+        return policy_digest(base, self.modules, adapter_digest)
 
     def as_dict(self) -> dict[str, list[Any]]:
         """Return the modules as a manifest keeps them: rank, alpha and rslora by path."""
         return {path: [each.rank, each.alpha, each.rslora] for path, each in self.modules.items()}
 
     @classmethod
-    def parsed(cls, base_digest: str, modules: Mapping[str, Sequence[Any]]) -> "AdapterOf":
+    def parsed(
+        cls,
+        base_digest: str,
+        modules: Mapping[str, Sequence[Any]],
+        quantize_base: str | None = None,
+    ) -> "AdapterOf":
         """Return what `as_dict` described. Raises ValueError or TypeError for anything else."""
         parsed = {
             str(path): LoraModule(rank=int(rank), alpha=float(alpha), rslora=bool(rslora))
             for path, (rank, alpha, rslora) in modules.items()
         }
-        return cls(base_digest=base_digest, modules=parsed)
+        return cls(base_digest=base_digest, modules=parsed, quantize_base=quantize_base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +217,8 @@ class Identity:
     """Identity of a checkpoint in its manifest; fields are None for what it does not have.
 
     `parameters_digest` identifies the policy: by all parameters or, with an adapter, by
-    `adapter_digest`, `base_digest` and `lora`, the rank and scale of each module.
+    `adapter_digest`, `base_digest` and `lora`, the rank and scale of each module. `base_digest` is
+    of the base as it was, before `quantize_base`.
     """
 
     parameters_digest: str
@@ -217,6 +229,7 @@ class Identity:
     adapter_digest: str | None = None
     base_digest: str | None = None
     lora: Mapping[str, Sequence[Any]] | None = None
+    quantize_base: str | None = None
 
     @classmethod
     def of(
@@ -233,6 +246,7 @@ class Identity:
             adapter_digest=None if adapter is None else own,
             base_digest=None if adapter is None else adapter.base_digest,
             lora=None if adapter is None else adapter.as_dict(),
+            quantize_base=None if adapter is None else adapter.quantize_base,
         )
 
     @property
@@ -240,7 +254,7 @@ class Identity:
         """The base and the modules of its adapter; None where all parameters are its own."""
         if self.base_digest is None or self.lora is None:
             return None
-        return AdapterOf.parsed(self.base_digest, self.lora)
+        return AdapterOf.parsed(self.base_digest, self.lora, self.quantize_base)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest's `extra` keeps them."""

@@ -36,7 +36,8 @@ from marin_rl.training.model import (
     save_hf,
     with_parameters,
 )
-from marin_rl.training.policy_source import read_policy
+from marin_rl.training.policy_source import dtype_of, read_policy, served_template
+from marin_rl.training.quantized_layers import merged_model
 from marin_rl.training.state import Identity, identity_of, template_of
 from marin_rl.types import SlotRef
 
@@ -274,16 +275,17 @@ def read_slot(
         ),
     )
     template = template_of(run.config.policy, tokenizer)
+    dtype = dtype_of(run)
     if served is not None:
-        served.architecture.check(template)
+        served.architecture.check(served_template(identity, template, dtype))
     policy = read_policy(run, ref, template)
     promises = identity.parameters_digest, promised
     digest = _verified(policy.digest, policy.trained, promises)
-    parameters = policy.parameters() if policy.adapter else policy.trained
+    model = policy.served(template, dtype)
     return Loaded(
-        model=with_parameters(template, parameters),
+        model=model,
         parameters_digest=digest,
-        bytes=_bytes_of(parameters),
+        bytes=_bytes_of(named_parameters(model)),
         round=round_of(ref.slot.rpartition("/")[2]),
     )
 
@@ -298,9 +300,10 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: expected a new folder for the checkpoint")
     loaded = read_checkpoint(run, round)
-    save_hf(loaded.model, tokenizer_for(run.config.policy), folder)
+    model = merged_model(loaded.model)
+    save_hf(model, tokenizer_for(run.config.policy), folder)
     # Of all parameters: an adapter's policy has another identity, but is written merged.
-    read_folder(str(folder), digest_of(named_parameters(loaded.model)))
+    read_folder(str(folder), digest_of(named_parameters(model)))
     return loaded
 
 

@@ -1,0 +1,123 @@
+"""Linear layers in the place of Haliax's own: with an adapter next to the weight, or quantised.
+
+Owns the modules alone, which training computes with and the engine reads. Leaves out which layers
+of a model they replace (`training.adapters`, `training.quantized_layers`).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn import Linear
+
+from marin_rl.inference.quantized_matrix import QuantizedMatrix
+from marin_rl.lora import LoraModule
+from marin_rl.lora.quantization import FIELDS, quantized_shapes
+
+
+class QuantizedWeight(eqx.Module):
+    """Arrays of a stacked weight, all layers of it; see `marin_rl.lora.quantization`."""
+
+    codes: NamedArray
+    scales: NamedArray
+    absmax_steps: NamedArray | None
+    absmax_mean: NamedArray | None
+
+    @staticmethod
+    def like(weight: NamedArray, scheme: str) -> "QuantizedWeight":
+        """Return shapes for the arrays of a stacked weight of a template."""
+        shapes = quantized_shapes(tuple(axis.size for axis in weight.axes), scheme)
+        dtypes = {"codes": jnp.int8, "scales": jnp.float32}
+        if scheme == "nf4":
+            dtypes = {"codes": jnp.uint8, "scales": jnp.int8}
+
+        def shaped(field: str) -> Any:
+            if field not in shapes:
+                return None
+            names = ("block", "in_block") if field == "codes" else (field,)
+            inner = zip(names, shapes[field][1:], strict=False)
+            axes = (weight.axes[0], *(Axis(f"quantized_{name}", size) for name, size in inner))
+            dtype = dtypes.get(field, jnp.float32)
+            return NamedArray(jax.ShapeDtypeStruct(shapes[field], dtype), axes)  # type: ignore
+
+        return QuantizedWeight(*map(shaped, FIELDS))
+
+
+class QuantizedLinear(eqx.Module):
+    """A linear layer whose weight lies quantised, of all layers until `at` chooses one."""
+
+    weight: QuantizedWeight
+    bias: NamedArray | None
+    layer: Any
+    In: Any = eqx.field(static=True)
+    Out: Any = eqx.field(static=True)
+
+    @staticmethod
+    def like(linear: Linear, scheme: str) -> "QuantizedLinear":
+        """Return the layer in place of a stacked `linear` of a template."""
+        weight = QuantizedWeight.like(linear.weight, scheme)
+        return QuantizedLinear(weight, linear.bias, None, linear.In, linear.Out)
+
+    def at(self, layer: Any) -> "QuantizedLinear":
+        """The layer of this index, whose bias is in place already; no array is cut."""
+        return dataclasses.replace(self, layer=layer)
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The weight as matrices, by reference."""
+        weight = self.weight
+        named = weight.codes, weight.scales, weight.absmax_steps, weight.absmax_mean
+        arrays = [None if each is None else each.array for each in named]
+        outputs, inputs = (math.prod(a.size for a in axes_of(axes)) for axes in (self.Out, self.In))
+        return QuantizedMatrix(*arrays, outputs=outputs, inputs=inputs)
+
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """Return the outputs of the layer; `key` is not used."""
+        into, out = axes_of(self.In), axes_of(self.Out)
+        ordered = inputs.rearrange((..., *into))
+        others = ordered.axes[: len(ordered.axes) - len(into)]
+        x = ordered.array.reshape(*(axis.size for axis in others), -1)
+        product = self.matrix.times(x, self.layer)
+        axes = (*others, *out)
+        named = NamedArray(product.reshape([axis.size for axis in axes]), axes)
+        return hax.auto_sharded(named if self.bias is None else named + self.bias)
+
+
+class LoraLinear(eqx.Module):
+    """A linear layer and its adapter: W x + scale B A x; A `[r, in...]`, B `[out..., r]`."""
+
+    wrapped: Linear | QuantizedLinear
+    lora_A: NamedArray
+    lora_B: NamedArray
+    rank: Axis = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+
+    @staticmethod
+    def like(linear: Linear, module: LoraModule, dtype: str) -> "LoraLinear":
+        """Return the layer around a stacked `linear` of a template, with shapes for arrays."""
+        inputs, outputs = axes_of(linear.In), axes_of(linear.Out)
+        layer, rank = linear.weight.axes[0], Axis("lora_rank", module.rank)
+
+        def shaped(*axes: Axis) -> Any:
+            shape = tuple(axis.size for axis in axes)
+            return NamedArray(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes)  # type: ignore
+
+        a, b = shaped(layer, rank, *inputs), shaped(layer, *outputs, rank)
+        return LoraLinear(linear, a, b, rank, module.scale)
+
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """Return the outputs of the layer; `key` is not used."""
+        # Scaled at the rank, which is far narrower than the outputs.
+        low = hax.dot(inputs, self.lora_A, axis=self.wrapped.In) * self.scale
+        change = hax.auto_sharded(hax.dot(low, self.lora_B, axis=self.rank))
+        return self.wrapped(inputs) + change
+
+
+def axes_of(spec: Any) -> tuple[Axis, ...]:
+    """The axes of a specification of one or several."""
+    return (spec,) if isinstance(spec, Axis) else tuple(spec)
