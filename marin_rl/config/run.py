@@ -166,6 +166,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _merges_an_adapter(self) -> "Config":
+        if self.inference.serve_merged is not None and self.policy.lora is None:
+            raise ValueError(
+                "inference.serve_merged is about policies with an adapter, and policy.lora is "
+                "null: remove it, or set policy.lora.rank"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reward_models_have_no_adapter(self) -> "Config":
         if self.reward_model is not None and self.policy.lora is not None:
             raise ValueError(
