@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 100_000_000, 200_000_000])
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--add", action="store_true", help="keep the curves of earlier invocations")
-    parser.add_argument("--root", type=Path, help="folder that keeps the runs: to go on after an end")
+    parser.add_argument(
+        "--root", type=Path, help="folder that keeps the runs: to go on after an end"
+    )
     parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
     parser.add_argument("--set", dest="overrides", action="append", default=[])

@@ -101,7 +101,7 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     board = board_of(inference, run.folder) if follow else None
     take = whole_checkpoints(server.updater, run, board and board.api_key)
     if version is not None:
-        versions = VersionUpdater(server, run, loaded.model, tokenizer, settings.inference)
+        versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, settings.inference)
         versions.take(version.round, version.parameters_digest)
         take = versions.take
     if not follow:

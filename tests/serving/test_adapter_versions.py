@@ -90,7 +90,7 @@ def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
     tokenizer, version = character_tokenizer(), read_version(run, 0)
     base = read_base_of(run, version)
     server = proven_server(base, tokenizer, with_versions_room(run.config, 8, adapters=4))
-    versions = VersionUpdater(server, run, base.model, tokenizer, run.config.inference)
+    versions = VersionUpdater(server.adapters, run, base.model, tokenizer, run.config.inference)
     versions.take(0)
     server.start()
     try:
@@ -106,7 +106,7 @@ def test_followers_serve_each_version_by_its_name(followed):
     status, _, answer = talk(server, "POST", CHAT, chat_body())
     assert (status, answer["model"]) == (200, served_id(run, 0))
     # A request on the first version, which is unloaded before it has begun to be sampled.
-    long = chat_body(model=served_id(run, 0), max_tokens=60, min_tokens=60)
+    long = chat_body(model=served_id(run, 0), max_tokens=40)
     expected = talk(server, "POST", CHAT, long)[2]
     answers: list[dict] = []
     server.engine.pause()

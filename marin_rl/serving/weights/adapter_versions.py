@@ -18,7 +18,6 @@ from marin_rl.errors import CorruptObject, ObjectMissing, StalePolicy
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
 from marin_rl.lora import Adapter
-from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapters import AdapterPromise, ServedAdapters
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
@@ -137,13 +136,13 @@ class VersionUpdater:
 
     def __init__(
         self,
-        server: PolicyServer,
+        adapters: ServedAdapters,
         run: Run,
         base: LmHeadModel,
         tokenizer: PreTrainedTokenizerBase,
         inference: InferenceConfig,
     ) -> None:
-        self._server, self._run, self._base = server, run, base
+        self._adapters, self._run, self._base = adapters, run, base
         self._inference = inference
         self._dtype = jnp.dtype(run.config.policy.compute_dtype)
         self._canary_ids = canary_ids(tokenizer)
@@ -151,7 +150,7 @@ class VersionUpdater:
     def serve(self, version: AdapterVersion) -> None:
         """Serve an adapter that is proven already. Raises as `ServedAdapters.load` does."""
         serve_version(
-            self._server.adapters,
+            self._adapters,
             self._inference.model,
             version.round,
             version.parameters_digest,
