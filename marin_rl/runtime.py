@@ -25,7 +25,9 @@ from marin_rl.types import ServedPolicy, SlotRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from marin_rl.config import InferenceConfig
     from marin_rl.inference.endpoints import Published
+    from marin_rl.lora import Adapter
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.serving.server import PolicyServer
     from marin_rl.serving.weights.canary import Suspect
@@ -39,16 +41,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The model of a checkpoint, to be served: its identity, and the bytes of its parameters.
+    """The model of a checkpoint, to be served, and its identity.
 
     `trained` is the model as it is trained, which may be an adapter next to a base; endpoints are
-    proven by it.
+    proven by it. With `adapter`, `model` is the base that it is served next to.
     """
 
     model: "LmHeadModel"
     trained: "LmHeadModel"
     identity: "Identity"
-    bytes: int
+    adapter: "Adapter | None" = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what a server is given: of all parameters, or of an adapter alone."""
+        from marin_rl.training.model import named_parameters
+
+        arrays = named_parameters(self.model) if self.adapter is None else self.adapter.arrays
+        return sum(array.nbytes for array in arrays.values())
 
 
 class RunRuntime:
@@ -185,13 +195,31 @@ class RunRuntime:
                     identity = self.trainer.identity
                     assert identity is not None, "a checkpoint is loaded"
                     trainer = self.trainer
-                    model, size = trainer.served_model, trainer.parameter_bytes
-                    return Weights(model, trainer.model, identity, size)
+                    if self._apart:
+                        base, adapter = trainer.served_apart
+                        return Weights(base, trainer.model, identity, adapter)
+                    return Weights(trainer.served_model, trainer.model, identity)
             finally:
                 self._lock.release()
-        loaded = read_slot(self._run, checkpoint)
+        merged = read_slot(self._run, checkpoint).model
         identity = identity_of(self._run, checkpoint)
-        return Weights(loaded.model, loaded.model, identity, loaded.bytes)
+        if self._apart:
+            from marin_rl.serving.weights.adapter_versions import read_base_of, version_of
+
+            version = version_of(self._run, checkpoint)
+            base = read_base_of(self._run, version).model
+            return Weights(base, merged, identity, version.adapter)
+        return Weights(merged, merged, identity)
+
+    @property
+    def _apart(self) -> bool:
+        """True where servers are given the adapter alone, and have the base."""
+        inference = self._run.config.inference
+        if self._run.config.policy.lora is None:
+            return False
+        if inference.endpoints:
+            return inference.publish == "lora_adapter"
+        return inference.serve_merged is False
 
     def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
@@ -258,12 +286,12 @@ class RunRuntime:
         """Load a model where it is served."""
         from marin_rl.inference.endpoints import Published, publish
         from marin_rl.serving.weights.adapter_folders import export_peft
-        from marin_rl.training.model import save_hf
+        from marin_rl.training.model import digest_of, named_parameters, save_hf
         from marin_rl.training.quantized_layers import merged_model
 
         identity = weights.identity
         if not self._run.config.inference.endpoints:
-            server = self._swapped_server(version, weights)
+            server = self._served_here(version, weights)
             return Published(endpoints=(server.base_url,), model=server.model_id)
         names = identity.tokenizer_digest, identity.chat_template_digest
 
@@ -280,9 +308,13 @@ class RunRuntime:
             else:
                 save_hf(merged_model(weights.model), self.tokenizer, folder)
 
+        saved = None
+        if self._run.config.policy.lora is not None and not as_adapter:
+            # a policy with an adapter has the identity of both, but is sent merged
+            saved = digest_of(named_parameters(merged_model(weights.model)))
         self._published = True
         flight = self._handed_out(weights)
-        return publish(self._run, version, identity.parameters_digest, names, save, flight)
+        return publish(self._run, version, identity.parameters_digest, names, save, flight, saved)
 
     def _handed_out(self, weights: Weights) -> str | None:
         """Address at which followers get a model by Arrow Flight, where they do."""
@@ -298,7 +330,28 @@ class RunRuntime:
         self._flight.offer(weights.identity.parameters_digest, named_parameters(weights.model))
         return self._flight.url
 
-    def _swapped_server(self, version: int, weights: "Weights") -> "PolicyServer":
+    def _served_here(self, version: int, weights: "Weights") -> "PolicyServer":
+        """The running server, with this policy in it."""
+        from marin_rl.serving.weights.adapter_versions import serve_version, with_versions_room
+
+        config, identity, adapter = self._run.config, weights.identity, weights.adapter
+        if adapter is None:
+            digest = identity.parameters_digest
+            return self._swapped_server(config.inference, weights.model, version, digest)
+        if self._server is not None and not self._server.engine.alive:
+            self.close()
+        server = self._server
+        if server is None:
+            assert identity.base_digest is not None, "an adapter is that of a base"
+            roomy = with_versions_room(config, adapter.rank_max).inference
+            server = self._swapped_server(roomy, weights.model, 0, identity.base_digest)
+        digest = identity.parameters_digest
+        serve_version(server.adapters, config.inference.model, version, digest, adapter)
+        return server
+
+    def _swapped_server(
+        self, inference: "InferenceConfig", model: "LmHeadModel", version: int, digest: str
+    ) -> "PolicyServer":
         """The running server, with this model in it."""
         import jax.numpy as jnp
 
@@ -306,7 +359,6 @@ class RunRuntime:
         from marin_rl.serving.server import PolicyServer
         from marin_rl.serving.weights.checkpoint_loader import with_update_root
 
-        model, digest = weights.model, weights.identity.parameters_digest
         if self._server is not None and not self._server.engine.alive:
             self.close()  # an engine that ended by itself answers no request any more
         if self._server is not None:
@@ -316,13 +368,12 @@ class RunRuntime:
         server = PolicyServer(
             model,
             self.tokenizer,
-            with_update_root(self._run.config.inference, self._run.config.root),
+            with_update_root(inference, self._run.config.root),
             context_length=policy.context_length,
             weight_version=version,
             parameters_digest=digest,
             dtype=jnp.dtype(policy.compute_dtype),
         )
-        inference = self._run.config.inference
         server.start(inference.host or "127.0.0.1", inference.port or 0)
         self._server = server
         spare_long_lived_objects()

@@ -142,14 +142,15 @@ def merge(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    from marin_rl.serving.weights.hub import check_hub_name, push_folder
+
+    if push_to_hub is not None:
+        check_hub_name(push_to_hub)  # before minutes of work
     from marin_rl.serving.weights.adapter_folders import merge as merge_folders
 
     digest = merge_folders(base, adapter, output, dtype)
     if push_to_hub is not None:
-        from huggingface_hub import HfApi
-
-        HfApi().create_repo(push_to_hub, exist_ok=True)
-        HfApi().upload_folder(repo_id=push_to_hub, folder_path=str(output))
+        push_folder(output, push_to_hub)
     if as_json:
         tell_json({"folder": str(output), "parameters": digest, "dtype": dtype})
         return

@@ -181,6 +181,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _merges_an_adapter(self) -> "Config":
+        if self.inference.serve_merged is not None and self.policy.lora is None:
+            raise ValueError(
+                "inference.serve_merged is about policies with an adapter, and policy.lora is "
+                "null: remove it, or set policy.lora.rank"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reward_models_have_no_adapter(self) -> "Config":
         if self.reward_model is not None and self.policy.lora is not None:
             raise ValueError(
@@ -199,6 +208,11 @@ class Config(Section):
             raise ValueError(
                 f"training.critic.trunk own with policy.quantize_base {scheme}: a second adapter "
                 "on a quantised base is not supported; expected trunk shared, or no critic"
+            )
+        if self.inference.serve_merged is not None:
+            raise ValueError(
+                f"inference.serve_merged with policy.quantize_base {scheme}: adapters are not "
+                "loaded next to a quantised base, and merged it would not lie quantised; leave it out"
             )
         if self.inference.endpoints and self.inference.publish == "lora_adapter":
             raise ValueError(

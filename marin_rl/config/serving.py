@@ -314,6 +314,12 @@ class InferenceConfig(Section):
         "nats; null: 0.001 if policy.compute_dtype is float32, 0.25 if it is "
         "bfloat16",
     )
+    serve_merged: bool | None = optional_field(
+        description="how a server of ours serves a policy with an adapter: true, as whole weights "
+        "W + scale B A; false, as the base and the adapter next to it, which differs in the last "
+        "bits and swaps faster; null: true, but for marin-rl serve RUN --follow, which serves each "
+        "version under a name of its own"
+    )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
 

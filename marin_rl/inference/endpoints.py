@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marin_rl.config import InferenceConfig
@@ -60,14 +60,16 @@ def publish(
     tokenizer: tuple[str, str],
     save: Save,
     flight: str | None = None,
+    saved: str | None = None,
 ) -> Published:
     """Make every endpoint of a run serve these parameters.
 
     `tokenizer` are its digest and that of its chat template; `save` writes the parameters as a
     Hugging Face folder, with `publish: lora_adapter` as a PEFT folder; `flight` is where they are
-    handed out to followers. Without `inference.publish`, endpoints must serve the model already.
-    Raises StalePolicy where they do not, FleetEmpty where there are none, ConfigError without a
-    shared folder, and what the client raises.
+    handed out to followers. `saved` is the digest of the parameters in that folder where it is not
+    that of the policy. Without `inference.publish`, endpoints must serve the model already. Raises
+    StalePolicy where they do not, FleetEmpty where there are none, ConfigError without a shared
+    folder, and what the client raises.
     """
     inference = run.config.inference
     source = EndpointSource.of(run.config, *tokenizer)
@@ -80,6 +82,7 @@ def publish(
     if inference.publish == "update_weights_from_disk" or inference.publish == "vllm_reload":
         folder = str(_exported(run, version, digest, save, _is_complete))
         weights = Publisher(kind=inference.publish, folder=folder, version=version, digest=digest)
+        weights = replace(weights, saved=saved)
         endpoints = asyncio.run(_send(inference, endpoints, weights))
     model = asyncio.run(_model_id(inference, endpoints, version, digest))
     return Published(endpoints=endpoints, model=model, weights=folder)

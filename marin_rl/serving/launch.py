@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
-from marin_rl.config import Config
+from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
+from marin_rl.serving.weights.adapter_versions import VersionUpdater, read_base_of, read_version
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
@@ -34,7 +35,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_slot,
     with_update_root,
 )
-from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following
+from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following, whole_checkpoints
 from marin_rl.serving.weights.registration import Announcement, Registration
 from marin_rl.serving.weights.weight_updates import canary_ids
 from marin_rl.storage.runs import Run, latest_checkpoint
@@ -46,6 +47,8 @@ from marin_rl.types import ServedPolicy, SlotRef
 # bank are then whole vectors of the processor.
 ADAPTERS_ROOM = 4
 RANK_STEP = 8
+# Stands for the versions of the run's adapter among those that there must be room for.
+RUN_VERSION = "the run's adapter"
 
 NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -68,11 +71,12 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
 
     Of `config` the section `inference` counts, else the run's own. `adapters` are PEFT folders by
     name. With `follow`, every later checkpoint takes the place of the one before as it is
-    committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it;
-    with `register`, the server also announces itself to that trainer. Raises ObjectMissing where
-    the checkpoint is not committed, CorruptObject, StalePolicy where its parameters are not those
-    of its manifest, InferenceError where the engine decodes something else than was trained, and
-    ConfigError for the address.
+    committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it.
+    Checkpoints of an adapter become models of their own next to the base instead, unless
+    `serve_merged` is set. With `register`, the server also announces itself to the trainer. Raises
+    ObjectMissing where the checkpoint is not committed, CorruptObject, StalePolicy where its
+    parameters are not those of its manifest, InferenceError where the engine decodes something else
+    than was trained, and ConfigError for the address.
     """
     enable_compilation_cache()
     keep_freed_memory()
@@ -81,27 +85,42 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     if register is not None:
         _wait_for_checkpoint(run, poll_s)
     _announce(f"loading {which} of {run.folder.url}")
-    loaded = read_checkpoint(run, round)
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
+    version = None
+    if follow and register is None and _apart(run, inference):
+        version = read_version(run, round)
+    loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
+    served_round = (loaded.round if version is None else version.round) or 0
     read = read_adapters(loaded.model, adapters)
-    settings = with_room(settings, read)
+    of_run = {} if version is None else {RUN_VERSION: version.adapter}
+    settings = with_room(settings, {**of_run, **read})
     _announce("proving that the engine decodes as trained")
     tokenizer = tokenizer_for(settings.policy)
     server = proven_server(loaded, tokenizer, settings, read)
+    board = board_of(inference, run.folder) if follow else None
+    take = whole_checkpoints(server.updater, run, board and board.api_key)
+    if version is not None:
+        versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, settings.inference)
+        versions.take(version.round, version.parameters_digest)
+        take = versions.take
     if not follow:
         return serve_forever(server, host, port, announce=_announce, report=report)
-    board = board_of(inference, run.folder)
     with ExitStack() as stack:
-        stack.enter_context(
-            following(server.updater, run, loaded.round or 0, board=board, poll_s=poll_s)
-        )
+        stack.enter_context(following(take, run, served_round, board=board, poll_s=poll_s))
         if register is not None:
             names = TokenizerIdentity.of(tokenizer)
             registration = Registration(run, settings, names, server.engine, register)
             stack.callback(registration.stop)
             report = _registered(registration, report)
         return serve_forever(server, host, port, announce=_announce, report=report)
+
+
+def _apart(run: Run, inference: InferenceConfig) -> bool:
+    """True where each version of a run's adapter is served next to its base."""
+    policy = run.config.policy
+    apart = policy.lora is not None and policy.quantize_base is None
+    return apart and inference.serve_merged is not True
 
 
 def _wait_for_checkpoint(run: Run, poll_s: float | int) -> None:

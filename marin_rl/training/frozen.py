@@ -52,6 +52,13 @@ class FrozenBase:
             self._parameters = program.place_frozen(base)
         return self._parameters
 
+    def apart(self, trained: Parameters) -> tuple[LmHeadModel, Adapter]:
+        """The base, and the adapter next to it, for engines that decode with both."""
+        program = self._program
+        with program.layout.active():
+            base = with_parameters(program.base_template, self.parameters)
+        return base, Adapter(modules=program.modules, arrays=trained)
+
     def served(self, trained: Parameters) -> LmHeadModel:
         """The model that engines decode: the adapter merged into the base, where there is one."""
         program = self._program

@@ -15,6 +15,7 @@ from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, fingerprint_fields
+from marin_rl.lora import Adapter
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
@@ -105,10 +106,9 @@ class Trainer:
         return self._base.served(self._loaded.parameters)
 
     @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the loaded parameters, an adapter's base included."""
-        parameters = combine(self._loaded.parameters, self._base.parameters)
-        return sum(array.nbytes for array in parameters.values())
+    def served_apart(self) -> tuple[LmHeadModel, Adapter]:
+        """The base of the loaded adapter, and the adapter."""
+        return self._base.apart(self._loaded.parameters)
 
     @property
     def _loaded(self) -> TrainState:

@@ -22,7 +22,7 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.serving.weights.flight import PIECE_BYTES, WeightServer, fetch
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
@@ -160,7 +160,9 @@ def test_followers_swap_to_weights_from_the_trainer_while_requests_run(
     run: Run, follower: PolicyServer, trainer: WeightServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     board, ended, versions = FleetBoard(run.folder, "token"), threading.Event(), set[str]()
-    watcher = CheckpointWatcher(follower.updater, run, 0, board=board)
+    watcher = CheckpointWatcher(
+        whole_checkpoints(follower.updater, run, board.api_key), run, 0, board=board
+    )
     url = follower.start()
 
     async def ask() -> None:
@@ -202,7 +204,9 @@ def test_files_are_read_where_the_trainer_does_not_give_the_right_weights(
     trainer.offer(digest_of_round(run, 1), given)
     aim(run, board, 1, "grpc://127.0.0.1:9" if fault == "away" else trainer.url)
     with caplog.at_level(logging.WARNING):
-        CheckpointWatcher(follower.updater, run, 0, board=board).look()
+        CheckpointWatcher(
+            whole_checkpoints(follower.updater, run, board.api_key), run, 0, board=board
+        ).look()
     assert "is read from files" in caplog.text
     assert follower.engine.policy.parameters_digest == digest_of_round(run, 1)
 

@@ -73,6 +73,10 @@ ADMIN = (
     "POST /admin/pause",
     "POST /admin/resume",
     "POST /admin/drain",
+    "POST /v1/load_lora_adapter",
+    "POST /v1/unload_lora_adapter",
+    "POST /load_lora_adapter",
+    "POST /unload_lora_adapter",
 )
 
 
@@ -177,6 +181,15 @@ def test_many_requests_do_not_either(described, operation, mode):
 @pytest.mark.parametrize("operation", ADMIN[:2])
 def test_the_admins_updates_stand_it_too(described, operation):
     assert ask(described, operation, GenerationMode.POSITIVE, 12, ADMIN_BEARER)[400] >= 1
+
+
+@pytest.mark.parametrize("operation", ADMIN[5:])
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_the_admins_adapters_stand_it_too(described, operation, mode):
+    statuses = ask(described, operation, mode, 12, ADMIN_BEARER)
+    # No such folder, or no such name: nothing is loaded, and what is served goes on.
+    assert statuses[400] + statuses[404] + statuses[422] >= 1
+    assert statuses[200] == 0
 
 
 def test_every_route_is_described(root):

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.adapters import random_adapter
-from support.engine_adapters import adapter_for
-from support.policy_runs import commit, small_run
+from support.engine_adapters import adapter_for, merged
+from support.models import full_logprobs
+from support.policy_runs import commit, play_round, small_run
 from support.servers import CHAT, chat_body, talk
 from typer.testing import CliRunner
 
@@ -24,9 +26,11 @@ from marin_rl.commands.serve import serving_config
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
 from marin_rl.lora import LoraSpec, write_peft
+from marin_rl.runtime import RunRuntime
 from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
+from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, save_hf
 
@@ -158,10 +162,17 @@ STEPS = ["starting", "loading", "proving", "compiling"]
 @contextmanager
 def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`marin-rl serve RUN` in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "marin_rl", "serve", run.run_id, *arguments]
+    with served_by(run.config.root, run.run_id, *arguments) as process_and_url:
+        yield process_and_url
+
+
+@contextmanager
+def served_by(root: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`marin-rl serve` with these arguments in a process of its own, and where it listens."""
+    command = [sys.executable, "-m", "marin_rl", "serve", *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
-        "MARIN_RL_ROOT": run.config.root,
+        "MARIN_RL_ROOT": root,
         "MARIN_RL_PORT": "0",
     }
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -173,7 +184,8 @@ def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], s
                 said.append(line.rstrip())
                 found = re.match(r"serving (\S+) at (http\S+)/v1$", line)
                 if found:
-                    assert [line.partition(" ")[0] for line in said[:4]] == STEPS, said
+                    words = [line.partition(" ")[0] for line in said]
+                    assert [word for word in words if word != "adapter"][:4] == STEPS, said
                     yield process, found[2]
                     return
             raise AssertionError("\n".join(said))
@@ -205,3 +217,74 @@ def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) ->
     assert process.returncode == 0
     assert [state["state"] for state in states] == ["compiling", "ready", "draining", "ended"]
     assert (states[1]["url"], states[-1]["exit_code"]) == (f"{url}/v1", 0)
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
+def test_two_runs_with_adapters_train_by_turns_against_one_server_of_their_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
+    tokenizer = character_tokenizer()
+    base = build_model(small_run(tmp_path).config.policy, len(tokenizer), 0)
+    save_hf(base, tokenizer, tmp_path / "model")
+    math = adapter_for(base, 5, rank=3)
+    write_peft(tmp_path / "math", math)
+    flags = ("--model", f"{tmp_path}/model", "--adapter", f"math={tmp_path}/math")
+    room = ("policy.context_length=64", "inference.engine.adapters_max=5")
+    sets = [part for key in room for part in ("--set", key)]
+    with served_by(str(tmp_path), *flags, *sets) as (process, url):
+        answer = sample(url, "math")
+        check_sampled(answer, merged(base, math))
+        runs = [adapter_run(tmp_path, name, url) for name in ("left", "right")]
+        runtimes = [RunRuntime(run) for run in runs]
+        try:
+            last = [runtime.init_policy() for runtime in runtimes]
+            for round in range(2):
+                last = [
+                    play_round(runtime, run, round, checkpoint)
+                    for runtime, run, checkpoint in zip(runtimes, runs, last, strict=True)
+                ]
+        finally:
+            for runtime in runtimes:
+                runtime.close()
+        served = [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]
+        # Both began at the base, with the A of their own seeds: four versions, and the user's own.
+        assert len(served) == 7
+        assert sample(url, "math")["choices"] == answer["choices"]
+        check_sampled(sample(url, "policy"), base)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    for run in runs:
+        assert all(audit.balanced for audit in audit_run(run))
+
+
+def adapter_run(root: Path, name: str, url: str) -> Run:
+    """A run with an adapter of the model folder, which samples from a server of it."""
+    return small_run(
+        root / "runs",
+        f"run_id={name}",
+        f"seed={len(name)}",
+        "policy.init=hf",
+        f"policy.hf_path={root}/model",
+        "policy.lora.rank=4",
+        f"inference.endpoints=[{url}/v1]",
+        "inference.publish=lora_adapter",
+        f"inference.publish_root={root}/published",
+    )
+
+
+def sample(url: str, model: str) -> dict[str, Any]:
+    """A few tokens of a served model, with their logprobs."""
+    body = chat_body(model=model, return_token_ids=True, compact_logprobs=True, logprobs=True)
+    status, _, answer = talk(url, "POST", CHAT, body)
+    assert status == 200, answer
+    return answer
+
+
+def check_sampled(answer: dict[str, Any], model: Any) -> None:
+    """The tokens were drawn by this model."""
+    choice = answer["choices"][0]
+    prompt, tokens = map(np.asarray, (answer["prompt_token_ids"], choice["token_ids"]))
+    np.testing.assert_allclose(
+        choice["token_logprobs"], full_logprobs(model, prompt, tokens), atol=2e-4
+    )

@@ -17,7 +17,11 @@ from marin_rl.errors import StoreUnavailable
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, following
+from marin_rl.serving.weights.checkpoint_watcher import (
+    CheckpointWatcher,
+    following,
+    whole_checkpoints,
+)
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.stores.store import Keys
@@ -103,7 +107,7 @@ def test_the_newest_good_checkpoint_is_what_is_served(run: Run) -> None:
     server.start()
     failures = lambda: server.updater.stats.failures
     try:
-        with following(server.updater, run, 0, poll_s=POLL_S) as follower:
+        with following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower:
             commit(run, 1)
             assert becomes(lambda: server.model_id == served_id(run, 1))
             assert follower.round == 1
@@ -140,7 +144,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
         commit(memory, round)
     damage(memory, 3, spoil)
     damage(memory, 2, spoil)
-    follower = CheckpointWatcher(server.updater, memory, 0)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
     follower.look()
     assert (server.model_id, follower.round) == (served_id(memory, 1), 1)
     assert server.updater.stats.failures == 2
@@ -152,7 +156,7 @@ def test_a_damaged_manifest_does_not_hide_what_is_older(memory: Run, server: Pol
     commit(memory, 1)
     commit(memory, 2)
     memory.store.put_part(f"{checkpoint_slot(2)}/manifest.json", b"{")
-    follower = CheckpointWatcher(server.updater, memory, 0)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 1
@@ -162,7 +166,7 @@ def test_uncommitted_work_is_no_fault(memory: Run, server: PolicyServer) -> None
     commit(memory, 1)
     memory.store.put_part(f"{checkpoint_slot(2)}/20990101T000000-00/d/0", b"half")
     memory.store.put_part(f"{checkpoint_slot(3)}.old/manifest.json", b"another thing")
-    follower = CheckpointWatcher(server.updater, memory, 0)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 0
@@ -173,7 +177,7 @@ def test_a_restored_checkpoint_is_taken_after_all(memory: Run, server: PolicySer
     key = max(memory.store.list(checkpoint_slot(1)), key=memory.store.size)
     good = memory.store.read(key)
     memory.store.put_part(key, good[:-1])
-    follower = CheckpointWatcher(server.updater, memory, 0, again_s=3600)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0, again_s=3600)
     follower.look()
     memory.store.put_part(key, good)
     follower.look()
@@ -188,7 +192,7 @@ def test_a_run_that_vanishes_leaves_the_weights_as_they_are(tmp_path: Path) -> N
     commit(run, 0)
     server = server_of(run)
     try:
-        with following(server.updater, run, 0, poll_s=POLL_S) as follower:
+        with following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower:
             shutil.rmtree(tmp_path / "debug")
             time.sleep(5 * POLL_S)
             assert server.model_id == served_id(run, 0)
@@ -224,11 +228,11 @@ def test_storage_out_of_reach_is_waited_for(
     store.down = True
     commit(memory, 1)
     with pytest.raises(StoreUnavailable):
-        CheckpointWatcher(server.updater, run, 0).look()
+        CheckpointWatcher(whole_checkpoints(server.updater, run), run, 0).look()
     lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
     with (
         caplog.at_level(logging.WARNING),
-        following(server.updater, run, 0, poll_s=POLL_S) as follower,
+        following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower,
     ):
         assert becomes(lambda: len(lines()) >= 3)
         assert [line.split(" in ")[1].split(" s")[0] for line in lines()[:3]] == [
@@ -245,7 +249,7 @@ def test_storage_out_of_reach_is_waited_for(
 
 def test_an_update_by_hand_stays_until_the_next_round(memory: Run, server: PolicyServer) -> None:
     commit(memory, 1)
-    follower = CheckpointWatcher(server.updater, memory, 0)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
     follower.look()
     server.swap(weights(memory, 9), 9, parameters_digest(weights(memory, 9)))
     follower.look()
@@ -268,7 +272,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
     loading.start()
     assert begun.wait(60)
     commit(memory, 1)
-    follower = CheckpointWatcher(server.updater, memory, 0)
+    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
     follower.look()
     assert (follower.round, server.updater.stats.failures) == (0, 0)
     release.set()
@@ -279,7 +283,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
 
 def test_it_ends_at_once(memory: Run, server: PolicyServer) -> None:
     followers = lambda: [thread.name for thread in threading.enumerate()].count("follower")
-    with following(server.updater, memory, 0, poll_s=3600.0):
+    with following(whole_checkpoints(server.updater, memory), memory, 0, poll_s=3600.0):
         assert followers() == 1
         began = time.monotonic()
     assert time.monotonic() - began < 60  # it looks once an hour

@@ -26,12 +26,17 @@ Send = Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]  # method, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publisher:
-    """Weights in a Hugging Face folder that endpoints can read, and the way to have them loaded."""
+    """Weights in a Hugging Face folder that endpoints can read, and the way to have them loaded.
+
+    `digest` identifies the policy; `saved` is that of the folder's parameters where it is another,
+    as where an adapter is merged into its base.
+    """
 
     kind: Literal["vllm_reload", "update_weights_from_disk"]
     folder: str
     version: int
     digest: str
+    saved: str | None = None
 
     @property
     def label(self) -> str:
@@ -79,12 +84,14 @@ class Publisher:
         body = {
             "model_path": self.folder,
             "weight_version": str(self.version),
-            "parameters_digest": self.digest,
+            "parameters_digest": self.saved or self.digest,
         }
+        if self.saved is not None:
+            body["policy_digest"] = self.digest
         if not await _is_sglang(send):  # ours switches between two chunks, without a pause
             await send("POST", UPDATE_WEIGHTS_ROUTE, body)
             return
-        del body["parameters_digest"]
+        body = {key: body[key] for key in ("model_path", "weight_version")}
         # Running requests go back to the queue, and are prefilled again with the new weights.
         await send("POST", "/pause_generation", {"mode": "retract"})
         try:

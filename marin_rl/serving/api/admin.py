@@ -39,7 +39,8 @@ class UpdateWeightsBody(Body):
 
     Either a Hugging Face folder (`model_path`), or a committed checkpoint of a run (`root`,
     `run_id`, and its `round`, null for the latest). `weight_version` null: the round, else the next
-    one. `parameters_digest` is what the caller was promised.
+    one. `parameters_digest` is what the caller was promised. `policy_digest`, with it, identifies
+    the policy that these parameters are: an adapter that was merged into its base.
     """
 
     model_path: Place | None = None
@@ -48,6 +49,7 @@ class UpdateWeightsBody(Body):
     round: Version | None = None
     weight_version: Version | VersionText | None = None
     parameters_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    policy_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
     def _one_source(self) -> "UpdateWeightsBody":
@@ -57,13 +59,15 @@ class UpdateWeightsBody(Body):
             raise ValueError("run_id: root and run_id come together")
         if self.round is not None and self.run_id is None:
             raise ValueError("round: only a run has rounds; give root and run_id")
+        if self.policy_digest and (self.parameters_digest is None or self.model_path is None):
+            raise ValueError("policy_digest: goes with model_path and its parameters_digest")
         return self
 
     @property
     def source(self) -> Source:
         """The place of the weights."""
         if self.model_path is not None:
-            return folder(self.model_path, self.parameters_digest)
+            return folder(self.model_path, self.parameters_digest, self.policy_digest)
         assert self.root is not None
         assert self.run_id is not None
         return checkpoint(self.root, self.run_id, self.round, self.parameters_digest)

@@ -162,9 +162,17 @@ def without_paths(text: str, place: str) -> str:
     return _PATH.sub(lambda match: shown(match[0]), text)
 
 
-def folder(path: str, promised: str | None = None) -> Source:
-    """A Hugging Face folder; `promised` is the parameters' digest that the caller expects."""
-    return Source(kind="disk", place=path, read=lambda served: read_folder(path, promised, served))
+def folder(path: str, promised: str | None = None, policy: str | None = None) -> Source:
+    """A Hugging Face folder; `promised` is the parameters' digest that the caller expects.
+
+    `policy` identifies them where they are no policy's own parameters, but an adapter and its base.
+    """
+
+    def read(served: Served) -> Loaded:
+        loaded = read_folder(path, promised, served)
+        return loaded if policy is None else dataclasses.replace(loaded, parameters_digest=policy)
+
+    return Source(kind="disk", place=path, read=read)
 
 
 def checkpoint(root: str, run_id: str, round: int | None, promised: str | None = None) -> Source:

@@ -8,7 +8,7 @@ out how weights are loaded, proven and switched (`weight_updates`).
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_by_flight,
     read_checkpoint,
 )
-from marin_rl.serving.weights.weight_updates import UpdateRunning, WeightUpdater
+from marin_rl.serving.weights.weight_updates import Update, UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
 
@@ -39,6 +39,38 @@ REFUSED_MAX_S = 600.0
 STOP_S = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+# Serves a round: with the digest that was promised of it, and where its parameters are handed out.
+Take = Callable[[int, str | None, str | None], Update]
+
+
+def whole_checkpoints(updater: WeightUpdater, run: Run, api_key: str | None = None) -> Take:
+    """Take the checkpoint of a round as new weights of the engine: see `WeightUpdater.load`.
+
+    `api_key` is what a trainer that hands out parameters asks for.
+    """
+
+    def read(round: int, promised: str | None, flight: str | None, served: Served) -> Loaded:
+        """The parameters from the trainer at `flight`, where it gives them, else from files."""
+        if flight is not None:
+            try:
+                loaded = read_by_flight(run, round, flight, api_key, promised, served)
+                _log.info("round %d of %s came from %s", round, run.run_id, flight)
+                return loaded
+            except (EndpointUnavailable, InputError, StalePolicy) as error:
+                _log.warning("round %d of %s is read from files: %s", round, run.run_id, error)
+        return read_checkpoint(run, round, promised, served)
+
+    def take(round: int, promised: str | None, flight: str | None = None) -> Update:
+        source = Source(
+            kind="watcher",
+            place=run.store.url,
+            read=lambda served: read(round, promised, flight, served),
+        )
+        return updater.load(source)
+
+    return take
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +84,14 @@ class Refusal:
 class CheckpointWatcher:
     """Serves the checkpoint that is asked for on `board`, else the newest of `run` that can be.
 
-    It begins after `round`. A round is taken once: weights that are loaded by hand stay until the
-    next one is committed. A refused one is looked at again after `again_s`, and then less and less
-    often.
+    `take` serves that of a round. It begins after `round`. A round is taken once: weights that are
+    loaded by hand stay until the next one is committed. A refused one is looked at again after
+    `again_s`, and then less and less often.
     """
 
     def __init__(
         self,
-        updater: WeightUpdater,
+        take: Take,
         run: Run,
         round: int,
         *,
@@ -68,7 +100,7 @@ class CheckpointWatcher:
         again_s: float | int = REFUSED_FIRST_S,
     ) -> None:
         self._board, self._ignored = board, ""
-        self._updater, self._run = updater, run
+        self._take, self._run = take, run
         self._poll_s, self._again_s = float(poll_s), float(again_s)
         self._round = round
         self._refused: dict[int, Refusal] = {}
@@ -160,13 +192,8 @@ class CheckpointWatcher:
 
     def _load(self, round: int, promised: str | None = None, flight: str | None = None) -> bool:
         run = self._run
-        source = Source(
-            kind="watcher",
-            place=run.store.url,
-            read=lambda served: self._read(round, promised, served, flight),
-        )
         try:
-            update = self._updater.load(source)
+            update = self._take(round, promised, flight)
         except UpdateRunning:
             return True  # nothing older is wanted either: next time
         except MarinRLError as error:
@@ -179,19 +206,6 @@ class CheckpointWatcher:
         # Older refusals are forgotten, since older rounds are not looked at again.
         self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
         return True
-
-    def _read(self, round: int, promised: str | None, served: Served, flight: str | None) -> Loaded:
-        """The parameters from the trainer at `flight`, where it gives them, else from files."""
-        run = self._run
-        if flight is not None:
-            try:
-                token = None if self._board is None else self._board.api_key
-                loaded = read_by_flight(run, round, flight, token, promised, served)
-                _log.info("round %d of %s came from %s", round, run.run_id, flight)
-                return loaded
-            except (EndpointUnavailable, InputError, StalePolicy) as error:
-                _log.warning("round %d of %s is read from files: %s", round, run.run_id, error)
-        return read_checkpoint(run, round, promised, served)
 
     def _refuse(self, round: int, error: MarinRLError) -> None:
         before = self._refused.get(round)
@@ -210,7 +224,7 @@ class CheckpointWatcher:
 
 @contextmanager
 def following(
-    updater: WeightUpdater,
+    take: Take,
     run: Run,
     round: int,
     *,
@@ -218,7 +232,7 @@ def following(
     poll_s: float | int = POLL_S,
 ) -> Iterator[CheckpointWatcher]:
     """Follow a run for as long as the context lasts."""
-    follower = CheckpointWatcher(updater, run, round, board=board, poll_s=poll_s)
+    follower = CheckpointWatcher(take, run, round, board=board, poll_s=poll_s)
     follower.start()
     try:
         yield follower

@@ -1,0 +1,161 @@
+"""Versions of a run's adapter next to their base: in the run's own process, and on followers."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.policy_runs import play_round, small_config, small_run
+from support.servers import CHAT, chat_body, talk
+
+from marin_rl.config import parse_config
+from marin_rl.errors import ConfigError, StalePolicy
+from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.runtime import RunRuntime
+from marin_rl.serving.launch import proven_server
+from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.weights.adapter_versions import (
+    VersionUpdater,
+    read_base_of,
+    read_version,
+    with_versions_room,
+)
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.state import identity_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+LORA = ("policy.lora.rank=4", "policy.model.layers=1")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
+    """A run of two rounds whose engine has the base and the adapter apart, and its models."""
+    run = small_run(tmp_path_factory.mktemp("runs"), *LORA, "inference.serve_merged=false")
+    runtime, models = RunRuntime(run), list[str]()
+    try:
+        checkpoint = runtime.init_policy()
+        for round in range(2):
+            checkpoint = play_round(runtime, run, round, checkpoint)
+        policy = runtime.serve(checkpoint)
+        models = [card["id"] for card in talk(_url(policy), "GET", "/v1/models")[2]["data"]]
+    finally:
+        runtime.close()
+    return run, models
+
+
+def _url(policy) -> str:
+    return policy.endpoints[0].removesuffix("/v1")
+
+
+def served_id(run: Run, round: int) -> str:
+    ref = committed(run, checkpoint_slot(round))
+    assert ref is not None
+    return served_model_id("policy", round, identity_of(run, ref).parameters_digest)
+
+
+def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
+    run, models = played
+    base = read_version(run, 0).base_digest
+    # The version of the round and the one before; the first one went.
+    base_id = served_model_id("policy", 0, base)
+    assert models == [base_id, "policy", served_id(run, 1), served_id(run, 2)]
+    assert all(audit.balanced for audit in audit_run(run))
+    # What is given to the engine is the adapter, not the base.
+    adapter = read_version(run, 1).adapter
+    size = sum(np.asarray(array).nbytes for array in adapter.arrays.values())
+    assert read_metrics(run, [1])["weights/bytes"].to_pylist() == [size]
+
+
+def test_merged_is_recorded_as_such_and_concerns_adapters_alone(tmp_path):
+    tree = small_config(tmp_path, *LORA).model_dump(mode="json", exclude_unset=True)
+    assert parse_config(tree).inference.serve_merged is None
+    begun = Run.create_or_open(small_config(tmp_path, *LORA, "inference.serve_merged=true"))
+    assert begun.config.inference.serve_merged is True
+    with pytest.raises(ConfigError, match=r"inference\.serve_merged"):
+        Run.create_or_open(small_config(tmp_path, *LORA, "inference.serve_merged=false"))
+    with pytest.raises(ConfigError, match=r"policies with an adapter, and policy\.lora is null"):
+        small_config(tmp_path, "inference.serve_merged=true")
+
+
+@pytest.fixture
+def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
+    """A started server of a run's base, with its first version, and what follows the run."""
+    run, _ = played
+    tokenizer, version = character_tokenizer(), read_version(run, 0)
+    base = read_base_of(run, version)
+    server = proven_server(base, tokenizer, with_versions_room(run.config, 8, adapters=4))
+    versions = VersionUpdater(server.adapters, run, base.model, tokenizer, run.config.inference)
+    versions.take(0)
+    server.start()
+    try:
+        yield server, CheckpointWatcher(versions.take, run, 0), run
+    finally:
+        server.stop()
+
+
+def test_followers_serve_each_version_by_its_name(followed):
+    server, follower, run = followed
+    cards = {card["id"]: card for card in talk(server, "GET", "/v1/models")[2]["data"]}
+    assert cards[served_id(run, 0)]["parent"] == server._service.base_id
+    status, _, answer = talk(server, "POST", CHAT, chat_body())
+    assert (status, answer["model"]) == (200, served_id(run, 0))
+    # A request on the first version, which is unloaded before it has begun to be sampled.
+    long = chat_body(model=served_id(run, 0), max_tokens=40)
+    expected = talk(server, "POST", CHAT, long)[2]
+    answers: list[dict] = []
+    server.engine.pause()
+    request = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, long)[2]))
+    request.start()
+    while not server.engine.adapters.in_use:
+        request.join(0.01)
+        assert request.is_alive(), answers
+    server.adapters.unload(served_id(run, 0))
+    server.engine.resume()
+    request.join()
+    assert answers[0]["model"] == served_id(run, 0)
+    assert answers[0]["choices"] == expected["choices"]
+    follower.look()
+    assert follower.round == 2
+    assert server.model_id == served_id(run, 2)
+    status, _, refused = talk(server, "POST", CHAT, long)
+    assert (status, refused["error"]["code"]) == (404, "model_not_found")
+    assert talk(server, "POST", CHAT, chat_body())[2]["model"] == served_id(run, 2)
+
+
+def test_a_version_that_was_promised_otherwise_is_refused(played):
+    run, _ = played
+    with pytest.raises(StalePolicy, match="expected the policy with the digest 0000"):
+        read_version(run, 1, "0" * 64)
+
+
+def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
+    run, _ = played
+    config = small_config(tmp_path, *LORA)
+    inference = with_update_root(config.inference, tmp_path)
+    loaded = read_checkpoint(run, 0)
+    roomy = config.model_copy(update={"inference": inference})
+    server = proven_server(loaded, character_tokenizer(), roomy)
+    server.start()
+    sent = small_run(
+        tmp_path,
+        *LORA,
+        "seed=7",
+        f"inference.endpoints=[{server.base_url}]",
+        "inference.publish=update_weights_from_disk",
+    )
+    runtime = RunRuntime(sent)
+    try:
+        policy = runtime.serve(runtime.init_policy())
+        assert policy.model == served_id(sent, 0) == server.model_id
+        # All parameters of the policy were sent, once.
+        assert policy.transfer["bytes"] == loaded.bytes
+    finally:
+        runtime.close()
+        server.stop()
