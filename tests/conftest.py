@@ -112,6 +112,8 @@ ROOMS = (
 # that `make test-slow`, where a process takes a file at a time, does not end with one at work.
 LONGEST = (
     "test_bench.py",
+    "flows/test_runners.py",
+    "test_doc_stories.py",
     "flows/test_every_operation.py",
     "flows/test_stack.py",
     "flows/test_many_kills.py",

@@ -212,7 +212,7 @@ class Config(Section):
         if self.inference.serve_merged is not None:
             raise ValueError(
                 f"inference.serve_merged with policy.quantize_base {scheme}: adapters are not "
-                "loaded next to a quantised base, and merged it would not lie quantised; leave it out"
+                "loaded next to a quantised base, and merged it would not be one; leave it out"
             )
         if self.inference.endpoints and self.inference.publish == "lora_adapter":
             raise ValueError(

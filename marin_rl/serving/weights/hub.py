@@ -7,7 +7,10 @@ from marin_rl.errors import ConfigError, StoreUnavailable
 
 def check_hub_name(name: str) -> None:
     """Raise ConfigError unless `name` may name a repository: NAME or USER/NAME."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import (
+        validate_repo_id,  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
+    )
 
     try:
         validate_repo_id(name)
