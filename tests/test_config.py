@@ -39,7 +39,10 @@ def test_the_documented_files_are_shipped():
 def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(recipe):
     plain = load_config(SHIPPED / "demo.yaml")
     config = load_config(SHIPPED / "demo.yaml", [f"recipe={recipe.name}"])
-    sections = {"policy"} if recipe.name == "lora" else {"objective", "filters"}
+    adapters = recipe.name in ("lora", "qlora")
+    sections = {"policy"} if adapters else {"objective", "filters"}
+    if recipe.name == "qlora":  # activations are computed again
+        sections |= {"training"}
     if recipe.name == "ppo":  # a critic is trained, several times over a round, on any group
         sections |= {"training", "rollouts"}
     if recipe.name == "dapo":  # samples until a round has its groups
@@ -53,7 +56,7 @@ def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(recipe)
 def test_there_is_a_recipe_for_every_method_of_the_docs():
     assert {recipe.name for recipe in RECIPES} == {
         "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline",
-        "ppo", "lora",
+        "ppo", "lora", "qlora",
     }  # fmt: skip
 
 
@@ -387,7 +390,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "environment.turns_max", "environment.tokens_max", "environment.tool_output_",
         "environment.step_timeout_s", "environment.mixture", "environment.on_broken_prefix",
         "objective.loss", "inference.engine.prefix_cache", "inference.engine.adapter",
-        "rollouts.source", "policy.lora",
+        "rollouts.source", "policy.lora", "policy.quantize_base", "inference.serve_merged",
     )  # fmt: skip
     for key in set(known_keys()) - inside - free:
         assert key in whole_sections or key.startswith(null), key

@@ -15,8 +15,8 @@ from marin_rl.storage.runs import ROUNDS_PLANNED, Run
 
 RUN = "shown"
 AUDIT_KEYS = [  # as docs/command-line.md names them
-    "balanced", "balances", "consumed", "failed", "filtered", "generated", "offences", "round",
-    "stale",
+    "balanced", "balances", "consumed", "failed", "filtered", "generated", "offences", "reused",
+    "round", "stale",
 ]  # fmt: skip
 NAN_AND_SMILEY = "select 'nan'::double a, ':x:' b"
 

@@ -412,8 +412,8 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
     )
 
 
-def _float(affine: Affine) -> Array | None:
-    """The weight of a layer; None for one that lies quantised."""
+def _float(affine: Affine) -> Any:
+    """The weight of a layer, or its shape in a template; None for one that lies quantised."""
     assert not isinstance(affine.weight, QuantizedMatrix), "a program would copy it"
     return affine.weight
 

@@ -71,7 +71,8 @@ def test_rounds_say_what_they_chose_and_what_they_used_again(
     assert [report.problems for report in reports] == [()] * ROUNDS
     assert [report.reused for report in reports] == [row["replay/reused"] for row in rows]
     assert reports[-1].reused > 0
-    assert max(row["staleness/max"] for row in rows) == 3  # sampled one round ahead, used two later
+    # Sampled one round ahead; used again one round later, or two.
+    assert 2 <= max(row["staleness/max"] for row in rows) <= 3
     assert [finding.message for finding in verify_run(run) if finding.problem] == []
     for round in range(ROUNDS):
         manifest = read_manifest(run.store, rollouts_slot(round))

@@ -133,7 +133,9 @@ def test_the_folder_is_uploaded_with_the_users_token(folders, hub: Hub, tmp_path
     assert {name: hub.files[name] for name in written} == written
 
 
-def test_what_cannot_be_uploaded_is_said_and_stays(folders, hub: Hub, tmp_path: Path) -> None:
+def test_a_failed_upload_is_an_error_and_the_folder_stays(
+    folders, hub: Hub, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="expected NAME or USER/NAME"):
         merge(folders, tmp_path / "out", "--push-to-hub", "../mine")
     assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ from marin_rl.inference.client.protocol import (
     UNLOAD_ADAPTER_ROUTE,
 )
 from marin_rl.serving.api.admin import BODY_BYTES_MAX, Place
-from marin_rl.serving.api.openapi import ApiRoute, SGLangAdapters
+from marin_rl.serving.api.openapi import ERROR, ApiRoute, SGLangAdapters
 from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.http.auth import for_admin, read_body
 from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
@@ -112,7 +112,9 @@ def adapter_routes(service: Service) -> list[ApiRoute]:
     ) -> ApiRoute:
         return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
 
-    text: dict[str, Any] = {"response_class": PlainTextResponse}
+    # By `response_class` errors would be described as text too.
+    success = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: dict[str, Any] = {"responses": ERROR | success}
     return [
         post(LOAD_ADAPTER_ROUTE, load, LoadAdapterBody, **text),
         post(UNLOAD_ADAPTER_ROUTE, unload, UnloadAdapterBody, **text),
