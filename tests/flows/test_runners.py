@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from pydantic import TypeAdapter
@@ -119,6 +120,13 @@ class Machines:
         assert flow.process.returncode == 0, flow.log.read_text()[-4000:]
 
 
+def pending_flow_runs(environment: Mapping[str, str]) -> int:
+    """Number of flow runs that a worker has taken, and that have not begun."""
+    pending = {"flow_runs": {"state": {"type": {"any_": ["PENDING"]}}}}
+    url = f"{environment['PREFECT_API_URL']}/flow_runs/count"
+    return httpx.post(url, json=pending).raise_for_status().json()
+
+
 @pytest.mark.slow
 @pytest.mark.bits
 def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
@@ -134,6 +142,8 @@ def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) 
         ended.callback(worker.end)
     flow = machines.play()
     wait(lambda: machines.shards(0) > 0, "the first shard", flow)
+    # One that is lost between its taking and its beginning is given out again after minutes.
+    wait(lambda: pending_flow_runs(machines.environment) == 0, "flow runs to begin", flow)
     endpoints[0].kill()
     workers[0].kill()
     ended.callback(pool_worker(tmp_path, machines.environment, "three").end)
