@@ -11,6 +11,7 @@ nothing else has to be recorded, and a killed run ends in what an undisturbed on
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def failed(ended: "asyncio.Future[None]") -> bool:
     return not ended.cancelled() and ended.exception() is not None
 
 
-class Rounds:
+class Rounds(ABC):
     """Rounds of a run after a checkpoint, and results that the coroutines which play them share."""
 
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
@@ -164,9 +165,9 @@ class Rounds:
                 await stages.run(publish, self._run, round, trained.checkpoint, measured)
                 self._closed.give(round, None)
 
+    @abstractmethod
     async def _sampling_of(self, round: int) -> tuple[Seconds, Mapping[str, float]]:
         """Seconds of a round's sampling, and the measurements of its weight transfer."""
-        raise NotImplementedError
 
     def _is_due(self, version: int) -> bool:
         return version % self._config.evaluation.every_rounds == 0

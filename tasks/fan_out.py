@@ -54,45 +54,12 @@ class Pooled:
 pooled: dict[str, Pooled] = {}  # by name of the stage; `tasks.generate` fills it
 
 
-class FanOut:
-    """Base: nothing leaves this process."""
+class WorkPool:
+    """Flow runs of deployments, one for some shards, which the workers of a pool take."""
 
     def __init__(self, flow: FlowConfig) -> None:
         self.flow = flow
         self._references: dict[str, RunRef] = {}
-
-    def takes(self, stage: Task[..., Any]) -> bool:
-        """True for a stage that other machines run."""
-        return False
-
-    def chunks(self, calls: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
-        """Calls by the unit that one node gets, in order."""
-        return [[call] for call in calls]
-
-    async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Results of the calls of one unit; `tuned` is the stage with its retries and deadline."""
-        raise NotImplementedError
-
-    def for_nodes(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments of a call, whose run reference says what another machine must have."""
-        return [self._demanding(a) if isinstance(a, RunRef) else a for a in arguments]
-
-    def _demanding(self, run: RunRef) -> RunRef:
-        # One object for one run: Prefect knows arguments by their address.
-        name = f"{run.root}\0{run.run_id}"
-        if name not in self._references:
-            folder = open_store(run.root, run.storage_options).at(run.run_id)
-            needed = {"code": code_digest(), "record": run_sha256(folder)}
-            self._references[name] = dataclasses.replace(run, **needed)
-        return self._references[name]
-
-
-class WorkPool(FanOut):
-    """Flow runs of deployments, one for some shards, which the workers of a pool take."""
-
-    def takes(self, stage: Task[..., Any]) -> bool:
-        """True for stages with a counterpart."""
-        return stage.name in pooled
 
     def chunks(self, calls: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
         """As many equal parts as may be in flight at once, or parts of `shards_per_flow_run`."""
@@ -110,14 +77,26 @@ class WorkPool(FanOut):
         )
         return await task(*counterpart.pack([self.for_nodes(call) for call in calls]))
 
+    def for_nodes(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments of a call, whose run reference says what another machine must have."""
+        return [self._demanding(a) if isinstance(a, RunRef) else a for a in arguments]
 
-_current: ContextVar[FanOut | None] = ContextVar("fan-out", default=None)
+    def _demanding(self, run: RunRef) -> RunRef:
+        # One object for one run: Prefect knows arguments by their address.
+        name = f"{run.root}\0{run.run_id}"
+        if name not in self._references:
+            folder = open_store(run.root, run.storage_options).at(run.run_id)
+            needed = {"code": code_digest(), "record": run_sha256(folder)}
+            self._references[name] = dataclasses.replace(run, **needed)
+        return self._references[name]
 
 
-def fan_out_of(stage: Task[..., Any]) -> FanOut | None:
-    """The way in which other machines run a stage; None where it runs in this process."""
-    current = _current.get()
-    return current if current is not None and current.takes(stage) else None
+_current: ContextVar[WorkPool | None] = ContextVar("work-pool", default=None)
+
+
+def pool_of(stage: Task[..., Any]) -> WorkPool | None:
+    """The pool whose workers run a stage; None where it runs in this process."""
+    return _current.get() if stage.name in pooled else None
 
 
 @contextmanager

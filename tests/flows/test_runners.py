@@ -30,7 +30,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import FanOut, WorkPool, fanning_out
+from tasks.fan_out import WorkPool, fanning_out
 from tasks.generate import generate
 from tasks.options import open_run
 
@@ -192,7 +192,7 @@ def test_windows_are_sampled_by_the_flow_alone() -> None:
 
 def test_a_worker_of_another_kind_refuses_by_digest(tmp_path: Path) -> None:
     ours, theirs = (Run.create_or_open(debug(tmp_path / name)) for name in ("ours", "theirs"))
-    (given,) = FanOut(ours.config.flow).for_nodes([ours.reference])
+    (given,) = WorkPool(ours.config.flow).for_nodes([ours.reference])
     assert open_run(given).config == ours.config
     sent = json.loads(json.dumps(asdict(given)))  # as a parameter of a flow run
     assert TypeAdapter(RunRef).validate_python(sent) == given
