@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.cases import printed_seed
+from support.cases import others_slow, printed_seed
 from support.engines import (
     bits,
     engine_of,
@@ -88,7 +88,7 @@ def products_alike(spec: DecoderSpec, slots: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-gqa"])
+@pytest.mark.parametrize("name", others_slow(["llama", "llama-gqa"], "llama-gqa"))
 def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
     """With a single query per key a library has a kernel of its own: most machines refuse it."""
     engine = engine_of(tiny_model(name), lanes=1)
@@ -159,7 +159,9 @@ def test_without_a_folder_the_process_remembers(records, monkeypatch, where):
     assert recorded_proofs() == []
 
 
-@pytest.mark.parametrize("lacking", ["shared", "slots", "prompts"])
+@pytest.mark.parametrize(
+    "lacking", others_slow(["shared", "slots", "prompts"], "shared", "prompts")
+)
 def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lacking):
     model = tiny_model("llama-gqa")
     first = engine_of(model, lanes=1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.adapters import random_adapter
+from support.cases import others_slow
 from support.hf_models import VOCABULARY, write_checkpoint
 from support.peft_folders import adapter_tensors, write_folder
 from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ def base_at(folder: Path, name: str, seed: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", others_slow(GOLDEN, "llama-gqa"))
 def test_adapters_that_peft_wrote_give_its_logprobs(name: str, tmp_path: Path) -> None:
     case = GOLDEN[name]
     base = base_at(tmp_path / "base", name, case["seed"])

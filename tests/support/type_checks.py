@@ -43,7 +43,7 @@ def checked(thing: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
             thing.__init__ = again(thing.__init__)
         return thing
-    if thing.__module__ in UNCHECKED and thing.__name__.startswith("_"):
+    if thing.__module__ in UNCHECKED and thing.__qualname__.startswith("_"):
         return thing
     return checked_function(thing, typechecker)
 

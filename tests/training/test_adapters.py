@@ -95,7 +95,7 @@ def test_names_of_the_base_stay_and_those_of_the_adapter_follow_them(models):
     assert parameter_shapes(without_adapter(template)) == parameter_shapes(base)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 def test_gradients_of_b_are_those_of_the_weights_times_a_and_the_base_has_none(models, temperature):
     base, parameters, template, adapter = models
     first = initial_arrays(adapter.modules, parameter_shapes(base), seed=0)
