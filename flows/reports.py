@@ -41,7 +41,7 @@ from prefect.states import Crashed
 from flows.connection import current_connection
 from marin_rl.analysis.learning_curve import learning_curve
 from marin_rl.analysis.status import metric_rows
-from marin_rl.display import COLUMNS, METRICS
+from marin_rl.display.tables import COLUMNS, METRICS
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
 from marin_rl.storage.tables.rollouts import iter_shards

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from marin_rl.analysis.status import Unreadable
 from marin_rl.analysis.watch import Look
-from marin_rl.display import METRICS, duration, plain, sparkline
+from marin_rl.display.tables import METRICS, plain
+from marin_rl.display.text import duration, sparkline
 from marin_rl.errors import MarinRLError
 from marin_rl.storage.stores.locks import Holder
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from marin_rl.config import Config, fingerprint_fields, load_config, parse_config
-from marin_rl.display import plan_rows
+from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
 

@@ -5,20 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from marin_rl.display import (
-    BeforeAfter,
-    EpisodePair,
-    PlayedEpisode,
-    RunDisplay,
-    duration,
-    episodes_table,
-    frame_table,
-    rollouts_table,
-    rounds_table,
-    showing,
-    size,
-    sparkline,
-)
+from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode, episodes_table
+from marin_rl.display.live import RunDisplay, showing
+from marin_rl.display.tables import frame_table, rollouts_table, rounds_table
+from marin_rl.display.text import duration, size, sparkline
 from marin_rl.progress import ProgressEvent, listening, publish
 
 

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from marin_rl.display import BeforeAfter, EpisodePair, PlayedEpisode
+from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, evals_slot

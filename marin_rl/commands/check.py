@@ -70,7 +70,7 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
     Exit code 1 if not. Reads the files alone. Cells are rollouts / tokens. Length bias is the mean
     length of what was dropped less that of what was trained on, in tokens.
     """
-    from marin_rl.display import audit_table, balance_line, dropped_table
+    from marin_rl.display.audits import audit_table, balance_line, dropped_table
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.audit import audit_run
     from marin_rl.storage.upkeep.streams import waiting_rollouts
@@ -105,7 +105,7 @@ def fsck(
 
     Exit code 1 if one is not.
     """
-    from marin_rl.display import size
+    from marin_rl.display.text import size
     from marin_rl.storage.upkeep.fsck import check_run
 
     checked = check_run(root, run_name, workers=workers)
@@ -138,7 +138,7 @@ def verify_metrics(
     Exit code 1 if one differs.
     """
     from marin_rl.analysis.verify import not_checked, verify_run
-    from marin_rl.display import findings_table
+    from marin_rl.display.tables import findings_table
     from marin_rl.storage.runs import Run
 
     findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
@@ -165,7 +165,7 @@ def verify(
 
     Every digest, part and parent; exit code 1 if one is wrong.
     """
-    from marin_rl.display import size
+    from marin_rl.display.text import size
     from marin_rl.storage.upkeep.archive import verify_archive
 
     archived = verify_archive(archive, root_hash)

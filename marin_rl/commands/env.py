@@ -41,7 +41,7 @@ Turns = Annotated[int, typer.Option(min=1, max=1000, help="turns of an episode, 
 
 def env_list(*, as_json: AsJsonLines = False) -> None:
     """List the environments that a configuration may name."""
-    from marin_rl.display import frame_table
+    from marin_rl.display.tables import frame_table
     from marin_rl.environments.registry import described_environments
 
     rows = [asdict(item) for item in described_environments()]

@@ -145,7 +145,7 @@ def _print_metrics(
     if as_json:
         tell_json({"model": model, **place, **metrics})
         return
-    from marin_rl.display import estimates_table
+    from marin_rl.display.tables import estimates_table
 
     out.print(estimates_table(f"Evaluation of {model}", metrics))
     for name, value in place.items():

@@ -69,7 +69,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     if overrides:
         raise ConfigError("--set changes a configuration: expected --verl too")
     chosen = _numbers("--round", rounds)
-    from marin_rl.display import size
+    from marin_rl.display.text import size
     from marin_rl.storage.runs import Run
 
     run = Run.open(root, run_name)

@@ -64,7 +64,7 @@ def status(
         _status_of_all(root, as_json=as_json)
         return
     from marin_rl.analysis.status import run_status
-    from marin_rl.display import fleet_table, key_values, rounds_table
+    from marin_rl.display.tables import fleet_table, key_values, rounds_table
 
     current = run_status(root, run_name)
     if as_json:
@@ -81,7 +81,7 @@ def status(
 def _status_of_all(root: str, *, as_json: bool) -> None:
     """Print a line for each run. Exit code 1, and a line on standard error, for unreadable ones."""
     from marin_rl.analysis.status import RunStatus, each_run, run_status
-    from marin_rl.display import plain
+    from marin_rl.display.tables import plain
 
     runs = each_run(root, lambda name: run_status(root, name))
     broken = [item for item in runs if not isinstance(item, RunStatus)]
@@ -205,7 +205,7 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
 
 def _print_rollouts(run_name: str, rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
     from marin_rl.commands.dialogue import dialogue
-    from marin_rl.display import rollouts_table
+    from marin_rl.display.tables import rollouts_table
 
     if as_dialogue:
         out.print(dialogue(rows[0]))
@@ -236,7 +236,7 @@ def sql(
     query reads the run's own files and writes none, unless --unsafe is given.
     """
     from marin_rl.analysis.query import answer_rows
-    from marin_rl.display import frame_table
+    from marin_rl.display.tables import frame_table
 
     if query is None:
         _print_tables(root, run_name, as_json=as_json)
@@ -292,7 +292,7 @@ def report(
             raise ConfigError("--curve writes a picture instead of the page: leave out --output")
         _write_curve(run, curve, as_json=as_json)
         return
-    from marin_rl.display import size
+    from marin_rl.display.text import size
     from marin_rl.pages.document import Choice, RunPage
     from marin_rl.pages.html import report_html
 

@@ -112,14 +112,14 @@ def _as_text(value: Any) -> str:
 
 def tell(text: str) -> None:
     """Print text without markup and control characters on standard output."""
-    from marin_rl.display import printable
+    from marin_rl.display.text import printable
 
     out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(lines: Iterable[str], style: str = "red") -> None:
     """Print lines in red on standard error, as `tell` does."""
-    from marin_rl.display import printable
+    from marin_rl.display.text import printable
 
     for line in lines:
         err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)

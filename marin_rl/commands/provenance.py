@@ -35,7 +35,7 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     influenced.
     """
     from marin_rl.analysis.lineage import as_text, as_tree, trace, trace_forward, write_graph
-    from marin_rl.display import shortened
+    from marin_rl.display.text import shortened
     from marin_rl.storage.runs import Run
 
     _check_start(rollout, reverse=reverse, others=(round_number, step, row))
@@ -95,7 +95,7 @@ def diff(
     Also names the first round that differs. Exit code 1 where they differ.
     """
     from marin_rl.analysis.diff import compare_runs
-    from marin_rl.display import frame_table
+    from marin_rl.display.tables import frame_table
     from marin_rl.storage.runs import Run
 
     difference = compare_runs(Run.open(root, first), Run.open(root, second))

@@ -35,7 +35,7 @@ def replay_step(
 
     Exit code 1 where its checkpoint is another.
     """
-    from marin_rl.display import frame_table
+    from marin_rl.display.tables import frame_table
     from marin_rl.storage.runs import Run
     from marin_rl.training.replay import replay_round
 
@@ -74,7 +74,7 @@ def replay_episode(
 
     Every message, reward and end is compared. Exit code 1 where something differs.
     """
-    from marin_rl.display import frame_table
+    from marin_rl.display.tables import frame_table
     from marin_rl.errors import ConfigError
     from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
     from marin_rl.storage.runs import Run
@@ -157,7 +157,7 @@ def reprocess(
 
     Such as another objective, filters or rewards. Changes nothing.
     """
-    from marin_rl.display import key_values
+    from marin_rl.display.tables import key_values
     from marin_rl.storage.runs import Run
     from marin_rl.training.reprocess import reprocess_round
 

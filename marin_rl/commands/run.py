@@ -116,7 +116,7 @@ def reward_model(
     Or continue where it stopped.
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
-    from marin_rl.display import key_values
+    from marin_rl.display.tables import key_values
 
     checkpoint = already_done("reward-model", config) or play(
         "reward-model", config, as_json=as_json
@@ -149,7 +149,8 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     """
     from marin_rl.analysis.warnings import NewWarnings
     from marin_rl.api.training import flow_named
-    from marin_rl.display import RunDisplay, plain, showing
+    from marin_rl.display.live import RunDisplay, showing
+    from marin_rl.display.tables import plain
     from marin_rl.progress import listening
     from marin_rl.rollouts.data_warnings import data_warnings
 
@@ -178,7 +179,8 @@ def _interruptible() -> Iterator[None]:
 
 def _print_plan(config: Config, *, as_json: bool) -> None:
     """Print the plan, and whether the run exists. Raises ConfigError if it has another content."""
-    from marin_rl.display import key_values, plan_rows
+    from marin_rl.display.plans import plan_rows
+    from marin_rl.display.tables import key_values
     from marin_rl.planning import plan
     from marin_rl.preflight import rounds_trained
     from marin_rl.storage.runs import refuse_other_content
@@ -224,7 +226,8 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
     from marin_rl.analysis.before_after import before_and_after
     from marin_rl.analysis.learning_curve import write_learning_curve
     from marin_rl.analysis.status import run_status
-    from marin_rl.display import episodes_table, rounds_table
+    from marin_rl.display.episodes import episodes_table
+    from marin_rl.display.tables import rounds_table
     from marin_rl.storage.runs import Run
 
     opened = Run.open(config.root, config.run_id, config.storage_options)

@@ -94,7 +94,8 @@ def gc(
 
 
 def _tell_garbage(collection: "Collection", *, dry_run: bool) -> None:
-    from marin_rl.display import frame_table, size
+    from marin_rl.display.tables import frame_table
+    from marin_rl.display.text import size
 
     if collection.garbage:
         rows = [(item.reason, item.bytes, item.key) for item in collection.garbage]

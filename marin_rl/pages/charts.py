@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from marin_rl.display import evenly
+from marin_rl.display.text import evenly
 from marin_rl.pages.records import Chart, Line, Number
 from marin_rl.rollouts.estimates import estimate_of_groups, held_out_accuracies
 

@@ -14,7 +14,7 @@ import polars as pl
 from marin_rl.analysis.scan import scan_evals
 from marin_rl.analysis.status import Followed, status_of
 from marin_rl.analysis.watch import stage_of
-from marin_rl.display import evenly
+from marin_rl.display.text import evenly
 from marin_rl.pages.charts import Spread, make_charts, spread_of
 from marin_rl.pages.records import Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round

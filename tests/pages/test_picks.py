@@ -1,6 +1,6 @@
 """Rollouts of a round are picked for a reason, and the same way every time."""
 
-from marin_rl.display import evenly
+from marin_rl.display.text import evenly
 from marin_rl.pages.picks import Member, pick, pick_members
 
 

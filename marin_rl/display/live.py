@@ -1,0 +1,156 @@
+"""Live progress of a run, from its progress events.
+
+Without a terminal, one plain line is printed per round.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from marin_rl.display.tables import METRICS, formatted, plain
+from marin_rl.display.text import duration, sparkline
+from marin_rl.progress import ProgressEvent, listening
+
+LIVE = (
+    "reward", "eval/accuracy", "perf/tokens_per_second", "entropy", "sft/loss",
+    "reward_model/loss", "reward_model/accuracy",
+)  # fmt: skip
+
+STAGES = {
+    "start": "starting",
+    "sft": "warm start",
+    "reward_model": "reward model",
+    "serve": "loading weights",
+    "generate": "generating",
+    "process": "processing",
+    "train": "training",
+    "evaluate": "evaluating",
+    "round": "round done",
+    "done": "done",
+}
+
+
+class RunDisplay:
+    """The state of a run by its progress events; `render()` draws it."""
+
+    def __init__(self, run_id: str, rounds: int) -> None:
+        self.run_id = run_id
+        self.rounds = rounds
+        self.round = 0
+        self.stage = "start"
+        self.done = 0
+        self.total = 0
+        self.metrics: dict[str, float] = {}
+        self.rewards: list[float] = []
+        self.accuracies: list[float] = []
+        self.round_seconds: list[float] = []
+        self._round_ended: float | None = None
+
+    def update(self, event: ProgressEvent) -> None:
+        """Apply one event; events of other runs are ignored."""
+        if event.run_id != self.run_id:
+            return
+        self.stage, self.done, self.total = event.stage, event.done, event.total
+        if event.round is not None:
+            self.round = event.round
+        self.metrics.update(event.metrics)
+        if event.stage == "evaluate" and "eval/accuracy" in event.metrics:
+            self.accuracies.append(event.metrics["eval/accuracy"])
+        if event.stage == "round":
+            self._end_round(event)
+
+    def seconds_left(self) -> float | None:
+        """Rounds to come times the mean seconds of the latest ten; None before two rounds."""
+        latest = self.round_seconds[-10:]
+        if not latest:
+            return None
+        return (self.rounds - self.round - 1) * sum(latest) / len(latest)
+
+    def render(self) -> RenderableType:
+        """A panel: rounds, stage, main metrics, two curves."""
+        return Panel(
+            Group(self._rounds_line(), self._stage_line(), self._numbers(), *self._curves()),
+            title=plain(self.run_id, "bold"),
+            border_style="cyan",
+        )
+
+    def _end_round(self, event: ProgressEvent) -> None:
+        now = time.monotonic()
+        if self._round_ended is not None:
+            self.round_seconds.append(now - self._round_ended)
+        self._round_ended = now
+        if "reward" in event.metrics:
+            self.rewards.append(event.metrics["reward"])
+
+    def _rounds_line(self) -> Table:
+        finished = min(self.round + (self.stage in ("round", "done")), self.rounds)
+        bar = ProgressBar(total=max(self.rounds, 1), completed=finished, width=36)
+        left = self.seconds_left()
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(
+            f"round {finished:>4}/{self.rounds}",
+            bar,
+            "" if left is None else f"about {duration(left)} left",
+        )
+        return grid
+
+    def _stage_line(self) -> Text:
+        amount = f" {self.done}/{self.total}" if self.total else ""
+        return Text(f"{STAGES.get(self.stage, self.stage)}{amount}", style="dim")
+
+    def _numbers(self) -> Table:
+        grid = Table.grid(padding=(0, 3))
+        grid.add_row(
+            *(
+                f"[dim]{METRICS[name][0]}[/dim] [bold]{formatted(name, self.metrics)}[/bold]"
+                for name in LIVE
+                if name in self.metrics
+            )
+        )
+        return grid
+
+    def _curves(self) -> list[Text]:
+        curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
+        return [Text(f"{name} {sparkline(values)}") for name, values in curves if values]
+
+
+@contextmanager
+def showing(display: RunDisplay, console: Console) -> Iterator[None]:
+    """Draw `display` live while the block runs; plain lines where the console is no terminal."""
+    if not console.is_terminal:
+        with listening(lambda event: _print_event(display, console, event)):
+            yield
+        return
+    with (
+        Live(get_renderable=display.render, console=console, refresh_per_second=4, transient=False),
+        listening(display.update),
+    ):
+        yield
+
+
+def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) -> None:
+    display.update(event)
+    if event.run_id != display.run_id:
+        return
+    if event.message and event.stage in ("start", "done"):
+        console.print(plain(event.message))
+    elif event.stage == "round":
+        line = f"round {event.round}"
+        if "reward" in event.metrics:
+            line += f"  reward {event.metrics['reward']:.3f}"
+        if "eval/accuracy" in display.metrics:
+            line += f"  held-out {display.metrics['eval/accuracy']:.1%}"
+        if (left := display.seconds_left()) is not None:
+            line += f"  {duration(left)} left"
+        console.print(line, highlight=False)
+    elif event.stage in ("sft", "reward_model") and event.total and event.done % 50 == 0:
+        loss = event.metrics.get(f"{event.stage}/loss")
+        tail = f"  loss {loss:.3f}" if loss is not None else ""
+        console.print(f"{STAGES[event.stage]} {event.done}/{event.total}{tail}", highlight=False)

@@ -1,0 +1,180 @@
+"""Tables of rounds, rollouts, estimates and query results."""
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from marin_rl.display.text import evenly, printable, shortened
+
+TITLE = "table.title"  # Rich's own style of titles, which a Text does not take by itself
+
+METRICS = {  # title and format of the metrics that terminals and reports show
+    "reward": ("reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
+    "entropy": ("entropy", "{:.3f}"),
+    "kl": ("KL to reference", "{:.2e}"),
+    "mismatch_kl": ("mismatch KL", "{:.1e}"),
+    "completions/mean_length": ("tokens each", "{:.1f}"),
+    "staleness/mean": ("staleness", "{:.2f}"),
+    "eval/mean_turns": ("held-out turns", "{:.2f}"),
+    "loss": ("loss", "{:.3g}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "timing_s/round": ("seconds", "{:.2f}"),
+    "sft/loss": ("warm-start loss", "{:.3f}"),
+    "reward_model/loss": ("preference loss", "{:.3f}"),
+    "reward_model/accuracy": ("pairs in order", "{:.1%}"),
+}
+
+COLUMNS = (
+    "reward", "eval/accuracy", "completions/mean_length", "entropy", "mismatch_kl",
+    "perf/tokens_per_second", "timing_s/round",
+)  # fmt: skip
+
+_HEADINGS = {  # of the table of rounds, which fits 80 columns
+    "eval/accuracy": "held-out accuracy (95 %)",
+    "completions/mean_length": "tokens each",
+}
+
+_TURNS_FOR = {"completions/mean_length": "eval/mean_turns"}  # in runs of several turns
+
+
+def formatted(name: str, metrics: Mapping[str, Any]) -> str:
+    """Return one of METRICS as text; empty where there is none."""
+    return "" if metrics.get(name) is None else METRICS[name][1].format(metrics[name])
+
+
+def plain(value: Any, style: str = "") -> Text:
+    """The printable text of any value, of which no markup is interpreted."""
+    return Text(printable(str(value)), style)
+
+
+def key_values(title: str, rows: Mapping[str, Any]) -> Table:
+    """A two-column table."""
+    table = Table(title=plain(title, TITLE), show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")  # a path that is cut is none
+    for name, value in rows.items():
+        table.add_row(plain(name), plain(value))
+    return table
+
+
+def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """Any rectangular result, columns of numbers aligned right."""
+    table = Table()
+    for index, name in enumerate(columns):
+        numeric = all(isinstance(row[index], int | float | Decimal) for row in rows)
+        justify = "right" if numeric else "left"
+        table.add_column(Text(shortened(str(name))), justify=justify, overflow="fold")
+    for row in rows:
+        cells = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def empty_table(
+    title: str, headings: Sequence[str], left: Sequence[str] = (), *, show_lines: bool = False
+) -> Table:
+    """An empty table; columns that are not in `left` are aligned right, as numbers are.
+
+    It has no vertical lines, so that more columns fit, and cuts no cell: it goes on in a new line.
+    """
+    table = Table(
+        title=plain(title, TITLE),
+        title_justify="left",
+        show_lines=show_lines,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="left" if heading in left else "right",
+            overflow="fold",
+            min_width=max(map(len, heading.split())),
+        )
+    return table
+
+
+def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12) -> Table:
+    """Rounds with their main metrics; of many, an even selection of the evaluated ones."""
+    several = any(row.get("eval/mean_turns") is not None for row in rows)
+    columns = [_TURNS_FOR.get(name, name) if several else name for name in COLUMNS]
+    headings = (_HEADINGS.get(name, METRICS[name][0]) for name in columns)
+    table = empty_table(title, ("round", *headings))
+    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
+    chosen = evaluated if len(rows) > limit and len(evaluated) >= 2 else rows
+    for row in evenly(chosen, limit):
+        table.add_row(str(row["round"]), *(_round_cell(name, row) for name in columns))
+    return table
+
+
+def _round_cell(name: str, row: Mapping[str, Any]) -> str:
+    """A metric of a round; the held-out accuracy with its 95 % interval, where the row has it."""
+    low, high = (row.get(f"{name}/{side}") for side in ("low", "high"))
+    interval = "" if low is None or high is None else f" {100 * low:.0f}-{100 * high:.0f}"
+    return formatted(name, row) + interval
+
+
+def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Servers that announce themselves, with what their last heartbeats say."""
+    headings = ("server", "labels", "serves", "queued", "busy", "slots", "tokens/s", "heartbeat")
+    table = empty_table("Fleet", headings, left=("server", "labels", "serves"))
+    for row in rows:
+        if "error" in row:
+            table.add_row(plain(row["server"]), "", plain(row["error"]), *[""] * 5)
+            continue
+        labels = " ".join(f"{name}={value}" for name, value in sorted(row["labels"].items()))
+        numbers = (f"{row[name]:,}" for name in ("queued", "busy", "slots"))
+        rate, ago = f"{row['tokens_per_second']:,.0f}", f"{row['beat_ago_s']:,.0f} s ago"
+        table.add_row(plain(row["url"]), plain(labels), plain(row["model"]), *numbers, rate, ago)
+    return table
+
+
+def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Rollouts: prompt, last completion, answer, reward, turns, status and stop reason."""
+    texts = ("prompt", "completion", "answer", "status", "stop")
+    table = empty_table(
+        "Rollouts", (*texts[:3], "reward", "turns", "status", "stop"), left=texts, show_lines=True
+    )
+    for row in rows:
+        reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+        ends = (row["status"], row["finish_reason"])
+        cells = (row["prompt"], row["completion"], row["answer"], reward, row["n_turns"], *ends)
+        table.add_row(*(Text(shortened(str(cell))) for cell in cells))
+    return table
+
+
+def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
+    """Metrics of an evaluation with their 95 % intervals where they have one."""
+    table = empty_table(title, ("metric", "value", "95 % low", "high"), left=("metric",))
+    for name, value in metrics.items():
+        if not name.endswith(("/low", "/high")):
+            bounds = (metrics.get(f"{name}/{side}") for side in ("low", "high"))
+            shown = ("" if bound is None else f"{bound:.4f}" for bound in bounds)
+            table.add_row(plain(name), f"{value:.4f}", *shown)
+    return table
+
+
+def findings_table(findings: Sequence[Any]) -> Table:
+    """Recomputed metrics (`analysis.verify.Finding`): rounds, largest difference, wrong rounds."""
+    headings = ("metric", "rounds", "largest difference", "wrong")
+    table = empty_table("Metrics, computed again", headings, left=("metric",))
+    by_metric: dict[str, list[Any]] = {}
+    for finding in findings:
+        by_metric.setdefault(finding.metric, []).append(finding)
+    for name, own in by_metric.items():
+        apart = [
+            abs(finding.found - finding.expected)
+            for finding in own
+            if finding.found is not None and finding.expected is not None
+        ]
+        largest = f"{max(apart):.1e}" if apart else ""
+        wrong = sum(bool(finding.problem) for finding in own)
+        table.add_row(plain(name), str(len(own)), largest, str(wrong) if wrong else "")
+    return table
