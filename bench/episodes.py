@@ -150,35 +150,67 @@ def turns(work: Work, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def history(work: Work, options: argparse.Namespace) -> dict[str, Any]:
-    """8 dialogues of 8 turns on long histories: from the cache, and prefilled from the start."""
+    """8 dialogues of 8 turns on long histories: from the cache, and prefilled from the start.
+
+    From the start twice: by the same engine, whose cache is emptied before each turn, with the same
+    bits; and by an engine without the cache, whose prefill has other last bits.
+    """
     play = Play(history=options.history, turns=8, tokens=8, new=8)
-    engine = engine_of(work, play.length, options.slots, prefix_cache=True)
-    cached, fresh, same, rates = [], [], True, []
+    keeping, plain = (
+        engine_of(work, play.length, options.slots, prefix_cache=on) for on in (True, False)
+    )
+    sides = {
+        "cached": (keeping, play),
+        "fresh": (keeping, replace(play, before=keeping.reset_prefix_cache)),
+        "plain": (plain, play),
+    }
+    spent: dict[str, list[Seconds]] = {name: [] for name in sides}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    played: list[dict[str, list[list[bytes]]]] = []
     for number in range(options.rounds + 1):
-        sampled = []
         seeds = [1000 * number + 100 * index for index in range(8)]
-        for forget, seconds in ((False, cached), (True, fresh)):
+        played.append({})
+        for name, (engine, own) in sides.items():
             engine.reset_prefix_cache()
-            # the first turn, whose history is new to both
+            # the first turn, whose history is new to all
             timed([dialogue(engine, work, replace(play, turns=1), seed) for seed in seeds])
             before = engine.stats.snapshot()
-            own = replace(play, before=engine.reset_prefix_cache) if forget else play
-            spent, results = timed([dialogue(engine, work, own, seed) for seed in seeds])
-            seconds.append(spent)
-            sampled.append(results)
+            seconds, played[-1][name] = timed([dialogue(engine, work, own, s) for s in seeds])
+            spent[name].append(seconds)
             prefilled = engine.stats.prefilled_tokens - before.prefilled_tokens
-            if number:
-                rates.append(prefilled / (len(seeds) * (play.turns - 1) * play.new))
-        same &= sampled[0] == sampled[1]
-    engine.close()
-    wall, cpu = ratios(cached, fresh)
+            rates[name].append(prefilled / (len(seeds) * (play.turns - 1) * play.new))
+    keeping.close()
+    plain.close()
+    wall, cpu = ratios(spent["cached"], spent["fresh"])
+    plain_wall, plain_cpu = ratios(spent["cached"], spent["plain"])
     return {
         "asked": 1 / 3,
         "ratio_wall": wall,
         "ratio_cpu": cpu,
-        "prefilled_per_new_token": statistics.median(rates[::2]),
-        "prefilled_per_new_token_without": statistics.median(rates[1::2]),
-        "same_bits": same,
+        "ratio_wall_of_plain": plain_wall,
+        "ratio_cpu_of_plain": plain_cpu,
+        "prefilled_per_new_token": statistics.median(rates["cached"][1:]),
+        "prefilled_per_new_token_without": statistics.median(rates["fresh"][1:]),
+        "same_bits": all(one["cached"] == one["fresh"] for one in played),
+        **compared(
+            [turns for one in played for turns in one["cached"]],
+            [turns for one in played for turns in one["plain"]],
+        ),
+    }
+
+
+def compared(ones: list[list[bytes]], others: list[list[bytes]]) -> dict[str, Any]:
+    """Dialogues with the same tokens on both sides, and how far logprobs differ in these."""
+    same = [(one, other) for one, other in zip(ones, others, strict=True) if one[::2] == other[::2]]
+    gaps = [
+        np.abs(np.frombuffer(a, np.float32) - np.frombuffer(b, np.float32)).max()
+        for one, other in same
+        for a, b in zip(one[1::2], other[1::2], strict=True)
+    ]
+    return {
+        "dialogues": len(ones),
+        "same_tokens_as_plain": len(same),
+        "logprobs_differ_by": float(max(gaps, default=0.0)),
     }
 
 

@@ -22,6 +22,7 @@ from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_code
 from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
+from marin_rl.rollouts.dialogue_cache import as_begun
 from marin_rl.runtime import release
 from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (
@@ -90,7 +91,7 @@ def open_session(
     with ExitStack() as stack:
         # Before the run is created: a runner that cannot work is no reason to begin one.
         stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))
-        run = Run.create_or_open(config)
+        run = Run.create_or_open(config, as_begun)
         stack.enter_context(run.lock())
         if plays:
             try_to_remember(run)

@@ -160,7 +160,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
         config.run_id, lambda text: console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
     )
     if flow != "reward-model":
-        for text in data_warnings(config):
+        for text in data_warnings(config, scored=flow != "sft"):
             console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
     display = RunDisplay(config.run_id, config.rounds)
     with showing(display, console), listening(warn.listen), _interruptible():

@@ -89,7 +89,8 @@ class EngineConfig(Section):
     prefix_cache: bool | None = optional_field(
         description="keep the KV cache of finished sequences until their slots are needed, and "
         "continue dialogues from it; prompts are then computed as if decoded, with other last bits "
-        "than without; worth its while for dialogues of hundreds of tokens; null: false"
+        "than without; null: as the run began, and true for new runs whose environment has several "
+        "turns, with a context of at least 512 tokens and at least 64 slots"
     )
     adapters_max: int | None = optional_field(
         ge=0,

@@ -165,8 +165,11 @@ class ChecksDemonstrations(Protocol):
 class HasNotices(Protocol):
     """Optional part of an environment: facts about its data that a user may not expect."""
 
-    def notices(self) -> Sequence[str]:
-        """A sentence each; known after `load_examples`."""
+    def notices(self, *, scored: bool = True) -> Sequence[str]:
+        """A sentence each; known after `load_examples`.
+
+        Those on rewards are left out where nothing is `scored`: of demonstrations.
+        """
         ...
 
 

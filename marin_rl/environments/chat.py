@@ -180,7 +180,7 @@ class Chat(FunctionScored):
                 "options.answer_key, or choose another sft.environment"
             )
 
-    def notices(self) -> list[str]:
+    def notices(self, *, scored: bool = True) -> list[str]:
         """Facts about the prompts that a user may not expect, a sentence each."""
         counts, n = self._loaded.counts, len(self._loaded.rows)
         path, reward = self._options.path, self.reward_name.partition(":")[2]
@@ -191,7 +191,7 @@ class Chat(FunctionScored):
             "tools does (docs/your-environment.md)",
             "repeated": "repeat the prompt of another row",
         }
-        if self.answers_by_function and self._options.reward in SHIPPED:
+        if scored and self.answers_by_function and self._options.reward in SHIPPED:
             sentences["unanswered"] = f"have no answer: {reward} gives them 0"
         return [
             f"{path}: {counts[name]} of {n} rows {sentence}"

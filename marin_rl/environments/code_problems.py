@@ -141,9 +141,9 @@ class Code(Problems):
         self.size = len(prompts.of_split["train"])
         self._read_tests(0 if not untested else int(prompts.of_split["train"][0]), prompts.rows)
 
-    def notices(self) -> list[str]:
+    def notices(self, *, scored: bool = True) -> list[str]:
         """Facts about the rows, also those that are left out."""
-        notices = super().notices()
+        notices = super().notices(scored=scored)
         if self._left_out:
             count, n = self._left_out, len(self._loaded.rows)
             notices.append(f"{self._options.path}: {count} of {n} rows have no tests: left out")

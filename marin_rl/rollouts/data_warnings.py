@@ -8,31 +8,30 @@ from collections.abc import Iterator
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import FixedSet, HasNotices
-from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
-
-# Tokens of a context from which on continued dialogues are measurably faster (bench/episodes.py).
-CACHED_FROM = 512
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")
 
 
-def data_warnings(config: Config) -> list[str]:
-    """Return what environments say of their data, small held-out sets, and dialogues uncached.
+def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
+    """Return what environments say of their data, and small held-out sets.
 
-    Reads the prompts, once per process. Raises ConfigError, InputError as `loaded_environment`.
+    Without `scored`, for a flow that learns from demonstrations alone, nothing on rewards and
+    evaluations. Reads the prompts, once per process. Raises ConfigError, InputError as
+    `loaded_environment`.
     """
     warnings: list[str] = []
-    for chosen in _environments(config):
+    for chosen, rewarded in _environments(config):
         environment = loaded_environment(chosen)
         if isinstance(environment, HasNotices):
-            warnings += [notice for notice in environment.notices() if notice not in warnings]
-    return [*warnings, *_small_sets(config), *_uncached_dialogues(config)]
+            notices = environment.notices(scored=scored and rewarded)
+            warnings += [notice for notice in notices if notice not in warnings]
+    return [*warnings, *(_small_sets(config) if scored else ())]
 
 
-def _own(config: Config) -> dict[str, EnvironmentConfig]:
+def training_environments(config: Config) -> dict[str, EnvironmentConfig]:
     """The run's environments by their keys, with the settings of each alone."""
     outer = config.environment
     if outer.mixture is None:
@@ -40,36 +39,19 @@ def _own(config: Config) -> dict[str, EnvironmentConfig]:
     return {f"environment.{n}": entry_alone(outer, e) for n, e in enumerate(outer.mixture)}
 
 
-def _environments(config: Config) -> Iterator[EnvironmentConfig]:
-    chosen = [*_own(config).values(), *(config.evaluation.sets or {}).values()]
+def _environments(config: Config) -> Iterator[tuple[EnvironmentConfig, bool]]:
+    """Yield environments with prompts, and whether completions of them are scored."""
+    sets = (config.evaluation.sets or {}).values()
+    chosen = [(one, True) for one in (*training_environments(config).values(), *sets)]
     if config.policy.init == "sft" and config.sft.environment is not None:
-        chosen.append(config.sft.environment)
-    yield from (environment for environment in chosen if environment.name not in GENERATORS)
-
-
-def _uncached_dialogues(config: Config) -> Iterator[str]:
-    """Yield the advice to continue long dialogues from the engine's cache, unless that is set."""
-    inference = config.inference
-    if inference.endpoints or inference.engine.prefix_cache is not None:
-        return
-    if config.policy.context_length < CACHED_FROM:
-        return
-    for chosen in _own(config).values():
-        several = chosen.name not in GENERATORS and chosen.turns_max != 1
-        if several and isinstance(loaded_environment(chosen), HasEpisodes):
-            yield (
-                f"episodes of {chosen.name.partition('#')[0]} have several turns and up to "
-                f"{config.policy.context_length} tokens, which every turn computes again: "
-                "inference.engine.prefix_cache: true continues a turn from the cache of the last "
-                "one, false says that none shall be kept"
-            )
-            return
+        chosen.append((config.sft.environment, False))
+    yield from (item for item in chosen if item[0].name not in GENERATORS)
 
 
 def _small_sets(config: Config) -> Iterator[str]:
     """Yield a sentence for each evaluation set with fewer examples than are asked for."""
     wanted = config.evaluation.examples
-    sets = config.evaluation.sets or _own(config)
+    sets = config.evaluation.sets or training_environments(config)
     for name, chosen in sorted(sets.items()):
         if chosen.name in GENERATORS:
             continue

@@ -156,6 +156,20 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
     return parse_config(without(tree, outward_keys()), source)
 
 
+def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
+    """`config` with the run's own `inference.engine.prefix_cache` where it leaves that open.
+
+    Raises ConfigError.
+    """
+    engine = config.inference.engine
+    recorded = stored_config(record, source).inference.engine.prefix_cache
+    if engine.prefix_cache is not None or recorded is None:
+        return config
+    engine = engine.model_copy(update={"prefix_cache": recorded})
+    inference = config.inference.model_copy(update={"engine": engine})
+    return config.model_copy(update={"inference": inference})
+
+
 def _check_pinned(tree: Mapping[str, Any], source: str) -> None:
     """Refuse a file of code without a digest: it would be whatever lies in the current folder."""
     for key, spec in code_in(tree):

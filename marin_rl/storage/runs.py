@@ -7,7 +7,7 @@ before the fork from its parents' folders; its `store` resolves that for all rea
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,7 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.run_records import (
     RUN_KEY,
     ancestors_in,
+    as_recorded,
     check_content,
     create_record,
     offer_code,
@@ -99,8 +100,10 @@ class Run:
     ancestors: tuple[Ancestor, ...] = ()
 
     @classmethod
-    def create_or_open(cls, config: Config) -> "Run":
-        """The run that `config` names, created if it is new.
+    def create_or_open(
+        cls, config: Config, as_begun: Callable[[Config], Config] = lambda config: config
+    ) -> "Run":
+        """The run that `config` names, created if it is new, as `as_begun` completes `config`.
 
         The free keys of `config` hold for this process. Raises ConfigError, listing the keys, when
         the run exists with another content; RootUnfit when the root cannot carry a run.
@@ -109,9 +112,11 @@ class Run:
         record = read_record(store)
         if record is not None:
             # Before the probe, which writes: nothing is written into a run that was not meant.
+            config = as_recorded(record, config, store.url_of(RUN_KEY))
             check_content(record, config, store.url_of(RUN_KEY))
         probe(store)  # of an old run too: before work is wasted on a root that became read-only
         if record is None:
+            config = as_begun(config)
             record = create_record(store, config)
             # Another process may have created the run since the first look, with other content.
             check_content(record, config, store.url_of(RUN_KEY))
@@ -370,7 +375,8 @@ def refuse_other_content(config: Config) -> None:
     store = _store_of(config)
     record = read_record(store)
     if record is not None:
-        check_content(record, config, store.url_of(RUN_KEY))
+        source = store.url_of(RUN_KEY)
+        check_content(record, as_recorded(record, config, source), source)
 
 
 def check_run_id(run_id: str) -> None:

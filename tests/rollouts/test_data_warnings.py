@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.rollouts.data_warnings import data_warnings
 
@@ -58,21 +56,17 @@ def test_evaluation_sets_are_named(tmp_path: Path) -> None:
     assert "1 of 2 rows have no answer" in warnings
 
 
-@pytest.mark.parametrize(
-    ("override", "count"),
-    [
-        ("policy.context_length=512", 1),
-        ("policy.context_length=511", 0),
-        ("inference.engine.prefix_cache=false", 0),
-        ("inference.engine.prefix_cache=true", 0),
-        ("environment.turns_max=1", 0),
-        ("environment.name=echo", 0),
-        ("inference.endpoints=[http://127.0.0.1:1/v1]", 0),
-    ],
-)
-def test_long_dialogues_are_advised_to_keep_their_cache(override: str, count: int) -> None:
-    long = ["policy.context_length=4096", "batching.length_buckets=[4096]"]
-    game = "environment={name: game, eval_seed: 2000000000}"
-    warnings = data_warnings(load_config("configs/debug.yaml", [*long, game, override]))
-    assert [w for w in warnings if "inference.engine.prefix_cache: true" in w] == warnings
-    assert len(warnings) == count
+def test_rows_that_are_only_shown_have_no_sentence_on_rewards(tmp_path: Path) -> None:
+    """A file of demonstrations for a warm start, then the same file for a flow of its own."""
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text("".join(f'{{"prompt": "{n}", "completion": "{n}"}}\n' for n in range(9)))
+    options = {"path": str(shown)}
+    tree = configured(tmp_path, 25).model_dump(mode="json")
+    tree["policy"]["init"] = "sft"
+    tree["sft"]["environment"] = {"name": "chat", "train_seed": 4000000000, "options": options}
+    assert data_warnings(parse_config(tree)) == []
+    tree["environment"]["options"] = options
+    del tree["sft"]["environment"]
+    config = parse_config(tree)
+    assert f"{shown}: 9 of 9 rows have no answer: exact_match gives them 0" in data_warnings(config)
+    assert data_warnings(config, scored=False) == []
