@@ -22,7 +22,7 @@ SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
     "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora_engine.py",
-    "selection.py", "weights.py",
+    "selection.py", "weights.py", "learning.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
@@ -195,6 +195,11 @@ MODES = {
     "sandbox-leftovers": Mode(
         command=("sandbox.py", "--leftovers", "7"), shows=("mounts", "exit status 4")
     ),
+    "learning": Mode(
+        command=("learning.py", "--only", "repository,mastermind", "--rounds", "1", "--root",
+                 "{folder}", "--set", "sft.steps=2", "--set", "sft.steps_per_checkpoint=2"),
+        shows=('"measure": "repository"', '"reward_last": '),
+    ),
     "startup": Mode(
         command=("startup.py", "--repeat", "1"),
         shows=("--help  ", "status RUN", "x 'import typer'"),
@@ -212,7 +217,7 @@ def test_a_benchmark_runs_at_its_smallest_size(name, tmp_path):
     if mode.peer is not None and not mode.peer.is_file():
         pytest.skip(f"{mode.peer.parent.parent.name} is not installed: --install-peers makes it")
     script, *options = (part.format(folder=tmp_path) for part in mode.command)
-    if script == "sandbox.py" and (reason := reason_to_skip()) is not None:
+    if script in ("sandbox.py", "learning.py") and (reason := reason_to_skip()) is not None:
         pytest.skip(reason)
     if script == "recipes.py":
         (tmp_path / "recipes.json").write_text(json.dumps([EARLIER]))

@@ -46,9 +46,9 @@ async def finished_rollouts(
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:
         if environment.workers:
-            found = await _pool_for(environment, config).ask(example, policy)
+            rollouts = await _pool_for(environment, config).ask(example, policy)
         else:
-            found = await asyncio.wait_for(environment.rollouts(example, policy), limit_s)
+            rollouts = await asyncio.wait_for(environment.rollouts(example, policy), limit_s)
     except EndpointUnavailable:
         raise
     except TimeoutError:
@@ -56,10 +56,10 @@ async def finished_rollouts(
         return [EnvironmentTimeout(late)] * size
     except Exception as error:  # noqa: BLE001 - it is other people's code
         return [fault_of(error)] * size
-    if len(found) != size:
-        wrong = f"the environment returned {len(found)} rollouts: expected {size}"
+    if len(rollouts) != size:
+        wrong = f"the environment returned {len(rollouts)} rollouts: expected {size}"
         return [RewardFault(wrong)] * size
-    return found
+    return rollouts
 
 
 class _Pool:

@@ -261,19 +261,7 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     ) as client:
         samplers = {
             part.label: GroupSampler(
-                _finished_driver(config, policy, part)
-                if isinstance(part.environment, ReturnsRollouts)
-                else EpisodeDriver(
-                    client=client,
-                    policy=policy,
-                    environment=part.environment,
-                    settings=part.config,
-                    bridge=bridge or template,
-                    render=template.prompt if part.config.on_broken_prefix == "segments" else None,
-                    tool_turns=ToolTurns(config.policy, part.config),
-                    turns_max=part.config.turns_max or TURNS_MAX,
-                    context_length=config.policy.context_length,
-                ),
+                _driver_of(config, policy, part, client, bridge, template),
                 scorer_for(part.environment, part.config),
                 meter.count,
                 pieces,
@@ -287,6 +275,30 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         if first is None:
             return await all_of(sampling)
         return await first_done(sampling, requests, policy, first, config.rollouts.group_size_min)
+
+
+def _driver_of(
+    config: Config,
+    policy: ServedPolicy,
+    part: Part,
+    client: PolicyClient,
+    bridge: Bridge | None,
+    template: TemplateBridge,
+) -> EpisodeDriver | FinishedDriver:
+    """The driver of an environment; `template` joins turns unless there is another `bridge`."""
+    if isinstance(part.environment, ReturnsRollouts):
+        return _finished_driver(config, policy, part)
+    return EpisodeDriver(
+        client=client,
+        policy=policy,
+        environment=part.environment,
+        settings=part.config,
+        bridge=bridge or template,
+        render=template.prompt if part.config.on_broken_prefix == "segments" else None,
+        tool_turns=ToolTurns(config.policy, part.config),
+        turns_max=part.config.turns_max or TURNS_MAX,
+        context_length=config.policy.context_length,
+    )
 
 
 def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> FinishedDriver:
