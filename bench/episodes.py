@@ -210,7 +210,7 @@ def compared(ones: list[list[bytes]], others: list[list[bytes]]) -> dict[str, An
     return {
         "dialogues": len(ones),
         "same_tokens_as_plain": len(same),
-        "logprobs_differ_by": float(max(gaps, default=0.0)),
+        "logprobs_differ_by": f"{max(gaps, default=0.0):.1e}",
     }
 
 

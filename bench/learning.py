@@ -33,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # this checkout, whatever
 
 from engine_own import report
 
-from marin_rl.analysis import scan_evals, scan_rollouts
+from marin_rl.analysis.scan import scan_evals, scan_rollouts
 from marin_rl.environments.sandbox_tools import NO_OUTPUT
 
 CHECKOUT = Path(__file__).parent.parent
-OPERATIONS = {"sum": "a+b", "difference": "a-b", "product": "a*b", "maximum": "max(a,b)"}
+OPERATIONS = {"sum": "+", "difference": "-", "product": "*"}
+PROGRAM = "```python\na,b=map(int,input().split());print(a"
+PROGRAM_END = "b)\n```"
 WARM_START_SEED = 4_000_000_000
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "echo V='
 CALL_END = '>v.py"}}\n</tool_call>'
@@ -58,13 +60,21 @@ BASE: Tree = {
     },
     "objective": {
         "advantage": "rloo",
+        "advantage_scale": "batch_whitening",
         "surrogate": "ppo_clip",
         "ratio_level": "token",
         "aggregation": "token_mean",
+        "entropy_coefficient": 0.003,
     },
-    "batching": {"packing": "sequences"},
+    "batching": {"packing": "sequences", "row_tokens": 256},
     "inference": {"turns_per_request": 128, "engine": {"slots": 128, "chunk_steps": 4}},
-    "training": {"warmup_steps": 3, "beta2": 0.99, "microbatch_sequences": 32},
+    "training": {
+        "learning_rate": 2e-3,
+        "warmup_steps": 3,
+        "beta2": 0.99,
+        "epochs": 4,
+        "microbatch_sequences": 32,
+    },
     "sft": {
         "steps": 200,
         "sequences_per_step": 64,
@@ -148,44 +158,39 @@ def warm_start(file: Path, rows: Iterable[Mapping[str, Any]]) -> Tree:
 
 
 def code(folder: Path) -> Tree:
-    """Problems such as `product 07`; the warm start has programs of any of the four functions."""
+    """Problems such as `product 07`; the warm start has programs of any of the three functions."""
     draw = random.Random(0)
     rows = [
-        {"id": f"{word}-{n}", "question": f"{word} {n:02d}", "tests": [test_of(formula, draw)]}
+        {"id": f"{word}-{n}", "question": f"{word} {n:02d}", "tests": [test_of(sign, draw)]}
         for n in range(30)
-        for word, formula in OPERATIONS.items()
+        for word, sign in OPERATIONS.items()
     ]
     shown = [
-        {"prompt": row["question"], "completion": program(formula)}
+        {"prompt": row["question"], "completion": f"{PROGRAM}{sign}{PROGRAM_END}"}
         for row in rows
-        for formula in OPERATIONS.values()
+        for sign in OPERATIONS.values()
     ]
     draw.shuffle(shown)
     options = {"path": write_rows(folder / "rows.jsonl", rows), "instruction": ""}
     return {
         "rounds": 12,
-        "policy": {"context_length": 112},
-        "environment": {"name": "code", "options": options},
-        "sampling": {"max_tokens": 80},
+        "policy": {
+            "context_length": 48,
+            "tokenizer": write_tokenizer(folder / "tokenizer", PROGRAM, PROGRAM_END, *OPERATIONS),
+        },
+        "environment": {"name": "code", "options": options, "reward_timeout_s": 60},
+        "sampling": {"max_tokens": 8},
         "rollouts": {"groups_per_round": 16, "group_size": 8},
-        "batching": {"row_tokens": 448},
-        "inference": {"engine": {"chunk_steps": 16}},
-        "training": {"learning_rate": 1e-3, "epochs": 2},
         "sft": {"environment": warm_start(folder / "shown.jsonl", shown)},
         "evaluation": {"examples": 12},
     }
 
 
-def test_of(formula: str, draw: random.Random) -> dict[str, str]:
-    """An input on which the four functions differ, and what `formula` makes of it."""
+def test_of(sign: str, draw: random.Random) -> dict[str, str]:
+    """An input on which the functions differ, and what the one with this sign makes of it."""
     a, b = draw.randint(3, 9), draw.randint(20, 99)
-    values = {"a+b": a + b, "a-b": a - b, "a*b": a * b, "max(a,b)": max(a, b)}
-    return {"input": f"{a} {b}\n", "output": f"{values[formula]}\n"}
-
-
-def program(formula: str) -> str:
-    """A completion of `code`."""
-    return f"```python\na,b=map(int,input().split());print({formula})\n```"
+    values = {"+": a + b, "-": a - b, "*": a * b}
+    return {"input": f"{a} {b}\n", "output": f"{values[sign]}\n"}
 
 
 def repository(folder: Path) -> Tree:
@@ -223,7 +228,12 @@ def repository(folder: Path) -> Tree:
     }
     return {
         "rounds": 10,
-        "policy": {"context_length": 48, "tokenizer": write_tokenizer(folder / "tokenizer")},
+        "policy": {
+            "context_length": 48,
+            "tokenizer": write_tokenizer(
+                folder / "tokenizer", CALL, CALL_END, NO_OUTPUT, "done", "shell"
+            ),
+        },
         "environment": {
             "name": "repository",
             "turns_max": 3,
@@ -231,9 +241,7 @@ def repository(folder: Path) -> Tree:
             "reward_timeout_s": 60,
         },
         "sampling": {"max_tokens": 16},
-        "rollouts": {"groups_per_round": 8, "group_size": 6},
-        "batching": {"row_tokens": 256},
-        "training": {"learning_rate": 1e-3, "epochs": 2},
+        "rollouts": {"groups_per_round": 8, "group_size": 8},
         "sft": {"environment": warm_start(folder / "shown.jsonl", shown)},
         "evaluation": {"examples": 4},
     }
@@ -279,12 +287,12 @@ def shown_turns(issue: str, call: str) -> list[dict[str, Any]]:
     ]
 
 
-def write_tokenizer(folder: Path) -> str:
-    """The tokenizer of `marin-rl init tools`, in which the fixed parts of a call are tokens."""
+def write_tokenizer(folder: Path, *tokens: str) -> str:
+    """The tokenizer of `marin-rl init tools`, with tokens for the fixed parts of an answer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKOUT / "marin_rl/templates/tools/tokenizer")
-    tokenizer.add_tokens([CALL, CALL_END, NO_OUTPUT, "done", "shell"])
+    tokenizer.add_tokens(list(tokens))
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -311,12 +319,7 @@ def mastermind(folder: Path) -> Tree:
         "rollouts": {"groups_per_round": 16, "group_size": 16},
         "inference": {"turns_per_request": 256, "engine": {"slots": 256, "chunk_steps": 2}},
         "batching": {"row_tokens": 128},
-        "objective": {
-            "advantage_scale": "batch_whitening",
-            "turn_discount": 1.0,
-            "entropy_coefficient": 0.01,
-        },
-        "training": {"learning_rate": 3e-3, "epochs": 4},
+        "objective": {"turn_discount": 1.0, "entropy_coefficient": 0.01},
         "sft": {"environment": shown},
         "evaluation": {"examples": 2},
     }
