@@ -58,16 +58,16 @@ class Finding:
 
 
 def storage(config: Config) -> str:
-    """Check that the root can be written and creates exclusively; a new local folder goes again."""
+    """Check that the root can be written and creates exclusively; new local folders go again."""
     from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 
     store = open_store(config.root, config.storage_options)
-    folder = Path(store.url) if isinstance(store, LocalStore) else None
-    existed = folder is None or folder.exists()
+    folder = Path(store.url) if isinstance(store, LocalStore) else Path()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     probe(store)
-    if folder is not None and not existed:
-        with suppress(OSError):  # a run has begun there meanwhile
-            folder.rmdir()
+    with suppress(OSError):  # a run has begun there meanwhile
+        for each in made:
+            each.rmdir()
     return f"{store.url}: writable, creates exclusively"
 
 

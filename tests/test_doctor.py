@@ -32,10 +32,10 @@ def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -
 
 
 def test_a_root_that_did_not_exist_does_not_exist_afterwards(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+    root = tmp_path / "new/runs"
     assert "writable" in storage(debug(root))
-    assert not root.exists()
-    root.mkdir()
+    assert not root.parent.exists()
+    root.mkdir(parents=True)
     storage(debug(root))
     assert root.exists()
 

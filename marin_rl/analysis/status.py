@@ -157,8 +157,8 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),
         reward_model=_reward_model(run),
-        headline=headline(rows),
-        warnings=warnings_of(rows),
+        headline=headline(rows, run.run_id),
+        warnings=warnings_of(rows, run.run_id),
         rounds=_with_intervals(rows),
         fleet=fleet_rows(run),
     )
@@ -214,7 +214,7 @@ def metric_rows(run: Run) -> list[dict[str, Any]]:
     return _merged(rows, evaluations(run))
 
 
-def headline(rows: Sequence[Mapping[str, Any]]) -> str:
+def headline(rows: Sequence[Mapping[str, Any]], run_id: str) -> str:
     """Change of the held-out accuracy, in one sentence; empty before two evaluations."""
     accuracies = held_out_accuracies(rows)
     if len(accuracies) < 2:
@@ -224,7 +224,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     if change == 0:
         return (
             f"Nothing was learned: held-out accuracy is {_shown(accuracies[last])} in round {last} "
-            f"as in round {first}. Look at rewards and texts: `marin-rl rollouts RUN`."
+            f"as in round {first}. Look at rewards and texts: `marin-rl rollouts {run_id}`."
         )
     return (
         f"Held-out accuracy went from {_shown(accuracies[first])} in round {first} to "

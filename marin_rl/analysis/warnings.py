@@ -36,21 +36,24 @@ _ALL = {  # where the share is 100 %
         "every completion is cut off at sampling.max_tokens: raise it, or teach the model to end"
     ),
     "frac_reward_zero_std": (
-        "nothing can be learned: within every group all rewards are equal. `marin-rl rollouts RUN` "
-        "shows whether the reward is too hard, too easy or wrong"
+        "nothing can be learned: within every group all rewards are equal. "
+        "`marin-rl rollouts {run}` shows whether the reward is too hard, too easy or wrong"
     ),
 }
 
 
-def warnings_of(rows: Rows) -> list[str]:
-    """Warnings about the latest rounds, a sentence each; none for a run that goes well."""
+def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
+    """Warnings about the latest rounds, a sentence each; none for a run that goes well.
+
+    `run_id` stands in the commands that they name.
+    """
     trained = [row for row in rows if row.get("reward") is not None]
     held_out = _held_out(rows)
     if not trained:
         return held_out
     last = trained[-1]
     beyond = [
-        f"round {last['round']}: " + _words(name, text, last[name])
+        f"round {last['round']}: " + _words(name, text, last[name], run_id)
         for name, (limit, text) in _LIMITS.items()
         if last.get(name) is not None and last[name] > limit
     ]
@@ -72,7 +75,7 @@ class NewWarnings:
             return
         self._rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
         rows = [self._rows[round] for round in sorted(self._rows)]
-        for warning in warnings_of(rows):
+        for warning in warnings_of(rows, self._run_id):
             if (kind := _kind(warning)) not in self._seen:
                 self._seen.add(kind)
                 self._announce(warning)
@@ -84,8 +87,8 @@ def _kind(warning: str) -> str:
     return "".join(sign for sign in words if sign.isalpha())
 
 
-def _words(name: str, text: str, value: float) -> str:
-    return _ALL[name] if value >= 1.0 and name in _ALL else text.format(value)
+def _words(name: str, text: str, value: float, run_id: str) -> str:
+    return (_ALL[name] if value >= 1.0 and name in _ALL else text).format(value, run=run_id)
 
 
 def _held_out(rows: Rows) -> list[str]:
@@ -127,7 +130,7 @@ def _hacked(rows: Rows) -> list[str]:
         return []
     return [
         f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by "
-        f"{accuracy_gain:+.3f}: is the reward being hacked? See docs/reading-runs.md"
+        f"{accuracy_gain:+.3f}: is the reward being hacked? Read the rollouts with the best rewards"
     ]
 
 

@@ -94,7 +94,7 @@ class Watched:
         idle_s = _idle_s(run, stage.round, datetime.now(UTC))
         holder = holder_of(run)
         alive = holder is not None and holder.alive
-        warnings = warnings_of(rows)
+        warnings = warnings_of(rows, run_id)
         if not stage.ended:
             warnings += _standstill(rows, idle_s, None if alive else holder)
         return Look(

@@ -1,4 +1,4 @@
-"""Prompts from files, scored by a Python function given by import path.
+"""Prompts from files, scored by a Python function of the user's own.
 
 Owns the options, the split into training and evaluation, and the examples. Rows are split by a hash
 of their id, so growing the file moves no row from one to the other. Leaves out files

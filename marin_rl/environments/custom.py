@@ -1,4 +1,4 @@
-"""Environments of the user's own: the making of one from a name of code.
+"""Environments of the user's own, named by file or module.
 
 `environment.name: envs.py:Counting` names a class. It may be a subclass of `BaseEnvironment`, which
 has defaults, any class with the members of `base.Environment`, or a class of tools (`tool_class`).

@@ -255,7 +255,8 @@ class Scorer:
         if self._style is None:
             (answer,) = self._ask(STYLE, [b""], STARTUP_TIMEOUT_S)
             if isinstance(answer, WorkerFault):
-                raise InputError(f"the environment cannot score: {answer.message}")
+                reason = answer.message.removeprefix("InputError: ")
+                raise InputError(f"the environment cannot score: {reason}")
             by_group, wants_ids = orjson.loads(answer)
             self._style = by_group, wants_ids
         return self._style

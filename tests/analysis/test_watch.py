@@ -131,6 +131,7 @@ def test_a_kind_of_warning_is_announced_once_when_it_is_first_seen() -> None:
         new.listen(ProgressEvent(run_id="run", stage="train", round=round, metrics=metrics))
         assert len(told) == [0, 1, 1, 1, 2, 2][round]
         new.listen(ProgressEvent(run_id="run", stage="round", round=round, metrics=metrics))
+    assert "`marin-rl rollouts run` shows" in told[0]
     assert [text[:35] for text in told] == [
         "round 0: nothing can be learned: wi",
         "round 3: 95% of the groups carry no",

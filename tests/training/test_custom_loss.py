@@ -36,6 +36,8 @@ def constant(logprobs): return jnp.ones_like(logprobs)
 def nan_gradient(logprobs, mask): return jnp.sqrt(logprobs * 0)
 def raises(logprobs): raise KeyError("no such thing")
 def wide_metric(logprobs): return logprobs, {"all": logprobs}
+def text_metric(logprobs): return logprobs, {"all": "low"}
+def vector(logprobs): return logprobs.sum(axis=1)
 def odd_name(logprobs): return logprobs, {"a b": 1.0}
 def list_of_metrics(logprobs): return logprobs, [1.0]
 """
@@ -144,6 +146,8 @@ def test_the_example_of_the_docs_is_reported(tmp_path: Path) -> None:
         ("nan_gradient", "its gradient is not finite"),
         ("raises", "failed: KeyError: 'no such thing'"),
         ("wide_metric", r"metric all has shape \(3, 8\): expected one number"),
+        ("text_metric", "metric all is 'low': expected one number"),
+        ("vector", r"shape \(3,\): expected that of logprobs, \(3, 8\), or one number"),
         ("odd_name", "expected metrics named by letters"),
         ("list_of_metrics", r"returned \[1.0\] as its metrics: expected a dict"),
         ("total", "returned one number, and objective.aggregation sequence_mean_token_sum needs"),
