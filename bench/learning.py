@@ -304,22 +304,14 @@ def mastermind(folder: Path) -> Tree:
     shown = {"name": "game", "train_seed": WARM_START_SEED, "options": game | {"opening": "random"}}
     return {
         "rounds": 40,
-        "policy": {
-            "context_length": 64,
-            "model": {
-                "hidden_size": 32,
-                "heads": 2,
-                "kv_heads": 2,
-                "intermediate_size": 96,
-                "initializer_range": 0.15,
-            },
-        },
+        "policy": {"context_length": 64},
         "environment": {"name": "game", "options": game},
         "sampling": {"max_tokens": 4},
         "rollouts": {"groups_per_round": 16, "group_size": 16},
         "inference": {"turns_per_request": 256, "engine": {"slots": 256, "chunk_steps": 2}},
         "batching": {"row_tokens": 128},
         "objective": {"turn_discount": 1.0, "entropy_coefficient": 0.01},
+        "training": {"schedule": "linear", "schedule_steps": 200},
         "sft": {"environment": shown},
         "evaluation": {"examples": 2},
     }
