@@ -179,7 +179,8 @@ def plan(config: Config) -> Plan:
     architecture = architecture_of(config)
     size = config.rounds * config.rollouts.group_size
     rollouts, rollouts_max = size * config.candidates_per_batch, size * config.examples_per_round
-    sampled = rollouts_max * config.sampling.max_tokens
+    of_turns = config.sampling.max_tokens * (config.environment.turns_max or 1)
+    sampled = rollouts_max * min(of_turns, config.policy.context_length)
     groups = config.rollouts.groups_per_round
     if config.replay is not None:
         groups += config.replay.groups or groups

@@ -42,6 +42,15 @@ def test_a_small_run_multiplies_out():
     assert result.checkpoint_disk_bytes == 3 * 12 * result.parameters
 
 
+def test_episodes_sample_in_each_turn_as_far_as_the_context_goes():
+    settings = {"rounds": 1, "rollouts": {"groups_per_round": 1, "group_size": 1}}
+    sampling, policy = {"max_tokens": 4}, {"context_length": 32}
+    for turns, expected in ((None, 4), (3, 12), (100, 32)):
+        environment = {"name": "game", "turns_max": turns}
+        tree = settings | {"sampling": sampling, "policy": policy, "environment": environment}
+        assert plan(parse_config(tree)).tokens_sampled_max == expected
+
+
 def test_the_production_file_plans_without_its_model():
     result = plan(load_config(Path(__file__).parent.parent / "configs/prod.yaml"))
     assert result.parameters is None

@@ -92,3 +92,28 @@ print([name for name in sys.modules if name.startswith({FOREIGN!r})])
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_whole_run_without_them_imports_and_starts_nothing_of_them(tmp_path: Path) -> None:
+    script = f"""
+import sys
+import psutil
+from marin_rl import run
+from marin_rl.environments.finished_pool import _pools
+from marin_rl.environments.episode_pool import _pools as others
+with run("configs/debug.yaml", {{"root": {str(tmp_path)!r}, "rounds": 1}}) as training:
+    (committed,) = training
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+assert not _pools and not others
+print(committed.number, len(commands), [c for c in commands if "host.py" in c])
+print([name for name in sys.modules if name.startswith({FOREIGN!r})])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=TOP
+    )
+    count, modules = done.stdout.splitlines()[-2:]
+    assert count.startswith("0 ")
+    assert count.endswith(" []")
+    assert int(count.split()[1]) > 0  # workers that score, and Prefect
+    assert modules == "[]"

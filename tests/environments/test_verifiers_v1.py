@@ -1,25 +1,30 @@
 """A real environment server of verifiers v1: rollouts that it samples from the server of a run."""
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environments.test_libraries import configuration
 from support.libraries import interpreter_with, site_packages
 from support.library_facts import note
+from support.library_runs import configuration
 
 from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
+from marin_rl.environments.finished import PolicyAddress
+from marin_rl.environments.finished_pool import finished_rollouts
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.types import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -107,11 +112,35 @@ serve_env(max_workers=1, address=sys.argv[1], config=config)
 """
 
 
+# Speaks ZMQ and msgpack, as another version of verifiers would.
+OTHER_SERVER = """
+import sys
+import msgpack
+import zmq
+
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+print("EnvServer up", flush=True)
+runs = iter(RUNS)
+while True:
+    client, number, method, _ = socket.recv_multipart()
+    answer = HEALTH if method == b"health" else next(runs)
+    socket.send_multipart([client, number, msgpack.packb(answer)])
+"""
+
+
+def other_server(health: object, runs: Sequence[object]) -> str:
+    """A script whose server answers so when it is asked for its health, and for runs in turn."""
+    return f"HEALTH, RUNS = {health!r}, {runs!r}\n{OTHER_SERVER}"
+
+
 @contextmanager
-def environment_server(python: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server of the taskset, which ends with the block."""
+def environment_server(
+    python: Path, address: str, log: Path, script: str = SERVER
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of the taskset, or that of another script, which ends with the block."""
     variables = {**os.environ, "MARIN_RL_API_KEY": "none", "END_ONCE": str(log.with_name("end"))}
-    command = [python, "-I", "-c", SERVER, address]
+    command = [python, "-I", "-c", script, address]
     with log.open("wb") as file:
         server = subprocess.Popen(
             command, env=variables, stdout=file, stderr=file, start_new_session=True
@@ -198,3 +227,37 @@ def test_a_round_is_trained_on_rollouts_of_an_environment_server(
     assert all(audit.balanced for audit in audit_run(stored))
     print(f"verifiers v1: rewards {rollouts['reward'].to_list()}")
     note("verifiers_v1", "runs", "turns", "exact ids", python=python, package="verifiers")
+
+
+def test_a_server_of_another_protocol_version_is_named(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python, config = served(tmp_path, request)
+    settings = config.environment
+    address = settings.options["address"]
+    expected = rf"what answers at {address} does not speak the protocol of verifiers 0\.3\.1: start"
+    with (
+        environment_server(python, address, tmp_path / "log", other_server(["up", 2], [])),
+        pytest.raises(InputError, match=expected),
+    ):
+        make_environment(settings)
+    answers = [
+        {"version": 2, "result": {"traces": []}},
+        {"episode": [1]},
+        {"success": False, "error": "unknown method 'run'"},
+        {"success": False, "error": "ValidationError: 2 validation errors for RunRequest"},
+        {"success": False, "error": "the sandbox is gone"},
+    ]
+    script = other_server({"success": True}, answers)
+    sampling = Sampling(max_tokens=9)
+    policy = PolicyAddress(
+        endpoints=("http://127.0.0.1:9/v1",), model="m", tokenizer="t", sampling=(sampling,) * 5,
+        api_key_variable="MARIN_RL_API_KEY", context_length=99, turns_max=2,
+    )  # fmt: skip
+    with environment_server(python, address, tmp_path / "log-2", script):
+        environment = make_environment(settings)
+        example = environment.example(0, 0, "train")
+        faults = asyncio.run(finished_rollouts(environment, settings, example, policy))
+    *others, failed = map(str, faults)
+    assert all(re.match(f"OtherProtocol: {expected}", other) for other in others), others
+    assert failed == "RuntimeError: the sandbox is gone"

@@ -12,9 +12,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 from support.flow_runs import DEBUG, REPOSITORY
 from support.libraries import interpreter_with
@@ -31,6 +33,8 @@ from marin_rl.types import RolloutGroup
 ATROPOS = "atroposlib==0.4.0"
 ROUNDS = 4
 WAIT_S = 240
+RESET = "it is reset, and those groups are lost"  # from the poller
+TAKEN = '"POST /scored_data HTTP/1.1" 200'  # a group that an API server took, in its log
 
 
 def free_port() -> int:
@@ -61,6 +65,15 @@ class Parts:
         process.send_signal(signal.SIGKILL)
         process.wait()
 
+    @contextmanager
+    def paused(self, *names: str) -> Iterator[None]:
+        """Stop processes within the block, as they stand."""
+        for name in names:
+            self.running[name].send_signal(signal.SIGSTOP)
+        yield
+        for name in names:
+            self.running[name].send_signal(signal.SIGCONT)
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the processes bring about."""
         deadline = time.monotonic() + WAIT_S
@@ -79,15 +92,11 @@ class Parts:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self._log.glob("*.log")))
 
 
-@contextmanager
-def parts(commands: dict[str, list[str]], log: Path, api: str) -> Iterator[Parts]:
-    """Processes, all of which end with the block."""
-    made = Parts(commands, log, api)
-    try:
-        yield made
-    finally:
-        for name in list(made.running):
-            made.kill(name)
+def answers(url: str) -> bool:
+    """True where something answers at a URL."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(url).status_code == 200
+    return False
 
 
 def pushed(folder: Path) -> list[RolloutGroup]:
@@ -136,87 +145,121 @@ def checked(run: Run, journal: Path) -> dict[str, Counter[str]]:
     return counts | {"committed": committed}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_groups_of_atropos_survive_kills_of_every_process(
-    api: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    python = interpreter_with(Path(request.config.cache.mkdir("libraries")) / "atropos", ATROPOS)
-    tokenizer, journal, logs = tmp_path / "tokenizer", tmp_path / "journal", tmp_path / "logs"
-    character_tokenizer().save_pretrained(tokenizer)
-    logs.mkdir()
-    pushing, sampling = free_port(), free_port()
-    settings = [
-        f"root={tmp_path}", f"rounds={ROUNDS}", f"inference.port={sampling}",
-        "rollouts.source=pushed", "batching.staleness_rounds_max=4",
-        "objective.importance_correction=truncated",
-    ]  # fmt: skip
-    options = [text for setting in settings for text in ("--set", setting)]
-    program = [sys.executable, "-m", "marin_rl"]
-    spell = str(REPOSITORY / "tests/flows/atropos_spell.py")
-    addresses = [f"http://127.0.0.1:{pushing}", f"http://127.0.0.1:{sampling}/v1"]
-    commands = {
-        "server": [*program, "serve-trajectories", str(DEBUG), *options, "--port", str(pushing)],
-        "run": [*program, "run", str(DEBUG), *options],
-        "environment": [str(python), spell, *addresses, str(tokenizer), str(journal)],
-    }
-    folder = tmp_path / "debug"
-    with parts(commands, logs, api) as three:
-        three.start("server")
-        three.start("run")
-        three.wait_until(lambda: (folder / "checkpoints/round-00000/manifest.json").exists())
-        three.start("environment")
-        three.wait_until(lambda: len(pushed(folder)) >= 2)
-        three.kill("server")
-        three.start("server")
-        three.wait_until(lambda: (folder / "rollouts/round-00000/manifest.json").exists())
-        three.kill("environment")
-        three.start("environment")
-        three.wait_until(lambda: (folder / "batches/round-00001").exists())
-        three.kill("run")
-        three.kill("server")
-        three.start("run")
-        three.start("server")
-        three.wait_until(lambda: three.running["run"].poll() is not None)
-        assert three.running["run"].returncode == 0, three.said()
-    run = Run.create_or_open(load_config(DEBUG, settings))
-    counts = checked(run, journal)
-    assert set(counts["acknowledged"]) <= set(counts["committed"])
-    # groups come scored, and with the ids that are committed
-    note("atropos", "runs", "group rewards", "exact ids", python=python, package="atroposlib")
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A run whose groups come from atropos: its folder, its settings, and what processes run."""
+
+    folder: Path
+    python: Path
+    settings: list[str]
+    queue: str
+    sampling: str
+
+    @property
+    def journal(self) -> Path:
+        """Where environments note the groups that they sent."""
+        return self.folder / "journal"
+
+    @property
+    def run_folder(self) -> Path:
+        """The run's files."""
+        return self.folder / "debug"
+
+    def ours(self, command: str, *options: str) -> list[str]:
+        """A command of marin-rl on the run."""
+        settings = [text for setting in self.settings for text in ("--set", setting)]
+        return [sys.executable, "-m", "marin_rl", command, str(DEBUG), *settings, *options]
+
+    def environment(self) -> list[str]:
+        """An environment, which pushes to `queue` what it sampled from the run."""
+        program = str(REPOSITORY / "tests/flows/atropos_spell.py")
+        tokenizer = str(self.folder / "tokenizer")
+        addresses = [self.queue, f"{self.sampling}/v1"]
+        return [str(self.python), program, *addresses, tokenizer, str(self.journal)]
+
+    def api_server(self) -> list[str]:
+        """The API server of atropos's own package."""
+        port = self.queue.rpartition(":")[2]
+        return [str(self.python), "-m", "uvicorn", "atroposlib.api.server:app", "--port", port]
+
+    @contextmanager
+    def parts(self, commands: dict[str, list[str]], api: str) -> Iterator[Parts]:
+        """The processes, all of which end with the block."""
+        logs = self.folder / "logs"
+        logs.mkdir()
+        made = Parts(commands, logs, api)
+        try:
+            yield made
+        finally:
+            for name in list(made.running):
+                made.kill(name)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_batches_of_an_api_server_survive_kills_of_every_process(
-    api: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.fixture
+def setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
     python = interpreter_with(Path(request.config.cache.mkdir("libraries")) / "atropos", ATROPOS)
-    tokenizer, journal, logs = tmp_path / "tokenizer", tmp_path / "journal", tmp_path / "logs"
-    character_tokenizer().save_pretrained(tokenizer)
-    logs.mkdir()
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     queue, sampling = free_port(), free_port()
     settings = [
         f"root={tmp_path}", f"rounds={ROUNDS}", f"inference.port={sampling}",
         "rollouts.source=pushed", "batching.staleness_rounds_max=4",
         "objective.importance_correction=truncated",
     ]  # fmt: skip
-    options = [text for setting in settings for text in ("--set", setting)]
-    program = [sys.executable, "-m", "marin_rl"]
-    spell = [str(python), str(REPOSITORY / "tests/flows/atropos_spell.py")]
-    addresses = [f"http://127.0.0.1:{queue}", f"http://127.0.0.1:{sampling}/v1"]
-    environment = [*spell, *addresses, str(tokenizer), str(journal)]
-    serve = [str(python), "-m", "uvicorn", "atroposlib.api.server:app", "--port", str(queue)]
+    urls = (f"http://127.0.0.1:{port}" for port in (queue, sampling))
+    return Setting(tmp_path, python, settings, *urls)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_groups_of_atropos_survive_kills_of_every_process(api: str, setting: Setting) -> None:
     commands = {
-        "server": serve,
-        "poller": [*program, "poll-trajectories", str(DEBUG), *options, "--url", addresses[0]],
-        "run": [*program, "run", str(DEBUG), *options],
-        "environment": environment,
-        "environment 2": environment,
+        "server": setting.ours("serve-trajectories", "--port", setting.queue.rpartition(":")[2]),
+        "run": setting.ours("run"),
+        "environment": setting.environment(),
+        "environment 2": setting.environment(),
     }
-    folder = tmp_path / "debug"
+    folder = setting.run_folder
+    with setting.parts(commands, api) as four:
+        four.start("server")
+        four.start("run")
+        four.wait_until(lambda: (folder / "checkpoints/round-00000/manifest.json").exists())
+        four.start("environment")
+        four.start("environment 2")
+        four.wait_until(lambda: len(pushed(folder)) >= 2)
+        four.kill("server")
+        four.start("server")
+        four.wait_until(lambda: (folder / "rollouts/round-00000/manifest.json").exists())
+        four.kill("environment")
+        four.start("environment")
+        four.wait_until(lambda: (folder / "batches/round-00001").exists())
+        four.kill("run")
+        four.kill("server")
+        four.start("run")
+        four.start("server")
+        four.wait_until(lambda: four.running["run"].poll() is not None)
+        assert four.running["run"].returncode == 0, four.said()
+    counts = checked(Run.create_or_open(load_config(DEBUG, setting.settings)), setting.journal)
+    assert set(counts["acknowledged"]) <= set(counts["committed"])
+    # groups come scored, and with the ids that are committed
+    seen = ("runs", "group rewards", "exact ids")
+    note("atropos", *seen, python=setting.python, package="atroposlib")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_batches_of_an_api_server_survive_kills_of_every_process(
+    api: str, setting: Setting
+) -> None:
+    commands = {
+        "server": setting.api_server(),
+        "poller": setting.ours("poll-trajectories", "--url", setting.queue),
+        "run": setting.ours("run"),
+        "environment": setting.environment(),
+        "environment 2": setting.environment(),
+    }
+    folder = setting.run_folder
     batches = folder / "rollouts/.environments"
-    with parts(commands, logs, api) as five:
+    with setting.parts(commands, api) as five:
         for name in commands:
             five.start(name)
         five.wait_until(lambda: len(list(batches.glob("batch-*.json"))) >= 1)
@@ -225,8 +268,7 @@ def test_batches_of_an_api_server_survive_kills_of_every_process(
         five.wait_until(lambda: (folder / "rollouts/round-00000/manifest.json").exists())
         five.kill("environment")
         five.start("environment")
-        five.kill("server")  # with its queue: what it had not handed out is lost with it
-        five.start("server")
+        restarted_by_surprise(five, setting)
         five.wait_until(lambda: (folder / "batches/round-00001").exists())
         five.kill("run")
         five.start("run")
@@ -234,13 +276,31 @@ def test_batches_of_an_api_server_survive_kills_of_every_process(
         assert five.running["run"].returncode == 0, five.said()
         five.wait_until(lambda: five.running["poller"].poll() is not None)
         assert five.running["poller"].returncode == 0, five.said()
-    run = Run.create_or_open(load_config(DEBUG, settings))
-    counts = checked(run, journal)
+        assert RESET in (setting.folder / "logs/poller.log").read_text()
+    counts = checked(Run.create_or_open(load_config(DEBUG, setting.settings)), setting.journal)
     popped = [
         group
         for file in batches.glob("batch-*.json")
         for group in json.loads(file.read_text())["batch"]
     ]
+    taken = (setting.folder / "logs/server.log").read_text().count(TAKEN) - 1  # one by hand
+    print(f"the API server took {taken}, and handed out {len(popped)}")
+    assert len(popped) == len(counts["committed"]) <= taken
+    assert len(counts["acknowledged"]) <= taken
     names = {json.dumps(group["tokens"], separators=(",", ":")) for group in popped}
     assert names == set(counts["committed"])  # whatever was handed out is in the run
     assert {file.name[:6] for file in batches.glob("environment-*.json")}
+
+
+def restarted_by_surprise(five: Parts, setting: Setting) -> None:
+    """Kill and start the API server, which is pushed to before it is registered with.
+
+    Such a server answers a registration and does not follow it, until it is reset. What the one
+    before had not handed out is lost with it.
+    """
+    with five.paused("poller", "environment", "environment 2"):
+        five.kill("server")
+        five.start("server")
+        five.wait_until(lambda: answers(setting.queue))
+        group = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [0.0]}
+        assert httpx.post(f"{setting.queue}/scored_data", json=group).status_code == 200

@@ -33,13 +33,20 @@ class ApiServer:
 
     batches: list[Any] = field(default_factory=list[Any])
     registered: dict[str, Any] | None = None
+    pushed_to: bool = False  # before a registration, which it then does not follow
     fails: int = 0
     url: str = ""
 
     async def register(self, request: Request) -> Response:
         """Take any trainer."""
-        self.registered = await request.json()
+        fields = await request.json()
+        self.registered = None if self.pushed_to else fields
         return JSONResponse({"uuid": 7})
+
+    async def reset(self, request: Request) -> Response:
+        """Forget all that was pushed."""
+        self.pushed_to = False
+        return PlainTextResponse("Reset successful")
 
     async def batch(self, request: Request) -> Response:
         """Forget the batch that the answer has."""
@@ -58,6 +65,7 @@ def api_server(**options: Any) -> Iterator[ApiServer]:
     routes = [
         Route("/register", made.register, methods=["POST"]),
         Route("/batch", made.batch, methods=["GET"]),
+        Route("/reset_data", made.reset, methods=["GET"]),
     ]
     application = Starlette(routes=routes)
     server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
@@ -148,6 +156,17 @@ def test_a_server_that_was_started_again_is_registered_with_again(started: Run) 
         server.batches.append([scored(0)])
         assert poller.poll()
     assert [line.partition(" ")[2][:14] for line in said] == ["does not answer"[:14]]
+
+
+def test_a_server_that_was_pushed_to_before_its_trainer_came_is_reset(started: Run) -> None:
+    """As atropos 0.4 has it: it answers the registration, and says that there was none."""
+    said: list[str] = []
+    with api_server(pushed_to=True, batches=[[scored(0)]]) as server:
+        poller = Poller(Receiver(started), server.url, said.append)
+        assert [poller.poll() for _ in range(3)] == [False, False, True]
+    (line,) = said
+    assert "it is reset, and those groups are lost" in line
+    assert queued(started) == 1
 
 
 def test_no_batch_is_taken_that_would_be_too_old(started: Run) -> None:

@@ -9,6 +9,7 @@ out what is done with a group (`receiver`).
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -34,6 +35,7 @@ class Poller:
         self._receiver, self._url, self._complain = receiver, url.rstrip("/"), complain
         self._client = httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=False)
         self._next = 0
+        self._unknown = False  # the server knows of no trainer, though one has registered
         self.batches = 0
 
     def recover(self) -> None:
@@ -80,8 +82,12 @@ class Poller:
             return False
         answer = self._ask("GET", "/batch")
         if answer.get("status") == "error":  # it was started again, and knows of no trainer
+            if self._unknown:
+                self._reset()
             self.register()
+            self._unknown = True
             return False
+        self._unknown = False
         batch = answer.get("batch")
         if not batch:
             return False
@@ -89,6 +95,18 @@ class Poller:
         self._take(batch)
         self.batches += 1
         return True
+
+    def _reset(self) -> None:
+        """Empty a server to which environments pushed after its start and before a registration.
+
+        It takes registrations and follows none, until it is reset. Nothing hands out what it has.
+        """
+        self._complain(
+            f"{self._url} was started again, and environments pushed to it before a trainer was "
+            "registered, after which it hands out nothing: it is reset, and those groups are lost"
+        )
+        with suppress(httpx.HTTPError):  # it is asked for a batch next, as any that may be away
+            self._client.get("/reset_data")
 
     @property
     def finished(self) -> bool:

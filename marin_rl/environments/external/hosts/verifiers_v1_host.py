@@ -6,7 +6,8 @@ samples and scores, and its episode comes back as messages with their ids.
 
 import asyncio
 import itertools
-from importlib import import_module
+import re
+from importlib import import_module, metadata
 from typing import Any
 
 EnvClient: Any = import_module("verifiers.v1.serve").EnvClient
@@ -15,12 +16,25 @@ RunRequest: Any = import_module("verifiers.v1.serve").RunRequest
 RunResponse: Any = import_module("verifiers.v1.serve").RunResponse
 load_taskset: Any = import_module("verifiers.v1.utils.loaders").load_taskset
 
-
 HEALTH_S = 10.0
+
+# Errors of a server that knows another request than ours, or none.
+_OTHER_REQUEST = re.compile(r"unknown method|validation errors? for RunRequest")
 
 
 class ServerGone(Exception):
     """The environment server ended, or cannot be reached any more."""
+
+
+class OtherProtocol(Exception):
+    """What answers at an address is no environment server of this version of verifiers."""
+
+    def __init__(self, address: str, found: object) -> None:
+        super().__init__(
+            f"what answers at {address} does not speak the protocol of verifiers "
+            f"{metadata.version('verifiers')}: start the server with this version, or install the "
+            f"server's where environment.options.python is; found {str(found)[:500]}"
+        )
 
 
 def begin(options: dict[str, Any]) -> "Library":
@@ -43,6 +57,8 @@ async def _answers(address: str, timeout_s: float) -> bool:
     client = EnvClient(address)
     try:
         return bool(await client.health(timeout=timeout_s))
+    except (TypeError, ValueError, RuntimeError) as error:  # as in `_answer`
+        raise OtherProtocol(address, error) from None
     finally:
         client.socket.close()
 
@@ -83,19 +99,30 @@ class Library:
                 "sampling": policy["sampling"],
             }
         )
-        return _plain((await self._answer(address, request)).episode)
+        return _plain(await self._answer(address, request))
 
     async def _answer(self, address: str, request: Any) -> Any:
-        """The server's answer. Raises ServerGone once it has gone: its socket does not say so."""
+        """The server's episode. Raises OtherProtocol, and ServerGone once the server has gone: its
+        socket does not say so.
+        """
         client = self._clients[address]
         asked = asyncio.ensure_future(client._request(request, RunResponse))
         try:
             while not (await asyncio.wait({asked}, timeout=HEALTH_S))[0]:
                 if not await client.health(timeout=HEALTH_S):
                     raise ServerGone(f"the environment server at {address} does not answer")
-            return asked.result()
+            episode = asked.result().episode
+        except (TypeError, ValueError) as error:  # msgpack's and pydantic's are such
+            raise OtherProtocol(address, error) from None
+        except RuntimeError as error:  # what the server says of a request that failed
+            if _OTHER_REQUEST.search(str(error)):
+                raise OtherProtocol(address, error) from None
+            raise
         finally:
             asked.cancel()
+        if episode is None:
+            raise OtherProtocol(address, "an answer without an episode")
+        return episode
 
 
 def _plain(episode: Any) -> dict[str, Any]:

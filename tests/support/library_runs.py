@@ -1,0 +1,96 @@
+"""Runs of a tiny policy in environments of other libraries, by their real packages."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.library_facts import note, seen_in
+from support.scripted_policies import Script, record, write_tokenizer
+from support.templates import QWEN
+
+from marin_rl import run, scan_rollouts
+from marin_rl.config import Config, load_config
+from marin_rl.rollouts.replay import replay_rollouts
+from marin_rl.types import Message, RolloutGroup
+
+
+def configuration(tmp_path: Path, python: Path | None, name: str, **options: Any) -> Config:
+    """A run of a tiny policy in an environment of a library; None: it is on a server."""
+    tmp_path.mkdir(exist_ok=True)
+    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
+    values = {
+        "run_id": name.partition(".")[0],
+        "rounds": 1,
+        "root": str(tmp_path / "runs"),
+        "policy": {
+            "init": "random",
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "context_length": 2048,
+            "model": {
+                "hidden_size": 16,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 1,
+                "intermediate_size": 32,
+            },
+        },
+        "environment": {
+            "name": name,
+            "turns_max": 4,
+            "step_timeout_s": 300,
+            "options": options if python is None else {"python": str(python), **options},
+        },
+        "batching": {"length_buckets": [2048]},
+        "rollouts": {"groups_per_round": 2, "group_size": 3, "shards_per_round": 1},
+        "sampling": {"max_tokens": 32},
+        "training": {"microbatch_sequences": 2},
+        "evaluation": {"examples": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load_config(path)
+
+
+def played(config: Config, script: Script) -> list[RolloutGroup]:
+    """A round that a script plays; it is committed, and equal when it is played again."""
+    recorded, groups = record(config, script)
+    replays = replay_rollouts(recorded, 0)
+    assert replays.equal, replays
+    assert len(replays.episodes) == 6
+    name, options = config.environment.name, config.environment.options
+    note(name, "replayable", *seen_in(groups))
+    note(name, *(["group rewards"] if options.get("group_rewards") else []))
+    return groups
+
+
+def following(*ways: str) -> Script:
+    """A script with a way for each member; their first words differ."""
+    words = [way.split() for way in ways]
+
+    def say(messages: Sequence[Message], member: int) -> str:
+        said = [message.content for message in messages if message.role == "assistant"]
+        (way,) = [way for way in words if way[: len(said)] == said] if said else [words[member]]
+        return way[len(said)]
+
+    return say
+
+
+def texts(group: RolloutGroup, member: int) -> list[tuple[str, str]]:
+    """Roles and texts of a rollout's turns."""
+    return [(turn.role, turn.content) for turn in group.rollouts[member].turns]
+
+
+def trained(python: Path, package: str, config: Config) -> None:
+    """Train a round on what the policy samples; nothing of it fails."""
+    with run(config) as training:
+        (round,) = training
+    assert round.metrics["completions/mean_length"] > 0
+    rollouts = scan_rollouts(config.root).collect()
+    assert set(rollouts["environment"]) == {config.environment.name}
+    assert rollouts.height == 6
+    ends = Counter(rollouts["finish_reason"].to_list())
+    assert not set(ends) & {"environment_error", "aborted", "timeout"}
+    print(f"{package}: rewards {rollouts['reward'].to_list()}, {ends}")
+    note(config.environment.name, "runs", python=python, package=package)
