@@ -43,9 +43,9 @@ def test_a_small_run_multiplies_out():
 
 
 def test_episodes_sample_in_each_turn_as_far_as_the_context_goes():
-    settings = {"rounds": 1, "rollouts": {"groups_per_round": 1, "group_size": 1}}
+    settings = {"rounds": 1, "rollouts": {"groups_per_round": 1, "group_size": 2}}
     sampling, policy = {"max_tokens": 4}, {"context_length": 32}
-    for turns, expected in ((None, 4), (3, 12), (100, 32)):
+    for turns, expected in ((None, 8), (3, 24), (100, 64)):
         environment = {"name": "game", "turns_max": turns}
         tree = settings | {"sampling": sampling, "policy": policy, "environment": environment}
         assert plan(parse_config(tree)).tokens_sampled_max == expected

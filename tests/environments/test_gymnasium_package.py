@@ -101,8 +101,8 @@ def test_the_lake_of_the_docs_is_learned(tmp_path: Path, python: Path):
     with run(load_config(tmp_path / "lake.yaml")) as training:
         for committed in training:
             rewards.append(committed.metrics["reward"])
-            if rewards[-1] > 0.5:
+            if rewards[-1] > 0.15:
                 break
     print(f"gymnasium: mean rewards {rewards}")
-    assert rewards[0] < 0.1
-    assert rewards[-1] > 0.5
+    assert rewards[0] < 0.05
+    assert rewards[-1] > 0.15

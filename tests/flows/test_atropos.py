@@ -157,7 +157,7 @@ class Setting:
 
     @property
     def journal(self) -> Path:
-        """Where environments note the groups that they sent."""
+        """File in which environments note the groups that they sent."""
         return self.folder / "journal"
 
     @property

@@ -27,7 +27,7 @@ class ServerGone(Exception):
 
 
 class OtherProtocol(Exception):
-    """What answers at an address is no environment server of this version of verifiers."""
+    """An address answers, and not as an environment server of this version of verifiers."""
 
     def __init__(self, address: str, found: object) -> None:
         super().__init__(
