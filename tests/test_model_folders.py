@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from marin_rl.config import parse_config
 from marin_rl.errors import InputError
+from marin_rl.hf_settings import HF_FAMILIES
 from marin_rl.model_folders import WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from marin_rl.planning import plan
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
@@ -90,6 +91,22 @@ def test_both_versions_load_to_equal_logits(tmp_path, name):
     token_ids = np.arange(3, 60, dtype=np.int32)
     np.testing.assert_array_equal(full_logits(new, token_ids), full_logits(old, token_ids))
     assert parameters_digest(new) == parameters_digest(old)
+
+
+@pytest.mark.parametrize("name", PARTICULARS)
+def test_single_and_sharded_folders_of_both_versions_have_the_same_weights(tmp_path, name):
+    digests = set()
+    for version, written in (("4", written_by_4), ("5", written_by_5)):
+        folder = written(tmp_path / version, name)
+        digests.add(parameters_digest(load_hf(folder)))
+        shard(folder)
+        assert len(weight_files(folder)) == 3
+        digests.add(parameters_digest(load_hf(folder)))
+    assert len(digests) == 1
+
+
+def test_every_family_is_among_the_folders():
+    assert {config_of(name)["model_type"] for name in PARTICULARS} == {*HF_FAMILIES}
 
 
 def test_rotary_settings_may_be_nested_by_layer_type(folder):
