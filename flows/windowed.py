@@ -22,7 +22,14 @@ from flows.evaluate import round_after
 from flows.rounds import learn
 from flows.session import pause_if_suspended
 from marin_rl.rollouts.intake import is_ready
-from marin_rl.rollouts.streaming import Claimant, next_chunk, now_utc, open_groups_max
+from marin_rl.rollouts.partial import Interruption
+from marin_rl.rollouts.streaming import (
+    Claimant,
+    begun_by,
+    next_chunk,
+    now_utc,
+    open_groups_max,
+)
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
 from marin_rl.storage.tables.intakes import intake_ref, settled_before
 from marin_rl.storage.tables.stream import GroupStream
@@ -56,6 +63,7 @@ class _Sampling:
     version: int = -1
     policy: ServedPolicy | None = None
     chunks: dict[int, "asyncio.Task[Any]"] = field(default_factory=dict)
+    interruption: Interruption = field(default_factory=Interruption)  # of these chunks
     transfer: dict[str, float] = field(default_factory=dict)
     idle_s: float = 0.0
     looking_s: float = 0.0
@@ -103,10 +111,15 @@ class _WindowedRounds(Rounds):
         sampling.version = version
 
     async def _drain(self, sampling: _Sampling) -> None:
-        """Wait for the chunks under way: no group is of two policies."""
+        """Wait for the chunks under way: no group is of two policies.
+
+        Where completions are sampled in pieces, for the pieces under way: the next policy goes on.
+        """
+        sampling.interruption.request()
         for task in [*sampling.chunks.values()]:
             await task
         sampling.chunks.clear()
+        sampling.interruption = Interruption()
 
     async def _evaluate_until(self, version: int) -> None:
         """Serve and evaluate checkpoints before `version` whose evaluation is due."""
@@ -149,10 +162,12 @@ class _WindowedRounds(Rounds):
             chunk = next_chunk(sampling.stream, settled, claimant)
             if chunk is None:
                 return
-            claim = sampling.stream.claim
-            if await in_thread(claim, chunk, WORKER, sampling.version, claimant.now):
+            claim, version = sampling.stream.claim, begun_by(sampling.stream, chunk, claimant)
+            begun = sampling.version if version is None else version
+            if await in_thread(claim, chunk, WORKER, begun, claimant.now):
                 stages = StageRunner(self._config.flow)
-                call = stages.run(sample, self._run, chunk, sampling.policy, WORKER, settled.floor)
+                called = chunk, sampling.policy, WORKER, settled.floor, sampling.interruption
+                call = stages.run(sample, self._run, *called)
                 sampling.chunks[chunk] = asyncio.ensure_future(call)
 
     async def _wait(self, sampling: _Sampling) -> None:

@@ -32,7 +32,7 @@ class Definition:
     where each batch is trained on once, for the scores are those of the first pass (for
     more see `KL_OF_REWARDS`). Then both numbers agree within `relative` of the expected or
     `absolute`, the larger. `over_steps` is how the numbers of several optimizer steps become that
-    of the round. Rows of earlier versions lack all that are `late`.
+    of the round. Rows of earlier versions lack all that have the same `late`, a generation's name.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Definition:
     relative: float = 1e-9
     absolute: float = 1e-9
     over_steps: OverSteps = "mean"
-    late: bool = False
+    late: str = ""
 
     def allows(self, expected: float, recorded: float) -> bool:
         """True if `recorded` agrees with `expected` within the tolerance; NaN agrees with NaN."""
@@ -71,7 +71,7 @@ def parse_definition(row: dict[str, str]) -> Definition:
             f"over_steps of {get_args(OverSteps)}, found {again!r} and {steps!r}"
         )
     numbers = {name: float(filled[name]) for name in ("relative", "absolute") if name in filled}
-    return Definition(**{**filled, **numbers, "unit": row["unit"], "late": row["late"] == "yes"})
+    return Definition(**{**filled, **numbers, "unit": row["unit"]})
 
 
 def _read_table() -> tuple[Definition, ...]:

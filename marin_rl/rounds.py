@@ -19,6 +19,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     round_of,
 )
+from marin_rl.storage.tables.intakes import intake_metrics
 from marin_rl.storage.tables.metrics import read_metrics, write_round_metrics
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
@@ -54,6 +55,8 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
     metrics |= rates(metrics, totals)
     metrics["replay/occupancy"] = float(_waiting(run, round))
+    if run.config.windowed:
+        metrics |= intake_metrics(run, round)
     ref = write_round_metrics(run, round, metrics)
     publish(
         ProgressEvent(
@@ -91,7 +94,7 @@ def overlap_metrics(
     """Idle shares of trainer and sampler, and seconds that their overlap saved in a round.
 
     `sampling` and `training` are `timing_s/*` of the stages of each side. Stages of a window's
-    sampling are of no round, so what they saved is not known.
+    sampling are of no round: what they saved is the time of training in which sampling was busy.
     """
     if elapsed_s <= 0:
         return {}
@@ -102,15 +105,17 @@ def overlap_metrics(
         if f"timing_s/{side}_idle" in both
     }
     if sampling:
-        idle = ("timing_s/trainer_idle", "timing_s/sampler_idle", "timing_s/round")
-        stages = [
-            seconds
-            for side in (sampling, training)
-            for name, seconds in side.items()
-            if name not in idle
-        ]
-        result["timing_s/overlap_saved"] = max(0.0, sum(stages) - elapsed_s)
+        saved = _stages_s(sampling) + _stages_s(training) - elapsed_s
+    else:
+        saved = min(_stages_s(training), elapsed_s) - both.get("timing_s/sampler_idle", elapsed_s)
+    result["timing_s/overlap_saved"] = max(0.0, saved)
     return result
+
+
+def _stages_s(timings: Mapping[str, float]) -> float:
+    """Seconds of the stages of one side."""
+    others = ("timing_s/trainer_idle", "timing_s/sampler_idle", "timing_s/round")
+    return sum(seconds for name, seconds in timings.items() if name not in others)
 
 
 def transfer_metrics(measured: Mapping[str, float], steps: int) -> dict[str, float]:

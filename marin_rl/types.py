@@ -188,8 +188,9 @@ class Rollout:
     `token_ids` is prompt and completion in the order the model saw them; `loss_mask` is 1 on tokens
     that the policy sampled; `logprobs` is the log-probability (nats) of each sampled token under
     the sampling distribution and 0 elsewhere. `segment_lengths` cuts these arrays into segments,
-    each with a prompt of its own, where the dialogue was rendered again; None where it is one. A
-    rollout with status "error" has empty arrays, reward None, and says why in `error`.
+    each with a prompt of its own, where the dialogue was rendered again; None where it is one.
+    `policy_digest` names the parameters that sampled its last token, where they are others than its
+    group's. A rollout with status "error" has empty arrays, reward None, and says why in `error`.
     """
 
     rollout_id: str
@@ -204,6 +205,7 @@ class Rollout:
     logprobs: Float32[np.ndarray, " T"]
     policy_versions: Int32[np.ndarray, " T"] | None = None
     segment_lengths: tuple[int, ...] | None = None
+    policy_digest: str | None = None
     policy_version_min: int
     policy_version_max: int
     n_prompt_tokens: int

@@ -15,6 +15,7 @@ from marin_rl.errors import ConfigError, WorkerLost
 from marin_rl.rollouts.curriculum import sampling_record
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
+from marin_rl.rollouts.partial import Interruption
 from marin_rl.rollouts.rewards import RewardScorer
 from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import runtime_for
@@ -36,9 +37,20 @@ async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) ->
 
 
 @task(task_run_name="sample[chunk-{chunk:06d}]", **STAGE)
-async def sample(run: RunRef, chunk: int, policy: ServedPolicy, worker: str, floor: int) -> int:
-    """Sample, score and commit groups of the stream, those below number `floor` aside."""
-    return await sample_chunk(open_run(run), chunk, policy, worker, Settled(floor=floor))
+async def sample(
+    run: RunRef,
+    chunk: int,
+    policy: ServedPolicy,
+    worker: str,
+    floor: int,
+    interruption: Interruption,
+) -> int:
+    """Sample, score and commit groups of the stream, those below number `floor` aside.
+
+    Once `interruption` is requested, what is unfinished is kept, where it can be gone on with.
+    """
+    settled = Settled(floor=floor)
+    return await sample_chunk(open_run(run), chunk, policy, worker, settled, interruption)
 
 
 @task(task_run_name="extend[round-{round:05d}]", **STAGE)

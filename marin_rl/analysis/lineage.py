@@ -5,6 +5,7 @@ from, as manifests, dispositions and the rollouts themselves say. Everything is 
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ ROLLOUT_COLUMNS = (
     "chat_template_digest", "model", "sampling", "reward", "status", "n_prompt_tokens",
     "n_completion_tokens", "turns", "attempt", "worker",
 )  # fmt: skip
+TOKEN_VERSIONS = ("policy_versions", "loss_mask")
 STEPS_MAX = 10**6  # of a round
 ROLLOUTS_MAX = 64
 # Rollouts dropped for these reasons count in baselines all the same (batching.plan).
@@ -344,7 +346,9 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
     digests = {part.name: part.sha256 for part in sealed.parts}
     wanted = set(names)
     rows: dict[str, dict[str, Any]] = {}
-    for table in iter_shards(run, round, ROLLOUT_COLUMNS):
+    by_token = run.config.piece_tokens is not None
+    columns = (*ROLLOUT_COLUMNS, *(TOKEN_VERSIONS if by_token else ()))
+    for table in iter_shards(run, round, columns):
         for place, name in enumerate(table["rollout_id"].to_pylist()):
             if name in wanted:
                 (rows[name],) = table.slice(place, 1).to_pylist()
@@ -358,15 +362,31 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
             )
         shard, version = shard_key(round, row.pop("shard")), row["policy_version_min"]
         turns = [f"{turn['role']}: {turn['content']}" for turn in row.pop("turns")]
-        policy = checkpoint_slot(version)
+        ages = _tokens_by_version(row, round)
+        versions = sorted(map(int, ages)) or [version]
+        policies_of = [checkpoint_slot(each) for each in versions]
         facts = {key: value for key, value in row.items() if key != "rollout_id"}
-        graph.add("rollout", name, [shard, policy], **facts, text="\n".join(turns))
+        facts |= {"tokens_by_policy_version": ages or None}
+        graph.add("rollout", name, [shard, *policies_of], **facts, text="\n".join(turns))
         digest = digests.get(shard.rpartition("/")[2])
         graph.add("shard", shard, [sealed.slot], sha256=digest, url=run.store.url_of(shard))
-        if policy not in policies:  # most rollouts of a round have the same one
-            policies.add(policy)
-            _add_slot(graph, sealed, [parent.slot for parent in sealed.parents])
-            _add_policy(graph, run, policy)
+        for policy in policies_of:
+            if policy not in policies:  # most rollouts of a round have the same one
+                policies.add(policy)
+                _add_slot(graph, sealed, [parent.slot for parent in sealed.parents])
+                _add_policy(graph, run, policy)
+
+
+def _tokens_by_version(row: dict[str, Any], round: int) -> dict[str, str]:
+    """Sampled tokens of a rollout by the policy that drew them, with its age in rounds."""
+    versions, mask = (row.pop(name, None) for name in TOKEN_VERSIONS)
+    if versions is None:
+        return {}
+    counts = Counter(v for v, sampled in zip(versions, mask, strict=True) if sampled)
+    return {
+        str(version): f"{count} tokens, {round - version} rounds old"
+        for version, count in sorted(counts.items())
+    }
 
 
 def _add_policy(graph: Lineage, run: Run, slot: str) -> None:

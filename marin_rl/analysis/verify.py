@@ -16,7 +16,12 @@ import pyarrow as pa
 from marin_rl.analysis.recompute import token_metrics
 from marin_rl.batching.reuse import RECORD as REUSED
 from marin_rl.batching.reuse import iter_sources, reuse_metrics, reuse_of, reused_in
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, round_metrics
+from marin_rl.batching.scalar_columns import (
+    columns_read,
+    round_metrics,
+    versions_of,
+    with_version_sums,
+)
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of
@@ -32,6 +37,7 @@ from marin_rl.storage.runs import (
     rollouts_slot,
 )
 from marin_rl.storage.tables.batches import dispositions_of
+from marin_rl.storage.tables.intakes import intake_metrics
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups
 from marin_rl.trust import Consent, check_named
@@ -119,6 +125,8 @@ def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dic
     result = _of_rollouts(run, round, rollouts, batches, recorded)
     result |= token_metrics(run, round, batches, checkpoint)
     result |= rlhf_metrics(result)
+    if run.config.windowed:
+        result |= intake_metrics(run, round)
     if _is_evaluated(recorded):
         evaluation = committed_manifest(run.store, evals_slot(round))
         manifests.append(evaluation)
@@ -138,7 +146,9 @@ def _of_rollouts(
     run: Run, round: int, rollouts: Manifest, batches: Manifest, recorded: Mapping[str, float]
 ) -> dict[str, float]:
     reused = reused_in(batches, run.store.url_of(batches.slot))
-    sources = iter_sources(run, rollouts, reused, SCALAR_COLUMNS)
+    sources = iter_sources(run, rollouts, reused, columns_read(run.config))
+    if versions_of(run.config):
+        sources = map(with_version_sums, sources)
     scalars = pa.concat_tables(sources).combine_chunks()
     dispositions = dispositions_of(run, batches)
     if dispositions["rollout_id"].to_pylist() != scalars["rollout_id"].to_pylist():
@@ -179,9 +189,9 @@ def _of_curriculum(run: Run, round: int, rollouts: Manifest) -> dict[str, float]
 def _compare(
     run: Run, round: int, recorded: Mapping[str, float], expected: Mapping[str, float]
 ) -> Iterator[Finding]:
-    earlier = not any(_is_late(name) for name in recorded)
+    known = {_generation(name) for name in recorded} | {""}
     for name in sorted({*recorded, *expected}):
-        if earlier and _is_late(name):
+        if _generation(name) not in known:
             continue
         if name.startswith("scores/"):
             yield _contradiction(round, name, expected[name])
@@ -210,10 +220,10 @@ def _is_evaluated(recorded: Mapping[str, float]) -> bool:
     return any(name.startswith("eval/") for name in recorded)
 
 
-def _is_late(name: str) -> bool:
-    """Return True for metrics that rows of earlier versions lack."""
+def _generation(name: str) -> str:
+    """Return the generation of a metric that rows of earlier versions lack, else empty."""
     definition = definition_of(name)
-    return definition is not None and definition.late
+    return "" if definition is None else definition.late
 
 
 def _unchecked(

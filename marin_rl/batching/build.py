@@ -35,7 +35,13 @@ from marin_rl.batching.reuse import (
     reuse_of,
     reused_by,
 )
-from marin_rl.batching.scalar_columns import SCALAR_COLUMNS, round_metrics
+from marin_rl.batching.scalar_columns import (
+    SCALAR_COLUMNS,
+    VERSION_SUM,
+    round_metrics,
+    versions_of,
+    with_version_sums,
+)
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
@@ -245,6 +251,10 @@ def _selecting(config: Config) -> dict[str, object]:
     return {"selection": {**chosen, "groups": config.rollouts.groups_per_round}}
 
 
+def _without_mask(table: pa.Table) -> pa.Table:
+    return table.drop_columns([name for name in ("loss_mask",) if name in table.column_names])
+
+
 def _scalar_columns(
     run: Run, manifest: Manifest, config: Config, reused: Groups | None = None
 ) -> pa.Table:
@@ -256,17 +266,20 @@ def _scalar_columns(
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
     scored_by = filter_of(config.asynchrony)
     more = () if scored_by is None else columns_of(scored_by)
-    names = tuple(dict.fromkeys((*columns, *read, *more)))
+    versions = versions_of(config)
+    names = tuple(dict.fromkeys((*columns, *read, *more, *versions)))
     row_groups = iter_sources(run, manifest, reused or {}, names)
+    if versions:
+        row_groups = map(with_version_sums, row_groups)
     if scored_by is not None and (settings := config.asynchrony) is not None:
-        keep = (*columns, *read)
+        keep = (*columns, *read, *((VERSION_SUM,) if versions else ()))
         row_groups = (with_scores(table, settings, keep) for table in row_groups)
     if share:
         row_groups = map(segments.with_leads, row_groups)
     if by_turn:
         row_groups = map(with_turns, row_groups)
-    elif share:
-        row_groups = (table.drop_columns("loss_mask") for table in row_groups)
+    elif share or versions:
+        row_groups = map(_without_mask, row_groups)
     table = pa.concat_tables(row_groups).combine_chunks()
     ids = table["rollout_id"]
     # A shard that was sealed twice under two names would train on its rollouts twice.

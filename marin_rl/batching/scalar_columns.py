@@ -21,6 +21,7 @@ from marin_rl.rollouts.summary import (
     replay_metrics,
     rollout_metrics,
     staleness_metrics,
+    staleness_parts,
     waste_metrics,
 )
 from schemas.batches import DISPOSITION_KINDS
@@ -30,6 +31,35 @@ SCALAR_COLUMNS = (
     "rollout_id", "group_id", "environment", "round", "policy_version_min", "policy_version_max",
     "reward", "reward_components", "status", "n_prompt_tokens", "n_completion_tokens",
 )  # fmt: skip
+VERSIONS = ("policy_versions", "loss_mask")  # of tokens, where a rollout may be of several policies
+VERSION_SUM = "policy_version_sum"  # over the sampled tokens of a rollout
+
+
+def columns_read(config: Config) -> tuple[str, ...]:
+    """Columns of shards that the metrics of a round are decided by."""
+    return (*SCALAR_COLUMNS, *versions_of(config))
+
+
+def versions_of(config: Config) -> tuple[str, ...]:
+    """Columns that say which policy sampled which token, where that is not one of each rollout."""
+    return VERSIONS if config.piece_tokens is not None else ()
+
+
+def with_version_sums(table: pa.Table) -> pa.Table:
+    """A row group with the sum of its sampled tokens' policies in place of the tokens'."""
+    rows = zip(
+        table["policy_versions"].to_pylist(),
+        table["loss_mask"].to_pylist(),
+        table["policy_version_min"].to_pylist(),
+        table["n_completion_tokens"].to_pylist(),
+        strict=True,
+    )
+    sums = [
+        least * sampled if versions is None else int(np.dot(mask, versions))
+        for versions, mask, least, sampled in rows
+    ]
+    table = table.drop_columns("policy_versions")
+    return table.append_column(VERSION_SUM, pa.array(sums, pa.int64()))
 
 
 def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
@@ -88,7 +118,7 @@ def round_metrics(
         own_N[:] = True
     own = scalars.filter(pa.array(own_N))
     metrics = scalar_metrics(own, disposition_N[own_N], round)
-    metrics |= mode_metrics(own, disposition_N[own_N], reason_N[own_N], config)
+    metrics |= mode_metrics(own, disposition_N[own_N], reason_N[own_N], config, round)
     if config.replay is None:
         return metrics
     kept = scalars.filter(pa.array(disposition_N == "consumed"))
@@ -100,19 +130,40 @@ def round_metrics(
     return metrics | of_training | {"replay/reused": float(again_N.sum())}
 
 
+def _ages(kept: pa.Table, round: int) -> dict[str, float]:
+    """`staleness/*` of consumed rollouts by part, and by token where that is known."""
+    oldest, newest, lengths = (
+        _column(kept, name).astype(np.int64)
+        for name in ("policy_version_min", "policy_version_max", "n_completion_tokens")
+    )
+    result = staleness_parts(oldest, newest, round)
+    if VERSION_SUM in kept.column_names and lengths.sum():
+        versions = int(_column(kept, VERSION_SUM).sum())
+        result["staleness/tokens/mean"] = round - versions / int(lengths.sum())
+    return result
+
+
 def mode_metrics(
-    scalars: pa.Table, disposition_N: np.ndarray, reason_N: np.ndarray, config: Config
+    scalars: pa.Table,
+    disposition_N: np.ndarray,
+    reason_N: np.ndarray,
+    config: Config,
+    round: int,
 ) -> dict[str, float]:
-    """Metrics of a round that takes some of the groups that are sampled for it, else none."""
-    if not config.selects_groups:
-        return {}
-    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
+    """Metrics of a round that takes some of the groups that are sampled, else none."""
+    kept_N, result = disposition_N == "consumed", dict[str, float]()
     length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
-    kept_N, unfinished_N = disposition_N == "consumed", reason_N == UNFINISHED
-    result = {
+    if config.windowed or config.piece_tokens is not None:
+        result |= _ages(scalars.filter(pa.array(kept_N)), round)
+    if config.windowed or config.selects_groups:
+        result |= waste_metrics(length_N, disposition_N, reason_N)
+    if not config.selects_groups:
+        return result
+    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
+    unfinished_N = reason_N == UNFINISHED
+    result |= {
         "selection/groups_sampled": float(len(np.unique(group_N))),
         "selection/groups_taken": float(len(np.unique(group_N[kept_N]))),
-        **waste_metrics(length_N, disposition_N, reason_N),
     }
     sampled_N = ~unfinished_N & (disposition_N != "failed")
     if kept_N.any() and sampled_N.any():

@@ -73,20 +73,25 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
     from marin_rl.display.audits import audit_table, balance_line, dropped_table
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.audit import audit_run
-    from marin_rl.storage.upkeep.streams import waiting_rollouts
+    from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
 
     run = Run.open(root, run_name)
     reports, waiting = list(audit_run(run)), waiting_rollouts(run)
+    begun = unfinished_groups(run)
     if as_json:
         for report in reports:
             tell_json({"balanced": report.balanced, **asdict(report)})
         if waiting:
             tell_json({"waiting": waiting})
+        if begun.groups:
+            tell_json({"unfinished": asdict(begun)})
     else:
         out.print(audit_table(reports))
         if any(balance.dropped for report in reports for balance in report.balances):
             out.print(dropped_table(reports))
         tell(balance_line(reports, waiting))
+        if begun.groups:
+            tell(f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens")
         complain(f"round {report.round}: {line}" for report in reports for line in report.problems)
     if any(report.problems for report in reports):
         raise typer.Exit(1)

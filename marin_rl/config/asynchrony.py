@@ -35,6 +35,7 @@ GROUP_FILTERS: Mapping[str, float | None] = MappingProxyType(
 SAMPLE_BATCHES_MAX = 10
 
 CLAIM_S = 3600.0  # of a claim on groups, by the clock of who reads it
+PARTIAL_TOKENS = 1024  # of a piece of a completion
 
 # Examples that a curriculum chooses each one of a round from, so that it can leave some out.
 CURRICULUM_CHOICES = 4
@@ -42,7 +43,8 @@ CURRICULUM_WINDOW_ROUNDS = 8
 
 _SPELLED = {
     "curriculum": "none", "dynamic_sampling": "none", "over_staleness": "drop",
-    "sampler": "in_order", "select": "index", "shared_device": "time_sliced",
+    "partial_rollout": False, "sampler": "in_order", "select": "index",
+    "shared_device": "time_sliced",
 }  # fmt: skip
 
 
@@ -113,6 +115,17 @@ class AsynchronyConfig(Section):
         "and did not finish; null: 3600",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
+    partial_rollout: Literal[True] | None = optional_field(
+        description="true: completions are sampled in pieces of partial_tokens tokens, and the "
+        "pieces of unfinished ones are kept: a process that starts again goes on with them, and "
+        "with sampler windowed the next policy does, as soon as it is there. null or false: a "
+        "completion is finished by the policy that began it"
+    )
+    partial_tokens: Count | None = optional_field(
+        le=1_000_000,
+        description="partial_rollout: tokens of a piece, at whose end a completion may be "
+        f"interrupted; null: {PARTIAL_TOKENS}",
+    )
     dynamic_sampling: Literal["filter"] | None = optional_field(
         description="filter: further groups are sampled until a round has "
         "rollouts.groups_per_round of them whose rewards differ (DAPO); null or none: a round "
@@ -182,6 +195,7 @@ class AsynchronyConfig(Section):
             )
         self._filter_is_known()
         self._window_is_whole()
+        self._pieces_can_be_kept()
         self._curriculum_is_whole()
         if self.shared_device is not None and not self.max_staleness:
             raise ValueError(
@@ -236,6 +250,19 @@ class AsynchronyConfig(Section):
                 f"{self.over_sampling_factor} and {self.select or 'index'}"
             )
 
+    def _pieces_can_be_kept(self) -> None:
+        if self.partial_tokens is not None and self.partial_rollout is None:
+            raise ValueError(
+                f"partial_tokens is {self.partial_tokens}, a setting of partial_rollout: expected "
+                "partial_rollout true, found false"
+            )
+        if self.partial_rollout and self.select == "first_done":
+            raise ValueError(
+                "partial_rollout with select first_done: what a round cancels belongs to its own "
+                "examples, and no later round goes on with it; expected sampler windowed, whose "
+                "groups belong to no round until they are finished, or partial_rollout false"
+            )
+
     def _filter_is_known(self) -> None:
         name, least = self.group_filter, self.group_filter_min
         if name is None:
@@ -252,6 +279,11 @@ class AsynchronyConfig(Section):
             )
         if least is None and GROUP_FILTERS.get(name, 0.0) is None:
             raise ValueError(f"group_filter {name} needs group_filter_min: found null")
+
+    @property
+    def piece_tokens(self) -> int | None:
+        """Tokens of a piece of a completion; None where completions are sampled whole."""
+        return self.partial_tokens or PARTIAL_TOKENS if self.partial_rollout else None
 
     @property
     def curriculum_window(self) -> int:

@@ -112,6 +112,11 @@ class Config(Section):
         return self.asynchrony is not None and self.asynchrony.sampler == "windowed"
 
     @property
+    def piece_tokens(self) -> int | None:
+        """Tokens of a piece of a completion; None where completions are sampled whole."""
+        return self.asynchrony.piece_tokens if self.asynchrony else None
+
+    @property
     def inflight_groups_max(self) -> int:
         """Number of groups that are claimed and not yet taken, at most (`windowed`)."""
         chosen = self.asynchrony.max_inflight_groups if self.asynchrony else None
@@ -301,6 +306,29 @@ class Config(Section):
                 "environment.reward_model judges a round's groups together: expected asynchrony."
                 "sampler in_order, found windowed"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pieces_can_be_joined(self) -> "Config":
+        """Refuse what samples nothing, and stop strings, which may lie across two pieces."""
+        if self.piece_tokens is None:
+            return self
+        if self.rollouts.source == "pushed":
+            raise ValueError(
+                "asynchrony.partial_rollout keeps what the run samples: found rollouts.source "
+                "pushed; expected false"
+            )
+        stops = {"sampling.stop": self.sampling.stop}
+        for place, entry in enumerate(self.environment.mixture or ()):
+            if entry.sampling is not None and entry.sampling.stop is not None:
+                stops[f"environment.{place}.sampling.stop"] = entry.sampling.stop
+        for key, stop in stops.items():
+            if stop:
+                raise ValueError(
+                    f"asynchrony.partial_rollout with {key} {list(stop)}: a stop string may lie "
+                    "across two pieces, which no endpoint sees together; expected none (the end "
+                    "token stops completions), or partial_rollout false"
+                )
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,8 @@ import itertools
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import ChecksDemonstrations, Environment, FoldsSeeds
+from marin_rl.environments.episode import HasEpisodes
+from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import order_in, parts_of
 from marin_rl.environments.registry import construct, loaded_environment
 from marin_rl.errors import ConfigError, InputError
@@ -64,7 +66,23 @@ def environment_of(config: Config) -> Environment:
         environment = loaded_environment(config.environment)
     if warm:
         check_demonstrations(config)
+    if config.piece_tokens is not None:
+        _check_one_turn(environment, config.environment)
     return environment
+
+
+def _check_one_turn(environment: Environment, config: EnvironmentConfig) -> None:
+    """Raise ConfigError for environments whose unfinished rollouts cannot be gone on with."""
+    for part in parts_of(environment, config):
+        several = isinstance(part.environment, HasEpisodes)
+        if several or isinstance(part.environment, ReturnsRollouts):
+            found = "whose dialogues live in its worker" if several else "which samples by itself"
+            raise ConfigError(
+                f"asynchrony.partial_rollout with environment {part.environment.name}, {found}: a "
+                "later process or policy cannot go on with an unfinished one; expected "
+                "environments of one turn, or partial_rollout false (rollouts.commit_groups keeps "
+                "the members of dialogues that have ended)"
+            )
 
 
 def entries_of(config: EnvironmentConfig) -> dict[str, EnvironmentConfig]:

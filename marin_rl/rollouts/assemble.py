@@ -53,6 +53,19 @@ _STATUS_OF: dict[str, Status] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledPart:
+    """Tokens that a piece added to a member of a group; the prompt's ids where it is the first."""
+
+    index: int
+    prompt: Int32[np.ndarray, " P"]
+    tokens: Int32[np.ndarray, " n"]
+    logprobs: Float32[np.ndarray, " n"]
+    versions: Int32[np.ndarray, " n"]
+    digest: str  # of the parameters that sampled the last one
+    finish_reason: str
+
+
 class RolloutMaker:
     """Makes the rollouts of one group, which share example, policy and the clock."""
 
@@ -91,6 +104,7 @@ class RolloutMaker:
             logprobs=tokens.logprobs,
             policy_versions=tokens.versions,
             segment_lengths=tokens.segment_lengths,
+            policy_digest=trajectory.turns[-1].completion.parameters_digest,
             policy_version_min=tokens.version_min,
             policy_version_max=tokens.version_max,
             n_prompt_tokens=len(tokens.ids) - n_sampled,
@@ -144,6 +158,29 @@ class RolloutMaker:
             finish_reason=UNFINISHED,
             error="cancelled: enough groups of its shard were finished",
             turns=_turns_of(self._request.example.messages),
+            timing=self._timing,
+        )
+
+    def part(self, part: SampledPart) -> Rollout:
+        """A row of an unfinished group: what a piece added to a member, which may have ended."""
+        n_prompt, n_sampled = len(part.prompt), len(part.tokens)
+        first = part.versions[0] if n_sampled else self._policy.weight_version
+        return Rollout(
+            rollout_id=self._name(part.index),
+            index_in_group=part.index,
+            status="aborted",
+            reward=None,
+            finish_reason=UNFINISHED if part.finish_reason == LENGTH else part.finish_reason,
+            token_ids=np.concatenate([part.prompt, part.tokens]),
+            loss_mask=np.repeat(np.array([0, 1], np.int32), [n_prompt, n_sampled]),
+            logprobs=np.concatenate([np.zeros(n_prompt, np.float32), part.logprobs]),
+            policy_digest=part.digest,
+            policy_versions=np.concatenate([np.full(n_prompt, first, np.int32), part.versions]),
+            policy_version_min=int(part.versions.min(initial=first)),
+            policy_version_max=int(part.versions.max(initial=first)),
+            n_prompt_tokens=n_prompt,
+            n_completion_tokens=n_sampled,
+            sampling=self._request.sampling_of(part.index),
             timing=self._timing,
         )
 

@@ -183,7 +183,7 @@ class EpisodeDriver:
             calls = [chat(messages, request.size, request.sampling)]
         answers = await all_of(calls)
         for answer in answers:
-            self._check_identity(answer)
+            check_identity(answer, self.policy)
             if tools and len(answer.prompt_token_ids):
                 self._reader.check_prompt(answer.prompt_token_ids, tools)
         return [(answer, completion) for answer in answers for completion in answer.completions]
@@ -376,22 +376,31 @@ class EpisodeDriver:
         if not len(ids):
             return await chat()
         answer = await chat(prompt_ids=ids)
-        self._check_identity(answer)
-        if not np.array_equal(answer.prompt_token_ids, ids):
-            raise BadResponse(
-                f"expected the {len(ids)} prompt ids that were sent, found "
-                f"{len(answer.prompt_token_ids)} others: the endpoint rendered the messages again"
-            )
+        check_identity(answer, self.policy)
+        check_prompt(answer, ids)
         return answer
 
-    def _check_identity(self, answer: ChatAnswer) -> None:
-        """Servers of ours name the parameters they sampled with; others only the model id."""
-        sampled_with, expected = answer.parameters_digest, self.policy.parameters_digest
-        if sampled_with is not None and sampled_with != expected:
-            raise StalePolicy(
-                f"expected samples of the parameters {expected}, found {sampled_with}: the "
-                "endpoint serves other weights than this round's"
-            )
+
+def check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
+    """Raise StalePolicy for samples of other parameters.
+
+    Servers of ours name the parameters they sampled with; others only the model id.
+    """
+    sampled_with, expected = answer.parameters_digest, policy.parameters_digest
+    if sampled_with is not None and sampled_with != expected:
+        raise StalePolicy(
+            f"expected samples of the parameters {expected}, found {sampled_with}: the "
+            "endpoint serves other weights than this round's"
+        )
+
+
+def check_prompt(answer: ChatAnswer, ids: Int32[np.ndarray, " P"]) -> None:
+    """Raise BadResponse where an endpoint went on from other ids than it was sent."""
+    if not np.array_equal(answer.prompt_token_ids, ids):
+        raise BadResponse(
+            f"expected the {len(ids)} prompt ids that were sent, found "
+            f"{len(answer.prompt_token_ids)} others: the endpoint rendered the messages again"
+        )
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:

@@ -10,7 +10,7 @@ one group's sampling (`sampler`).
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -37,8 +37,9 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
-from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
+from marin_rl.rollouts.episode import Bridge, ChatClient, EpisodeDriver, all_of
 from marin_rl.rollouts.finished import FinishedDriver
+from marin_rl.rollouts.partial import Interrupted, PartialSampling
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
@@ -46,6 +47,7 @@ from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
+from marin_rl.storage.tables.partials import partials_of_shard
 from marin_rl.storage.tables.pieces import ShardPieces
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
 from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
@@ -81,8 +83,9 @@ async def generate_shard(
     if run.config.rollouts.source == "pushed":
         pushed = await pushed_groups(run, round, shard, replace(progress, total=len(requests)))
         return await asyncio.to_thread(commit_tables, run, round, shard, pushed, digest)
+    partial = PartialSampling.of(run.config, partials_of_shard(run, round, shard, digest, policy))
     pieces = None
-    if run.config.rollouts.commit_groups:
+    if run.config.rollouts.commit_groups or partial is not None:
         pieces = ShardPieces(run, round, shard, digest, policy)
     groups = await sample_groups(
         run.config,
@@ -92,6 +95,7 @@ async def generate_shard(
         progress,
         pieces=pieces,
         first=groups_taken_of(run.config, shard),
+        partial_sampling=partial,
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
@@ -156,6 +160,8 @@ def candidate_fields(config: Config) -> dict[str, Any]:
         fields["candidates"] = [config.candidates_per_batch, config.sample_batches_max]
     if config.asynchrony is not None and config.asynchrony.select == "first_done":
         fields["select"] = "first_done"
+    if config.piece_tokens is not None:
+        fields["piece_tokens"] = config.piece_tokens  # the borders of pieces decide last bits
     return fields
 
 
@@ -232,12 +238,14 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     bridge: Bridge | None = None,
     pieces: Pieces | None = None,
     first: int | None = None,
+    partial_sampling: PartialSampling | None = None,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
     With `pieces`, members that are committed are not sampled again, and groups are committed as
     they are finished, or their members as those end. With `first`, that many finished groups are
-    waited for, and the others are cancelled: see `first_done`.
+    waited for, and the others are cancelled: see `first_done`. With `partial_sampling`, groups
+    that are interrupted are committed as far as they got, and left out.
 
     `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
     episodes that have several, by default as the policy's chat template does. Publishes `progress`
@@ -258,7 +266,10 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         attempts_max=inference.request_attempts_max,
         in_flight_max=inference.requests_in_flight_max,
         turns_per_request=inference.turns_per_request or 1,
-    ) as client:
+    ) as connected:
+        client: ChatClient = connected
+        if partial_sampling is not None:
+            client = await partial_sampling.client(connected, policy, requests)
         samplers = {
             part.label: GroupSampler(
                 _driver_of(config, policy, part, client, bridge, template),
@@ -272,6 +283,8 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         labels = [part_for(environment, config.environment, r.example).label for r in requests]
         pairs = zip(labels, requests, strict=True)
         sampling = [samplers[label].sample(request) for label, request in pairs]
+        if partial_sampling is not None:
+            return [group for group in await all_of(map(_unless_interrupted, sampling)) if group]
         if first is None:
             return await all_of(sampling)
         return await first_done(sampling, requests, policy, first, config.rollouts.group_size_min)
@@ -281,7 +294,7 @@ def _driver_of(
     config: Config,
     policy: ServedPolicy,
     part: Part,
-    client: PolicyClient,
+    client: ChatClient,
     bridge: Bridge | None,
     template: TemplateBridge,
 ) -> EpisodeDriver | FinishedDriver:
@@ -299,6 +312,16 @@ def _driver_of(
         turns_max=part.config.turns_max or TURNS_MAX,
         context_length=config.policy.context_length,
     )
+
+
+async def _unless_interrupted(
+    sampling: Coroutine[Any, Any, RolloutGroup],
+) -> RolloutGroup | None:
+    """A group; None where it was interrupted."""
+    try:
+        return await sampling
+    except Interrupted:
+        return None
 
 
 def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> FinishedDriver:

@@ -16,9 +16,11 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import sampling_for
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.partial import Interruption, PartialSampling
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import Settled
+from marin_rl.storage.tables.partials import partials_of_stream
 from marin_rl.storage.tables.stream import (
     GroupStream,
     chunk_size,
@@ -77,6 +79,18 @@ def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int
             counted += sum(number not in settled for number in numbers_of(config, chunk))
         chunk += 1
     return None
+
+
+def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
+    """The policy that began a chunk which a worker goes on with; None where it begins it.
+
+    Groups that are sampled in pieces are as old as their first piece; those that no round could
+    take any more are begun again.
+    """
+    claim = stream.claims.get(chunk)
+    if stream.run.config.piece_tokens is None or claim is None:
+        return None
+    return claim.policy_version if claim.policy_version >= claimant.oldest else None
 
 
 def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
@@ -152,11 +166,18 @@ class _Committing:
 
 
 async def sample_chunk(
-    run: Run, chunk: int, policy: ServedPolicy, worker: str, settled: Settled | None = None
+    run: Run,
+    chunk: int,
+    policy: ServedPolicy,
+    worker: str,
+    settled: Settled | None = None,
+    interruption: Interruption | None = None,
 ) -> int:
     """Sample and commit the groups of a chunk that are not finished; the number of its groups.
 
-    Raises as `generate_shard` does; the groups that are committed by then stay.
+    Those that `interruption` leaves unfinished are not counted; they are committed as far as they
+    got, where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
+    are committed by then stay.
     """
     environment = environment_of(run.config)
     stream = GroupStream(run)
@@ -173,8 +194,18 @@ async def sample_chunk(
         round=policy.weight_version,
         message=f"chunk {chunk}",
     )
+    partials = partials_of_stream(run, stream.fingerprint, policy, worker)
+    partial = PartialSampling.of(
+        run.config, partials, interruption, oldest=oldest_of(run.config, policy.weight_version)
+    )
     groups = await sample_groups(
-        run.config, policy, environment, requests, progress, pieces=committing
+        run.config,
+        policy,
+        environment,
+        requests,
+        progress,
+        pieces=committing,
+        partial_sampling=partial,
     )
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"chunk {chunk} of the stream"
@@ -188,6 +219,11 @@ def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
     for group in groups:
         if any(rollout.status in ("error", "aborted") for rollout in group.rollouts):
             committing.commit(group)
+
+
+def oldest_of(config: Config, version: int) -> int:
+    """The oldest policy of groups that a round trained by checkpoint `version` may take."""
+    return version - config.staleness_rounds_max
 
 
 def now_utc() -> datetime:

@@ -127,6 +127,20 @@ def staleness_metrics(ages: Int64[np.ndarray, " N"]) -> dict[str, float]:
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
+def staleness_parts(
+    oldest: Int64[np.ndarray, " N"], newest: Int64[np.ndarray, " N"], round: int
+) -> dict[str, float]:
+    """Ages of the consumed rollouts by part: in flight, while they were sampled; and in queue."""
+    if not len(oldest):
+        return {}
+    parts = {"in_flight": newest - oldest, "in_queue": round - newest}
+    result: dict[str, float] = {}
+    for name, ages in parts.items():
+        result[f"staleness/{name}/mean"] = float(ages.mean())
+        result[f"staleness/{name}/max"] = float(ages.max())
+    return result
+
+
 def waste_metrics(
     lengths: Int64[np.ndarray, " N"], dispositions: np.ndarray, reasons: np.ndarray
 ) -> dict[str, float]:

@@ -2,14 +2,18 @@
 
 import re
 
-_PIECE = re.compile(r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/group-(\d{5,})-\d{2,}\.parquet")
+_PIECE = re.compile(
+    r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/(?:partial-)?group-(\d{5,})-\d{2,}\.parquet"
+)
 _SHARD = re.compile(r"shard-(\d{4,})\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
 STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
+PARTIAL = "partial-"  # of the names of objects with parts of unfinished groups
 PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
 _STREAMED = re.compile(rf"{re.escape(STREAM)}/group-(\d{{8,}})\.parquet")
+_PARTIAL = re.compile(rf"{re.escape(STREAM)}/partial-group-(\d{{8,}})-\d{{2,}}\.parquet")
 _CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
 _POPPED = re.compile(rf"{re.escape(PUSHING)}/batch-(\d{{5,}})\.json")
 
@@ -53,6 +57,11 @@ def piece_name(group: str, number: int) -> str:
     return f"{group}-{number:02d}.parquet"
 
 
+def partial_name(group: str, number: int) -> str:
+    """The object with what a piece added to an unfinished group, below that folder."""
+    return f"{PARTIAL}{piece_name(group, number)}"
+
+
 def shard_of_piece(name: str) -> str | None:
     """The shard that collects an object of a round's rollouts; None for what is no piece of one."""
     match = _PIECE.fullmatch(name)
@@ -74,6 +83,17 @@ def shard_of(name: str) -> int | None:
 def stream_key(number: int) -> str:
     """The private object of a group that no round has asked for yet."""
     return f"{STREAM}/group-{number:08d}.parquet"
+
+
+def partial_key(group: int, number: int) -> str:
+    """The private object with what a piece added to an unfinished group of the stream."""
+    return f"{STREAM}/{partial_name(f'group-{group:08d}', number)}"
+
+
+def partial_of(key: str) -> int | None:
+    """The number of the group that a key of the stream has a part of; None for other keys."""
+    match = _PARTIAL.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def claim_key(chunk: int, number: int) -> str:

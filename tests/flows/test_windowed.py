@@ -3,6 +3,7 @@
 import random
 import shutil
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -102,6 +103,50 @@ def test_all_after_the_rollouts_is_played_again_to_the_same_bits(
             shutil.rmtree(path)
     start(windowed(tmp_path))
     assert outcome(config).same_as(outcome(windowed(tmp_path))) == []
+
+
+PIECES = (
+    "asynchrony.partial_rollout=true",
+    "asynchrony.partial_tokens=4",
+    "sampling.max_tokens=24",
+    "inference.engine.chunk_steps=1",
+)
+
+
+def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
+    api: str, tmp_path: Path
+) -> None:
+    """Where a checkpoint comes while groups are sampled, which is up to the machine's speed."""
+    config = windowed(tmp_path, *PIECES)
+    start(config)
+    run = check(config)
+    versions = [
+        versions
+        for round in range(ROUNDS)
+        for table in iter_shards(run, round, ["policy_versions"])
+        for versions in table["policy_versions"].to_pylist()
+        if versions is not None
+    ]
+    print(f"{len(versions)} rollouts are of several policies")
+    assert all(first <= then for of_one in versions for first, then in pairwise(of_one))
+    assert replay_round(run, ROUNDS - 1).equal
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_sampler_is_followed_by_one_that_goes_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Killed as it commits a part, and right after it."""
+    faults = {
+        f"create whole/rollouts/.stream/partial-group-{number:08d}-00.parquet #1": kind
+        for number, kind in ((0, "kill-after"), (3, "kill-before"))
+    }
+    config = windowed(tmp_path, *PIECES)
+    starts, left = fork_server.run_until_all_came(config, faults)
+    assert left == []
+    assert starts > 2
+    check(config)
 
 
 @pytest.mark.slow

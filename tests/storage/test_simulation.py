@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.cases import printed_seed
+from support.partial_parts import appends_whatever_is_there, writes_over_parts
 from support.schedules import (
     Scheduler,
     delete_on_conflict,
@@ -27,7 +28,9 @@ from support.schedules import (
 )
 from support.windowed_world import (
     WindowedScheduler,
+    forgets_older_parts,
     forgets_what_is_settled,
+    gc_of_parts,
     gc_of_the_stream,
     gc_of_what_is_taken,
     takes_any_age,
@@ -75,7 +78,7 @@ def test_no_law_is_broken_in_many_random_schedules() -> None:
 
 
 def test_no_law_of_streams_is_broken_in_random_schedules() -> None:
-    """Five workers, trainers and gc over `windowed`."""
+    """Five workers, trainers and gc over `windowed`, with groups in one piece and in several."""
     check(SCHEDULES, "windowed_world")
 
 
@@ -117,6 +120,10 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
         {"take": forgets_what_is_settled},
         {"take": takes_any_age},
         {"commit_group": writes_over_groups},
+        {"commit_group": forgets_older_parts},
+        {"append": appends_whatever_is_there, "pieces": 3},
+        {"append": writes_over_parts},
+        {"gc": gc_of_parts},
         {"gc": gc_of_what_is_taken},
         {"gc": gc_of_the_stream},
         {"commit": exists_then_put},

@@ -1,8 +1,8 @@
 """A simulated world for streams of groups: workers, a trainer and gc on one bucket.
 
-Workers and trainer run the real code of claims, intakes and gc; a group is a few bytes in place of
-a Parquet file. The bucket checks the laws of the stream at every write and delete, the world the
-conservation of groups at the end.
+Workers and trainer run the real code of claims, intakes, parts of unfinished groups, and gc; a
+group is a few bytes in place of a Parquet file. The bucket checks the laws of the stream at every
+write and delete, the world the conservation of groups at the end.
 
 python tests/support/windowed_world.py 7 10000     # schedules 7 to 10006
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
+from support.partial_parts import Append, appends, check_group, check_part, sampled_in_pieces
 from support.schedules import COLLECTED, Scheduler, play
 from support.simulated_process import Bucket, Player
 from support.simulator import Process, Shape, World
@@ -34,6 +35,7 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.layout import (
     STREAM,
     intake_slot,
+    partial_of,
     rollouts_slot,
     round_of,
     shard_key,
@@ -74,12 +76,16 @@ class WindowedBucket(Bucket):
         number, before = stream_group_of(key), self.objects.get(key)
         if number is not None:
             assert before in (None, data), f"a group changed: {key}"
+            check_group(key, data)
             self.generated.setdefault(number, sha256_of(data))
+        if partial_of(key) is not None:
+            check_part(self.objects, key, data)
         super().write(key, data)
 
     def delete(self, key: str) -> None:
         """Remove; a group that an intake names stays until its round is sealed."""
         number = stream_group_of(key)
+        number = partial_of(key) if number is None else number
         if number is not None:
             assert number in self.settled, f"a group vanished that no round has: {key}"
             sealed = manifest_key(rollouts_slot(self.settled[number])) in self.objects
@@ -280,8 +286,10 @@ class WindowedPlayer(Player):
 
 def commits_group(player: WindowedPlayer, number: int, version: int) -> None:
     """Create a group of the stream once: the protocol."""
+    versions = sampled_in_pieces(player, number, version)
     attempt = player.new_attempt()
-    data = json.dumps({"attempt": attempt, "fingerprint": "stream", "version": version}).encode()
+    record = {"attempt": attempt, "fingerprint": "stream", "versions": versions}
+    data = json.dumps(record | {"version": min(versions)}).encode()
     commit_object(
         player.store, stream_key(number), data, attempt=attempt, fingerprint="stream",
         identify=_identify, **player.patience,
@@ -304,11 +312,14 @@ class WindowedWorld(World):
         *,
         take: Take = takes,
         commit_group: CommitGroup = commits_group,
+        append: Append = appends,
+        pieces: int = 0,
         waits: bool = False,
         **protocol: Any,
     ) -> None:
         super().__init__(shape, **protocol)
         self.take, self.commit_group, self.waits = take, commit_group, waits
+        self.append, self.pieces = append, pieces
         window = {"sampler": "windowed", "max_staleness": STALENESS}
         self.config = parse_config(
             {
@@ -346,7 +357,8 @@ class WindowedScheduler(Scheduler):
         super().__init__(seed)
         waits = self.choices.random() < 0.3
         shape = Shape(rounds=self.choices.choice((1, 2, 3, 4)))
-        self.world = WindowedWorld(shape, **{"waits": waits, **world})
+        pieces = self.choices.choice((0, 0, 1, 2))
+        self.world = WindowedWorld(shape, **{"waits": waits, "pieces": pieces, **world})
 
     def _newcomer(self) -> Process:
         world, roll = self.world, self.choices.random()
@@ -406,8 +418,29 @@ def takes_any_age(player: WindowedPlayer, round: int) -> SlotRef | None:
 def writes_over_groups(player: WindowedPlayer, number: int, version: int) -> None:
     """Wrong: the last worker that samples a group decides what it is."""
     attempt = player.new_attempt()
-    data = json.dumps({"attempt": attempt, "fingerprint": "stream", "version": version}).encode()
+    record = {"attempt": attempt, "fingerprint": "stream", "version": version}
+    data = json.dumps(record | {"versions": [version]}).encode()
     player.store.put_part(stream_key(number), data)
+
+
+def forgets_older_parts(player: WindowedPlayer, number: int, version: int) -> None:
+    """Wrong: a group is as old as its last piece."""
+    versions = sampled_in_pieces(player, number, version)
+    attempt = player.new_attempt()
+    record = {"attempt": attempt, "fingerprint": "stream", "versions": versions}
+    data = json.dumps(record | {"version": max(versions)}).encode()
+    commit_object(
+        player.store, stream_key(number), data, attempt=attempt, fingerprint="stream",
+        identify=_identify, **player.patience,
+    )  # fmt: skip
+
+
+def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+    """Wrong: takes parts of unfinished groups for leftovers."""
+    for key in run.folder.list(STREAM):
+        if partial_of(key) is not None:
+            run.folder.delete(key)
+    return COLLECTED
 
 
 def gc_of_what_is_taken(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:

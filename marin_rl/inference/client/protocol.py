@@ -211,8 +211,9 @@ class Completion:
     """Completion: its text without the stop token, its ids with it, one logprob (nats) per id.
 
     `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
-    were swapped while this sample was drawn. `tool_calls` are those that an endpoint of texts read;
-    where there are ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
+    were swapped while this sample was drawn, or others began it; `parameters_digest` then names
+    those of its last token. `tool_calls` are those that an endpoint of texts read; where there are
+    ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
     meant as a call and is none, and `sampled_text` has the calls in it.
     """
 
@@ -221,6 +222,7 @@ class Completion:
     logprobs: Float32[np.ndarray, " T"]
     finish_reason: str
     policy_versions: Int32[np.ndarray, " T"] | None = None
+    parameters_digest: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str | None = None
     sampled_text: str | None = None

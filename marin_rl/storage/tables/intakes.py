@@ -237,6 +237,15 @@ def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
     )
 
 
+def intake_metrics(run: Run, round: int) -> dict[str, float]:
+    """`staleness/groups_*` of a round's intake. Raises as `read_intake`."""
+    intake = read_intake(run, round)
+    return {
+        "staleness/groups_dropped": float(len(intake.dropped)),
+        "staleness/groups_waiting": float(intake.waiting),
+    }
+
+
 def collected_fingerprint(round: int, shard: int, intake: SlotRef) -> str:
     """Digest of what decides a shard of the groups that an intake names."""
     content = {"round": round, "shard": shard}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import commit_object, new_attempt
-from marin_rl.storage.layout import piece_name, pieces_folder
+from marin_rl.storage.layout import PARTIAL, piece_name, pieces_folder
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import load
 from marin_rl.storage.tables.rollouts import (
@@ -82,7 +82,7 @@ class ShardPieces:
         members: dict[str, dict[int, Rollout]] = {}
         for key in self._run.store.list(self._folder):
             name = key.rpartition("/")[2]
-            if name.startswith("."):  # a killed writer's
+            if name.startswith((".", PARTIAL)):  # a killed writer's; what is not finished
                 continue
             try:
                 groups = self._decoded(key, load(self._run.store, key))

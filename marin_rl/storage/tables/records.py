@@ -26,7 +26,9 @@ _EXAMPLE_COLUMNS = (
 )  # fmt: skip
 _GROUP_COLUMNS = ("group_id", "group_size", "prompt_seed", "metadata", *_EXAMPLE_COLUMNS)
 _EXAMPLE = Struct(Example, [ROLLOUTS.field(name) for name in _EXAMPLE_COLUMNS])
-_ROLLOUT = Struct(Rollout, [field for field in ROLLOUTS if field.name not in TOKEN_COLUMNS])
+# A rollout has one only where other parameters sampled it than its group's.
+_DIGEST = "policy_digest"
+_ROLLOUT = Struct(Rollout, [f for f in ROLLOUTS if f.name not in (*TOKEN_COLUMNS, _DIGEST)])
 _TURN = Struct(Turn, TURN)
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -62,6 +64,7 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
         for text, rollout in zip(values["metadata"], rollouts, strict=True)
     ]
     values |= _ROLLOUT.columns(rollouts)
+    values[_DIGEST] = [rollout.policy_digest or constants[_DIGEST] for rollout in rollouts]
     columns = {name: _column(name, value) for name, value in values.items()}
     for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]

@@ -90,6 +90,7 @@ def stream_fingerprint(
         "greedy_baseline": bool(config.rollouts.greedy_baseline),
         "tokenizer": tokenizer,
         "chat_template": chat_template,
+        **({} if config.piece_tokens is None else {"piece_tokens": config.piece_tokens}),
     }
     return fingerprint("stream", content, (), CONTENT_VERSION)
 

@@ -5,6 +5,7 @@ Which objects may go is said here; `gc` decides when, `fsck` and `audit` report.
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -16,6 +17,7 @@ from marin_rl.storage.layout import (
     batches_slot,
     claim_of,
     intake_slot,
+    partial_of,
     popped_batch_of,
     rollouts_slot,
     round_of,
@@ -26,6 +28,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Settled, intake_in
 from marin_rl.storage.tables.parquet import FETCHES_MAX, TableReader, load_present
+from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.upkeep.integrity import Fault
 from marin_rl.storage.upkeep.inventory import Inventory
@@ -52,11 +55,17 @@ def taken_batches(inventory: Inventory) -> Iterator[str]:
 
 def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
     for key in keys:
-        number, claim = stream_group_of(key), claim_of(key)
+        number, claim = _number_of(key), claim_of(key)
         if (number is not None and number in settled) or (
             claim is not None and all(n in settled for n in numbers_of(config, claim[0]))
         ):
             yield key
+
+
+def _number_of(key: str) -> int | None:
+    """The group of the stream that an object has, or a part of."""
+    number = stream_group_of(key)
+    return partial_of(key) if number is None else number
 
 
 def collected_now(run: Run) -> list[str]:
@@ -92,6 +101,39 @@ def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
             if stream_key(number) not in there:
                 detail = f"{store.url_of(slot.slot)} names it, and its round is not sealed"
                 yield Fault("missing", store.url_of(stream_key(number)), detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Groups of a stream that are kept unfinished, and the tokens that were sampled of them."""
+
+    groups: int
+    tokens: int
+
+
+def unfinished_groups(run: Run) -> Unfinished:
+    """Groups that a policy has begun and a later one will go on with: not generated yet."""
+    keys = run.store.list(STREAM)
+    finished, settled = {stream_group_of(key) for key in keys}, _settled_by(run)
+    begun = [
+        (number, key)
+        for key in keys
+        if (number := partial_of(key)) is not None
+        and number not in finished
+        and number not in settled
+    ]
+    tokens = 0
+    for (_, key), data in zip(begun, load_present(run.store, [k for _, k in begun]), strict=True):
+        if data is not None:
+            rows = decode_shard(data, ["n_completion_tokens"], source=run.store.url_of(key))
+            tokens += sum(rows["n_completion_tokens"].to_pylist())
+    return Unfinished(groups=len({number for number, _ in begun}), tokens=tokens)
+
+
+def _settled_by(run: Run) -> Settled:
+    rounds = [r for name in run.store.children("intakes") if (r := round_of(name)) is not None]
+    latest = read_manifest(run.store, intake_slot(max(rounds))) if rounds else None
+    return intake_in(latest[0], run.store.url_of).settled if latest else Settled()
 
 
 def waiting_rollouts(run: Run) -> int:

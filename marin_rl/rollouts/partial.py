@@ -1,0 +1,382 @@
+"""Completions in pieces that are kept, and gone on with later (`asynchrony.partial_rollout`).
+
+A completion is asked for a piece of tokens at a time, from the exact ids of its prompt and of what
+was sampled. A token's random number follows from the seed and its position, so the pieces are what
+one request would have brought. After each piece the unfinished completions of a group are committed
+(`storage.tables.partials`). There they may be interrupted, and there another process, or the next
+policy, goes on. Borders are at multiples of the piece's length, whoever samples: a run that was
+killed asks for what an undisturbed one asks for. Leaves out scores and finished groups (`sampler`).
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from marin_rl.config import Config
+from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
+from marin_rl.inference.client.protocol import ChatAnswer, Completion, ServerTimings
+from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
+from marin_rl.rollouts.episode import ChatClient, all_of, check_identity, check_prompt
+from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
+from marin_rl.storage.tables.partials import PartialGroups
+from marin_rl.types import Message, Rollout, RolloutGroup, Sampling, ServedPolicy
+from schemas.rollouts import UNFINISHED
+
+GOES_ON = (LENGTH, "abort")  # finish reasons of a piece; an endpoint that aborts gives what it has
+
+Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
+
+
+class Interrupted(Exception):
+    """Sampling ended at the border of two pieces."""
+
+
+class Interruption:
+    """Request to end sampling at the next border of pieces."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request(self) -> None:
+        """Have all who sample end after the piece that they wait for."""
+        self.requested = True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    """A completion so far: its prompt's ids, and what each piece added."""
+
+    index: int
+    seed: int
+    prompt: Int32[np.ndarray, " P"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokens: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: Float32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    digest: str = ""  # of the policy that sampled the last token
+    finish_reason: str = LENGTH
+    text: str | None = None  # where one piece was all
+
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]:
+        """Prompt and what was sampled: the prompt of the next piece."""
+        return np.concatenate([self.prompt, self.tokens])
+
+    def is_unfinished(self, tokens_max: int) -> bool:
+        """True if a further piece is to be asked for."""
+        return self.finish_reason in GOES_ON and len(self.tokens) < tokens_max
+
+    def add(self, part: SampledPart) -> None:
+        """Append what a piece sampled; a part with a prompt begins the member again."""
+        if len(part.prompt):
+            self.prompt, self.text = part.prompt, None
+            self.tokens, self.logprobs, self.versions = part.tokens, part.logprobs, part.versions
+        else:
+            self.tokens = np.concatenate([self.tokens, part.tokens])
+            self.logprobs = np.concatenate([self.logprobs, part.logprobs])
+            self.versions = np.concatenate([self.versions, part.versions])
+        self.digest, self.finish_reason = part.digest, part.finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSampling:
+    """Settings of sampling in pieces of `tokens` tokens.
+
+    `groups` has what earlier processes sampled; parts by policies before `oldest` are sampled
+    again, for no round could take them any more. `proves` asks endpoints first whether they go on
+    from ids.
+    """
+
+    groups: PartialGroups
+    tokens: int
+    decode: Decode
+    interruption: Interruption = field(default_factory=Interruption)
+    oldest: int = 0
+    proves: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        groups: PartialGroups,
+        interruption: Interruption | None = None,
+        *,
+        oldest: int = 0,
+    ) -> "PartialSampling | None":
+        """Settings of a run; None where its completions are sampled whole."""
+        if config.piece_tokens is None:
+            return None
+        return cls(
+            groups=groups,
+            tokens=config.piece_tokens,
+            decode=_decoder_of(config),
+            interruption=interruption or Interruption(),
+            oldest=oldest,
+            proves=bool(config.inference.endpoints),
+        )
+
+    async def client(
+        self, client: ChatClient, policy: ServedPolicy, requests: Sequence[GroupRequest]
+    ) -> "PiecewiseClient":
+        """A client that samples in pieces, from what is committed of these groups on.
+
+        Raises InputError for an endpoint that does not go on from ids.
+        """
+        if self.proves and requests:
+            await _prove_continuation(client, policy, requests[0])
+        names = [request.group_id for request in requests]
+        chains = await asyncio.to_thread(self.groups.read, names)
+        return PiecewiseClient(self, client, policy, requests, chains)
+
+
+class PiecewiseClient:
+    """Client of a policy that asks for completions in pieces, and commits unfinished ones."""
+
+    gives_ids = True
+
+    def __init__(
+        self,
+        settings: PartialSampling,
+        client: ChatClient,
+        policy: ServedPolicy,
+        requests: Sequence[GroupRequest],
+        chains: Mapping[str, Sequence[RolloutGroup]],
+    ) -> None:
+        self._settings, self._client, self._policy = settings, client, policy
+        self._requests = {request.group_id: request for request in requests}
+        self._kept = {
+            group_id: _members_of(chain, self._requests[group_id], settings.oldest)
+            for group_id, chain in chains.items()
+        }
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
+    ) -> ChatAnswer:
+        """`n` samples of one conversation, from what is committed of them on.
+
+        Raises Interrupted at a border of pieces, and as `PolicyClient.chat`.
+        """
+        assert prompt_ids is None, "groups of one turn"
+        assert not tools, "groups of one turn"
+        members, timings = self._members(n, sampling, session), list[ServerTimings]()
+        while asked := [each for each in members if each.is_unfinished(sampling.max_tokens)]:
+            if self._settings.interruption.requested:
+                raise Interrupted
+            parts = await self._sampled(messages, sampling, session, asked, timings)
+            for member, part in zip(asked, parts, strict=True):
+                member.add(part)
+            if any(member.is_unfinished(sampling.max_tokens) for member in asked):
+                await self._commit(session, asked, parts)
+        self._kept.pop(session, None)
+        return self._answer(members, timings)
+
+    def _members(self, n: int, sampling: Sampling, group_id: str) -> list[_Member]:
+        first = sampling.seed
+        assert first is not None, "members are known by their seeds"
+        base = self._requests[group_id].sampling.seed
+        assert base is not None, "see above"
+        kept = self._kept.get(group_id, {})
+        return [
+            kept.get(seed) or _Member(index=seed - base, seed=seed)
+            for seed in range(first, first + n)
+        ]
+
+    async def _sampled(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        group_id: str,
+        asked: Sequence[_Member],
+        timings: list[ServerTimings],
+    ) -> list[SampledPart]:
+        """The next piece of each member; those that begin together share a request."""
+        if len(asked) > 1 and not any(len(member.tokens) for member in asked):
+            first = replace(sampling, max_tokens=self._piece(asked[0], sampling))
+            answers = [await self._client.chat(messages, len(asked), first, session=group_id)]
+        else:
+            calls = [self._next(messages, sampling, group_id, member) for member in asked]
+            answers = await all_of(calls)
+        for answer in answers:
+            check_identity(answer, self._policy)
+        timings.append(answers[0].timings)
+        pairs = [(answer, each) for answer in answers for each in answer.completions]
+        return [
+            self._part(member, answer, completion)
+            for member, (answer, completion) in zip(asked, pairs, strict=True)
+        ]
+
+    async def _next(
+        self, messages: Sequence[Message], sampling: Sampling, group_id: str, member: _Member
+    ) -> ChatAnswer:
+        """The next piece of one member."""
+        own = replace(sampling, seed=member.seed, max_tokens=self._piece(member, sampling))
+        if not len(member.tokens):
+            return await self._client.chat(messages, 1, own, session=group_id)
+        ids = member.ids
+        answer = await self._client.chat(messages, 1, own, prompt_ids=ids, session=group_id)
+        check_prompt(answer, ids)
+        return answer
+
+    def _piece(self, member: _Member, sampling: Sampling) -> int:
+        sampled, piece = len(member.tokens), self._settings.tokens
+        return min(piece - sampled % piece, sampling.max_tokens - sampled)
+
+    def _part(self, member: _Member, answer: ChatAnswer, completion: Completion) -> SampledPart:
+        versions, sampled = completion.policy_versions, len(completion.token_ids)
+        if versions is None:
+            versions = np.full(sampled, self._policy.weight_version, np.int32)
+        begins = not len(member.tokens)
+        reason = completion.finish_reason
+        if not sampled and reason in GOES_ON:
+            raise BadResponse("a piece of a completion has no tokens")
+        if begins and reason not in GOES_ON:
+            member.text = completion.text
+        return SampledPart(
+            index=member.index,
+            prompt=answer.prompt_token_ids if begins else np.zeros(0, np.int32),
+            tokens=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=versions,
+            digest=self._policy.parameters_digest,
+            finish_reason=reason,
+        )
+
+    async def _commit(
+        self, group_id: str, members: Sequence[_Member], parts: Sequence[SampledPart]
+    ) -> None:
+        """Commit what a piece added, so that it may be gone on with."""
+        request = self._requests[group_id]
+        maker = RolloutMaker(self._policy, request, datetime.now(UTC))
+        group = RolloutGroup(
+            group_id=group_id,
+            example=request.example,
+            rollouts=tuple(map(maker.part, parts)),
+            group_size=request.size,
+        )
+        self._kept[group_id] = {
+            **self._kept.get(group_id, {}), **{member.seed: member for member in members}
+        }  # fmt: skip
+        await asyncio.to_thread(self._settings.groups.append, group)
+
+    def _answer(self, members: Sequence[_Member], timings: Sequence[ServerTimings]) -> ChatAnswer:
+        return ChatAnswer(
+            model=self._policy.model,
+            prompt_token_ids=members[0].prompt,
+            completions=tuple(map(self._completion, members)),
+            timings=_added(timings),
+        )
+
+    def _completion(self, member: _Member) -> Completion:
+        ids, versions = member.tokens, member.versions
+        constant = (versions == self._policy.weight_version).all()
+        # an endpoint's abort at the limit is that limit's end
+        reason = LENGTH if member.finish_reason in GOES_ON else member.finish_reason
+        text = member.text
+        return Completion(
+            text=self._settings.decode(ids.tolist(), reason) if text is None else text,
+            token_ids=ids,
+            logprobs=member.logprobs,
+            finish_reason=reason,
+            policy_versions=None if constant else versions,
+            parameters_digest=member.digest,
+        )
+
+
+def _members_of(
+    chain: Sequence[RolloutGroup], request: GroupRequest, oldest: int
+) -> dict[int, _Member]:
+    """Members of a group by their seeds, as a chain has them."""
+    base, members = request.sampling.seed or 0, dict[int, _Member]()
+    for rollout in (rollout for group in chain for rollout in group.rollouts):
+        index = rollout.index_in_group
+        member = members.setdefault(index, _Member(index=index, seed=base + index))
+        member.add(_part_of(rollout))
+    return {member.seed: member for member in members.values() if member.versions.min() >= oldest}
+
+
+def _part_of(rollout: Rollout) -> SampledPart:
+    """What a row of a chain added."""
+    sampled, ids = rollout.loss_mask == 1, rollout.token_ids
+    versions = rollout.policy_versions
+    if versions is None:
+        versions = np.full(len(ids), rollout.policy_version_min, np.int32)
+    reason = rollout.finish_reason
+    return SampledPart(
+        index=rollout.index_in_group,
+        prompt=ids[~sampled],
+        tokens=ids[sampled],
+        logprobs=rollout.logprobs[sampled],
+        versions=versions[sampled],
+        digest=rollout.policy_digest or "",
+        finish_reason=LENGTH if reason == UNFINISHED else reason,
+    )
+
+
+def _added(timings: Sequence[ServerTimings]) -> ServerTimings:
+    """Seconds of all pieces that this process sampled; None where an endpoint says none."""
+
+    def total(seconds: Sequence[float | None]) -> float | None:
+        known = [value for value in seconds if value is not None]
+        return sum(known) if known and len(known) == len(seconds) else None
+
+    return ServerTimings(
+        queue_s=total([each.queue_s for each in timings]),
+        prefill_s=total([each.prefill_s for each in timings]),
+        decode_s=total([each.decode_s for each in timings]),
+    )
+
+
+async def _prove_continuation(
+    client: ChatClient, policy: ServedPolicy, request: GroupRequest
+) -> None:
+    """Ask an endpoint for a token, and for one after it. Raises InputError where it refuses."""
+    token = replace(request.sampling_of(0), max_tokens=1)
+    messages, session = request.example.messages, request.group_id
+    begun = await client.chat(messages, 1, token, session=session)
+    ids = np.concatenate([begun.prompt_token_ids, begun.completions[0].token_ids])
+    try:
+        answer = await client.chat(messages, 1, token, prompt_ids=ids, session=session)
+        check_prompt(answer, ids)
+    except (NoSuchRoute, RequestRejected, BadResponse) as error:
+        raise InputError(
+            f"asynchrony.partial_rollout: the endpoint of {policy.model} does not go on from token "
+            f"ids ({error}): expected one that takes them at /v1/chat/completions/tokens or "
+            "/v1/completions (marin-rl serve, vLLM), SGLang's with inference.route sglang, or "
+            "partial_rollout false"
+        ) from error
+
+
+def _decoder_of(config: Config) -> Decode:
+    """Texts of completions, by the run's tokenizer as its server decodes them."""
+
+    @cache
+    def read() -> tuple[Any, tuple[int, ...]]:
+        from marin_rl.tokenizers import end_token_ids, tokenizer_for  # seconds, where needed
+
+        tokenizer = tokenizer_for(config.policy)
+        return tokenizer, end_token_ids(tokenizer)
+
+    def decode(ids: Sequence[int], finish_reason: str) -> str:
+        tokenizer, end_ids = read()
+        ended = finish_reason == "stop" and bool(ids) and ids[-1] in end_ids
+        text = tokenizer.decode(
+            list(ids[:-1] if ended else ids),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str), "the ids of one text"
+        return text
+
+    return decode

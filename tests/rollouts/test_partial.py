@@ -1,0 +1,399 @@
+"""Completions in pieces: the same tokens as whole ones, by whoever goes on with them."""
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from support.fakes import FakePolicyServer, served_policy
+from support.flow_runs import DEBUG
+from support.run_factories import configuration
+from support.servers import serving
+
+from marin_rl.config import Config, load_config
+from marin_rl.environments.checks import environment_of
+from marin_rl.errors import CommitConflict, ConfigError, InputError
+from marin_rl.inference.client.protocol import ChatAnswer, Completion, served_model_id
+from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.generate import (
+    generate_shard,
+    sample_groups,
+    shard_fingerprint,
+    shard_requests,
+)
+from marin_rl.rollouts.partial import Interrupted, Interruption, PartialSampling
+from marin_rl.rollouts.streaming import group_id_of, sample_chunk, stream_requests
+from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.serving.server import PolicyServer
+from marin_rl.storage.layout import STREAM, partial_key, partial_of
+from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.tables.partials import (
+    PartialGroups,
+    partials_of_shard,
+    partials_of_stream,
+)
+from marin_rl.storage.tables.pieces import ShardPieces
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of
+from marin_rl.storage.tables.stream import groups_in
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.storage.upkeep.gc import collect
+from marin_rl.types import Message, Rollout, Sampling, ServedPolicy
+
+END = 1
+MODEL = served_model_id("policy", 0, "ab" * 32)
+PIECE = 3
+TOKENS_MAX = 11
+
+
+def settings(root: str | Path, *items: str) -> Config:
+    window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
+    pieces = ["asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}"]
+    limits = [f"sampling.max_tokens={TOKENS_MAX}", "rollouts.shards_per_round=1"]
+    return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
+
+
+def token_at(seed: int, position: int) -> int:
+    """A token that depends on its seed and position alone, as the engine's random numbers do."""
+    return hashlib.sha256(f"{seed} {position}".encode()).digest()[0] % 12 + 1
+
+
+@dataclass
+class ScriptedClient:
+    """A policy whose tokens are `token_at`; counts requests, and interrupts after some of them."""
+
+    interruption: Interruption = field(default_factory=Interruption)
+    pieces_max: int = 1000
+    gives_ids: bool = True
+    asked: list[tuple[int, int]] = field(default_factory=list)  # prompt's length, max_tokens
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: np.ndarray | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
+    ) -> ChatAnswer:
+        """Sample `n` completions."""
+        prompt = np.arange(5, dtype=np.int32) if prompt_ids is None else prompt_ids
+        self.asked.append((len(prompt), sampling.max_tokens))
+        if len(self.asked) >= self.pieces_max:
+            self.interruption.request()
+        made = [
+            _completion(prompt, (sampling.seed or 0) + i, sampling.max_tokens) for i in range(n)
+        ]
+        return ChatAnswer(model=MODEL, prompt_token_ids=prompt, completions=tuple(made))
+
+
+def _completion(prompt: np.ndarray, seed: int, tokens_max: int) -> Completion:
+    ids = list[int]()
+    while len(ids) < tokens_max and END not in ids:
+        ids.append(token_at(seed, len(prompt) + len(ids)))
+    return Completion(
+        text=text_of(ids, ""),
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.array([-1 / (2 + i) for i in ids], np.float32),
+        finish_reason="stop" if END in ids else "length",
+    )
+
+
+def text_of(ids: Sequence[int], _reason: str) -> str:
+    return "".join(chr(96 + i) for i in ids if i != END)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create_or_open(settings(tmp_path))
+
+
+def policy_at(version: int) -> ServedPolicy:
+    return served_policy("http://127.0.0.1:1/v1", MODEL, weight_version=version)
+
+
+def request_of(run: Run, number: int = 0) -> GroupRequest:
+    (request,) = stream_requests(run, [number], environment_of(run.config))
+    return request
+
+
+def chains_of(run: Run, version: int = 0, fingerprint: str = "f") -> PartialGroups:
+    return partials_of_stream(run, fingerprint, policy_at(version), "w")
+
+
+def sampled(
+    run: Run, client: ScriptedClient, version: int = 0, *, piece: int = PIECE, oldest: int = 0
+) -> ChatAnswer:
+    """Group 0, sampled in pieces from what is committed of it on. Raises Interrupted."""
+    request = request_of(run)
+    partial = PartialSampling(
+        groups=chains_of(run, version),
+        tokens=piece,
+        decode=text_of,
+        interruption=client.interruption,
+        oldest=oldest,
+    )
+
+    async def sample() -> ChatAnswer:
+        pieces = await partial.client(client, policy_at(version), [request])
+        name = request.group_id
+        return await pieces.chat(request.example.messages, 4, request.sampling, session=name)
+
+    return asyncio.run(sample())
+
+
+def whole(run: Run) -> ChatAnswer:
+    request = request_of(run)
+    return asyncio.run(ScriptedClient().chat((), 4, request.sampling))
+
+
+def same(one: Completion, other: Completion) -> bool:
+    arrays = [(one.token_ids, other.token_ids), (one.logprobs, other.logprobs)]
+    equal = all(np.array_equal(a, b) for a, b in arrays)
+    return equal and (one.text, one.finish_reason) == (other.text, other.finish_reason)
+
+
+@hypothesis_settings(max_examples=15)
+@given(st.data())
+def test_pieces_are_what_one_request_brings_whoever_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Of any length, and interrupted after any number of them, again and again."""
+    run = Run.create_or_open(settings(tmp_path_factory.mktemp("pieces")))
+    piece = data.draw(st.integers(1, TOKENS_MAX + 1))
+    for _ in range(TOKENS_MAX):
+        client = ScriptedClient(pieces_max=data.draw(st.sampled_from([1, 2, 5, 1000])))
+        try:
+            answer = sampled(run, client, piece=piece)
+        except Interrupted:
+            assert client.asked, "each process gets on by a piece"
+            continue
+        break
+    else:
+        raise AssertionError("it never ended")
+    assert all(map(same, answer.completions, whole(run).completions))
+    assert all(each.policy_versions is None for each in answer.completions)
+
+
+def test_borders_are_at_multiples_of_the_piece_whoever_samples(run: Run) -> None:
+    """So that a killed process is followed by the requests that it would have made."""
+    undisturbed = ScriptedClient()
+    expected = sampled(run, undisturbed)
+    other = Run.create_or_open(settings(Path(run.config.root, "other")))
+    first, second = ScriptedClient(pieces_max=1), ScriptedClient()
+    with pytest.raises(Interrupted):
+        sampled(other, first)
+    assert first.asked == undisturbed.asked[:1] == [(5, PIECE)]
+    answer = sampled(other, second)
+    assert sorted(second.asked) == sorted(undisturbed.asked[1:])
+    assert all(map(same, answer.completions, expected.completions))
+
+
+def test_tokens_have_the_version_of_the_policy_that_sampled_them(run: Run) -> None:
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1), 1)
+    answer = sampled(run, ScriptedClient(), 2)
+    long = [each for each in answer.completions if len(each.token_ids) > PIECE]
+    assert long
+    for completion in long:
+        versions = completion.policy_versions
+        assert versions is not None
+        assert versions.tolist() == [1] * PIECE + [2] * (len(versions) - PIECE)
+
+
+def test_what_no_round_could_take_is_sampled_again(run: Run) -> None:
+    """The chain goes on: what begins a member again replaces what came before."""
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1), 0)
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1), 3, oldest=1)
+    answer = sampled(run, ScriptedClient(), 4, oldest=2)
+    versions = [each.policy_versions for each in answer.completions]
+    assert {v for each in versions if each is not None for v in each.tolist()} == {3, 4}
+    assert all(map(same, answer.completions, whole(run).completions))
+
+
+def test_one_process_goes_on_with_a_part_and_the_other_appends_no_more(run: Run) -> None:
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1))
+    group_id = group_id_of(0)
+    first, second = chains_of(run), chains_of(run)
+    chains = [each.read([group_id]) for each in (first, second)]
+    assert [len(chain[group_id]) for chain in chains] == [1, 1]
+    part = chains[0][group_id][0]
+    assert first.append(part)
+    assert not second.append(part)
+    assert not second.append(part), "it leaves the group to the other"
+    assert first.append(part)
+    assert len(chains_of(run).read([group_id])[group_id]) == 3
+
+
+def test_a_part_of_other_settings_is_refused(run: Run) -> None:
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1))
+    with pytest.raises(CommitConflict, match="sampled with other settings"):
+        chains_of(run, fingerprint="e").read([group_id_of(0)])
+
+
+def test_parts_are_checked_by_fsck_and_go_with_their_group(run: Run) -> None:
+    with pytest.raises(Interrupted):
+        sampled(run, ScriptedClient(pieces_max=1))
+    assert [partial_of(key) for key in run.store.list(STREAM)] == [0]
+    assert [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless] == []
+    assert collect(run).garbage == (), "no round has the group"
+    key = partial_key(0, 0)
+    run.store.put_part(key, run.store.read(key)[:-9])
+    faults = check_run(run.config.root, run.run_id).faults
+    assert any(key in fault.place for fault in faults if not fault.harmless)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with serving(weight_version=0, parameters_digest="ab" * 32) as running:
+        yield running
+
+
+def committed(run: Run) -> list[Rollout]:
+    groups = groups_of(decode_shard(run.store.read(shard_key(0, 0))))
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def shard_of(root: Path, server: PolicyServer, *items: str) -> list[Rollout]:
+    config = load_config(DEBUG, [f"root={root}", "sampling.max_tokens=11", *items])
+    run = Run.create_or_open(config)
+    asyncio.run(generate_shard(run, 0, 0, served_policy(server.base_url, server.model_id)))
+    return committed(run)
+
+
+PIECES = ("asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}")
+
+
+def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
+    server: PolicyServer, tmp_path: Path
+) -> None:
+    """Logprobs differ by what a cache that was filled at once differs from one that grew."""
+    expected, rollouts = shard_of(tmp_path / "a", server), shard_of(tmp_path / "b", server, *PIECES)
+    assert any(rollout.n_completion_tokens > PIECE for rollout in rollouts)
+    for rollout, other in zip(rollouts, expected, strict=True):
+        assert rollout.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(rollout.logprobs - other.logprobs).max() < 1e-4
+        assert rollout.reward == other.reward
+        assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
+
+
+@pytest.mark.bits
+def test_a_stream_that_is_interrupted_ends_in_the_same_bits(
+    server: PolicyServer, tmp_path: Path
+) -> None:
+    policy = served_policy(server.base_url, server.model_id)
+    undisturbed = Run.create_or_open(settings(tmp_path / "undisturbed"))
+    asyncio.run(sample_chunk(undisturbed, 0, policy, "w"))
+    run, starts = Run.create_or_open(settings(tmp_path / "interrupted")), 0
+    while asyncio.run(sample_chunk(run, 0, policy, "w", None, EachPiece())) < 4:
+        starts += 1
+        assert starts < 30
+    assert starts > 1
+    for group, other in zip(
+        groups_in(run, range(4)), groups_in(undisturbed, range(4)), strict=True
+    ):
+        for rollout, same_one in zip(group.rollouts, other.rollouts, strict=True):
+            assert rollout.token_ids.tolist() == same_one.token_ids.tolist()
+            assert rollout.logprobs.tobytes() == same_one.logprobs.tobytes()
+            assert rollout.reward == same_one.reward
+            assert rollout.finish_reason == same_one.finish_reason
+
+
+@pytest.mark.bits
+def test_a_shard_goes_on_with_what_a_process_left_of_it(
+    server: PolicyServer, tmp_path: Path
+) -> None:
+    """With a policy that follows from the round's number, no bit shows where it was left."""
+    policy = served_policy(server.base_url, server.model_id)
+    expected = shard_of(tmp_path / "undisturbed", server, *PIECES)
+    items = [f"root={tmp_path / 'left'}", "sampling.max_tokens=11", *PIECES]
+    run = Run.create_or_open(load_config(DEBUG, items))
+    environment, progress = (
+        environment_of(run.config),
+        ProgressEvent(run_id="", stage="generate", round=0),
+    )
+    digest = shard_fingerprint(run, 0, 0, policy, environment)
+    left = PartialSampling.of(run.config, partials_of_shard(run, 0, 0, digest, policy), EachPiece())
+    requests = shard_requests(run, 0, 0, environment)
+    pieces = ShardPieces(run, 0, 0, digest, policy)
+    groups = sample_groups(
+        run.config, policy, environment, requests, progress, pieces=pieces, partial_sampling=left
+    )
+    assert len(asyncio.run(groups)) < len(requests)
+    names = [key.rpartition("/")[2] for key in run.store.list("rollouts")]
+    assert any(name.startswith("partial-") for name in names)
+    assert [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless] == []
+    rollouts = shard_of(tmp_path / "left", server, *PIECES)
+    for rollout, other in zip(rollouts, expected, strict=True):
+        assert rollout.token_ids.tolist() == other.token_ids.tolist()
+        assert rollout.logprobs.tobytes() == other.logprobs.tobytes()
+    assert {name for name in names if name.startswith("partial-")} <= {
+        item.key.rpartition("/")[2] for item in collect(run).garbage
+    }, "they go once the shard is committed"
+
+
+class EachPiece(Interruption):
+    """Interrupts sampling after the first requests of two groups."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    @property
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False for the first questions."""
+        self._asked += 1
+        return self._asked > 2
+
+
+def test_environments_with_dialogues_are_refused_by_name(tmp_path: Path) -> None:
+    config = settings(tmp_path, "environment.name=game", "environment.options={game: nim}")
+    with pytest.raises(ConfigError, match="partial_rollout with environment game"):
+        environment_of(config)
+
+
+def test_an_endpoint_that_cannot_go_on_from_ids_is_refused_before_sampling(tmp_path: Path) -> None:
+    with FakePolicyServer(MODEL, has_chat_tokens=False) as server:
+        config = load_config(
+            DEBUG, [f"root={tmp_path}", *PIECES, f"inference.endpoints=[{server.url}]"]
+        )
+        run = Run.create_or_open(config)
+        server.fault = lambda body: "route" if "prompt" in body else None
+        with pytest.raises(InputError, match="does not go on from token ids"):
+            asyncio.run(generate_shard(run, 0, 0, served_policy(server.url, MODEL)))
+        assert len(server.requests) == 3, "a token, and the next one by two routes"
+
+
+@pytest.mark.parametrize(
+    ("asynchrony", "sections", "message"),
+    [
+        ({"partial_tokens": 5}, {}, "partial_tokens is 5, a setting of partial_rollout"),
+        (
+            {"partial_rollout": True, "over_sampling_factor": 2, "select": "first_done"},
+            {},
+            "partial_rollout with select first_done",
+        ),
+        ({"partial_rollout": True}, {"sampling": {"stop": ["x"]}}, "a stop string may lie across"),
+        ({"partial_rollout": True, "partial_tokens": 0}, {}, "partial_tokens"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    asynchrony: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configuration("memory://none", asynchrony=asynchrony, **sections)
+
+
+def test_false_is_the_run_that_says_nothing() -> None:
+    config = configuration("memory://none", asynchrony={"partial_rollout": False})
+    assert config == configuration("memory://none")
