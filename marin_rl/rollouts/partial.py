@@ -4,7 +4,7 @@ A completion is asked for a piece of tokens at a time, from the exact ids of its
 was sampled. A token's random number follows from the seed and its position, so the pieces are what
 one request would have brought. After each piece the unfinished completions of a group are committed
 (`storage.tables.partials`). There they may be interrupted, and there another process, or the next
-policy, goes on. Borders are at multiples of the piece's length, whoever samples: a run that was
+policy, goes on. Borders are at multiples of the piece's length in every process: a run that was
 killed asks for what an undisturbed one asks for. Leaves out scores and finished groups (`sampler`).
 """
 
@@ -256,7 +256,7 @@ class PiecewiseClient:
     async def _commit(
         self, group_id: str, members: Sequence[_Member], parts: Sequence[SampledPart]
     ) -> None:
-        """Commit what a piece added, so that it may be gone on with."""
+        """Commit what a piece added, so that it can be gone on with."""
         request = self._requests[group_id]
         maker = RolloutMaker(self._policy, request, datetime.now(UTC))
         group = RolloutGroup(
@@ -307,7 +307,7 @@ def _members_of(
 
 
 def _part_of(rollout: Rollout) -> SampledPart:
-    """What a row of a chain added."""
+    """The part that a row of a chain is."""
     sampled, ids = rollout.loss_mask == 1, rollout.token_ids
     versions = rollout.policy_versions
     if versions is None:

@@ -1,4 +1,4 @@
-"""Completions in pieces: the same tokens as whole ones, by whoever goes on with them."""
+"""Completions in pieces: the same tokens as whole ones, whichever process goes on with them."""
 
 import asyncio
 import hashlib
@@ -162,7 +162,7 @@ def same(one: Completion, other: Completion) -> bool:
 
 @hypothesis_settings(max_examples=15)
 @given(st.data())
-def test_pieces_are_what_one_request_brings_whoever_goes_on(
+def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Of any length, and interrupted after any number of them, again and again."""
@@ -182,7 +182,7 @@ def test_pieces_are_what_one_request_brings_whoever_goes_on(
     assert all(each.policy_versions is None for each in answer.completions)
 
 
-def test_borders_are_at_multiples_of_the_piece_whoever_samples(run: Run) -> None:
+def test_borders_are_at_multiples_of_the_piece_in_every_process(run: Run) -> None:
     """So that a killed process is followed by the requests that it would have made."""
     undisturbed = ScriptedClient()
     expected = sampled(run, undisturbed)
@@ -208,7 +208,7 @@ def test_tokens_have_the_version_of_the_policy_that_sampled_them(run: Run) -> No
         assert versions.tolist() == [1] * PIECE + [2] * (len(versions) - PIECE)
 
 
-def test_what_no_round_could_take_is_sampled_again(run: Run) -> None:
+def test_parts_that_no_round_could_take_are_sampled_again(run: Run) -> None:
     """The chain goes on: what begins a member again replaces what came before."""
     with pytest.raises(Interrupted):
         sampled(run, ScriptedClient(pieces_max=1), 0)

@@ -40,7 +40,7 @@ class PartialGroups:
     left: set[str] = field(default_factory=set[str])  # to other processes
 
     def read(self, group_ids: Sequence[str]) -> dict[str, list[RolloutGroup]]:
-        """What was sampled of each group, in order. Raises CorruptObject, CommitConflict.
+        """Parts of each group, in order. Raises CorruptObject, CommitConflict.
 
         Names are known, and no listing is trusted: a chain ends at the first object that is absent.
         """
