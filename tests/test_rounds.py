@@ -152,5 +152,9 @@ def test_overlap_saves_what_both_sides_took_less_the_round() -> None:
         "perf/trainer_idle": 1 / 8, "perf/sampler_idle": 2 / 8, "timing_s/overlap_saved": 5.0
     }  # fmt: skip
     assert overlap_metrics(sampling, training, 20.0)["timing_s/overlap_saved"] == 0
-    assert overlap_metrics({}, training, 4.0) == {"perf/trainer_idle": 1 / 4}
+    assert overlap_metrics({}, training, 4.0) == {
+        "perf/trainer_idle": 1 / 4, "timing_s/overlap_saved": 0.0,
+    }  # fmt: skip
+    windowed = {"timing_s/train": 5.0, "timing_s/trainer_idle": 1.0, "timing_s/sampler_idle": 2.0}
+    assert overlap_metrics({}, windowed, 8.0)["timing_s/overlap_saved"] == 3.0
     assert overlap_metrics(sampling, training, 0.0) == {}

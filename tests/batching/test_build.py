@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from support.run_factories import commit_round, configuration, group, group_of, 
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.plan import bucket
+from marin_rl.batching.scalar_columns import with_version_sums
 from marin_rl.config import BatchingConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
 from marin_rl.storage.runs import Run
@@ -34,6 +36,21 @@ def _built(run: Run, *shards: list[RolloutGroup], round: int = 0) -> SlotRef:
 def _fates(run: Run, round: int = 0) -> dict[str, str]:
     rows = read_dispositions(run, round).to_pylist()
     return {row["rollout_id"]: row["reason"] or row["disposition"] for row in rows}
+
+
+def test_policies_of_tokens_are_summed_where_a_rollout_has_several():
+    """Prompts do not count: 2 + 3 + 3 of the first, three times 1 of the second."""
+    table = pa.table(
+        {
+            "policy_versions": [[9, 2, 3, 3], None],
+            "loss_mask": [[0, 1, 1, 1], [0, 1, 1, 1]],
+            "policy_version_min": [2, 1],
+            "n_completion_tokens": [3, 3],
+        }
+    )
+    summed = with_version_sums(table)
+    assert summed["policy_version_sum"].to_pylist() == [8, 3]
+    assert "policy_versions" not in summed.column_names
 
 
 def test_a_round_by_hand(tmp_path: Path) -> None:

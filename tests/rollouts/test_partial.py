@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
-from support.run_factories import configuration
+from support.run_factories import checkpoint, configuration
 from support.servers import serving
 
+from marin_rl.analysis.lineage import trace
+from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict, ConfigError, InputError
@@ -32,19 +34,23 @@ from marin_rl.rollouts.partial import Interrupted, Interruption, PartialSampling
 from marin_rl.rollouts.streaming import group_id_of, sample_chunk, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.serving.server import PolicyServer
+from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import STREAM, partial_key, partial_of
-from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.runs import Run, checkpoint_slot, shard_key
+from marin_rl.storage.tables.intakes import Seen, Settled, collect_shard, commit_intake, decide
 from marin_rl.storage.tables.partials import (
     PartialGroups,
     partials_of_shard,
     partials_of_stream,
 )
 from marin_rl.storage.tables.pieces import ShardPieces
-from marin_rl.storage.tables.rollouts import decode_shard, groups_of
-from marin_rl.storage.tables.stream import groups_in
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of, iter_shards, seal_round
+from marin_rl.storage.tables.stream import GroupStream, groups_in
+from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
-from marin_rl.types import Message, Rollout, Sampling, ServedPolicy
+from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
+from marin_rl.types import Message, Rollout, RolloutGroup, Sampling, ServedPolicy
 
 END = 1
 MODEL = served_model_id("policy", 0, "ab" * 32)
@@ -72,6 +78,16 @@ class ScriptedClient:
     pieces_max: int = 1000
     gives_ids: bool = True
     asked: list[tuple[int, int]] = field(default_factory=list)  # prompt's length, max_tokens
+
+    def connect(self, **_: Any) -> "ScriptedClient":
+        """Take the place of `PolicyClient`."""
+        return self
+
+    async def __aenter__(self) -> "ScriptedClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is open."""
 
     async def chat(
         self,
@@ -252,6 +268,65 @@ def test_parts_are_checked_by_fsck_and_go_with_their_group(run: Run) -> None:
     run.store.put_part(key, run.store.read(key)[:-9])
     faults = check_run(run.config.root, run.run_id).faults
     assert any(key in fault.place for fault in faults if not fault.harmless)
+
+
+def streamed(run: Run, client: ScriptedClient, version: int) -> list[RolloutGroup]:
+    """Sample the first groups of the stream by a policy, and commit those that are finished."""
+    policy, environment = digested(version), environment_of(run.config)
+    requests = stream_requests(run, range(4), environment)
+    partial = PartialSampling(
+        groups=partials_of_stream(run, "f", policy, "w"), tokens=PIECE, decode=text_of,
+        interruption=client.interruption,
+    )  # fmt: skip
+    progress = ProgressEvent(run_id="", stage="generate", round=0)
+    groups = asyncio.run(
+        sample_groups(
+            run.config, policy, environment, requests, progress, connect=client.connect,
+            partial_sampling=partial,
+        )
+    )  # fmt: skip
+    stream = GroupStream(run, fingerprint="f")
+    for group in groups:
+        stream.commit(int(group.group_id.rpartition("-")[2]), group, policy, "w")
+    return groups
+
+
+def digested(version: int) -> ServedPolicy:
+    """A policy with parameters of its own."""
+    return replace(policy_at(version), parameters_digest=f"{version:064x}")
+
+
+def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: Run) -> None:
+    """From parts to the lineage of an update: digests, ages, waste and counts of one round."""
+    for version in range(3):
+        checkpoint(run, version, extra={"parameters_digest": f"{version:064x}"})
+    assert streamed(run, ScriptedClient(pieces_max=4), 0) == [], "each began"
+    assert unfinished_groups(run).groups == 4
+    assert waiting_rollouts(run) == 0
+    groups = streamed(run, ScriptedClient(), 1)
+    assert unfinished_groups(run).groups == 0
+    assert waiting_rollouts(run) == sum(len(group.rollouts) for group in groups)
+    stream = GroupStream(run, fingerprint="f")
+    stream.look()
+    stream.read(Settled())
+    intake = decide(1, Seen(groups=stream.groups.values()), Settled(), run.config)
+    assert intake is not None
+    assert {version for _, _, version, _ in intake.taken} == {0}, "groups are as old as a token"
+    first = replace(intake, round=0)
+    taken = commit_intake(run, first)
+    sealed = seal_round(run, 0, [collect_shard(run, 0, 0, taken)], [taken])
+    build_round(run, 0, sealed)
+    assert audit_round(run, 0).problems == ()
+    (rows,) = iter_shards(run, 0, ["rollout_id", "policy_version_max", "policy_digest"])
+    digests = {f"{v:064x}" for v in rows["policy_version_max"].to_pylist()}
+    assert digests == set(rows["policy_digest"].to_pylist()) == {f"{v:064x}" for v in (0, 1)}
+    manifest = committed_manifest(run.store, "batches/round-00000")
+    assert manifest.totals["staleness/in_flight/max"] == 1
+    assert -1 < manifest.totals["staleness/tokens/mean"] < 0, "a round before its policy"
+    graph = trace(run, 0)
+    mixed = [n for n in graph.nodes.values() if "tokens_by_policy_version" in n.facts]
+    assert any(set(n.facts["tokens_by_policy_version"]) == {"0", "1"} for n in mixed)
+    assert checkpoint_slot(1) in graph.nodes
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from marin_rl.rollouts.summary import (
     replay_metrics,
     rollout_metrics,
     staleness_metrics,
+    staleness_parts,
 )
 
 NAN = math.nan
@@ -75,6 +76,17 @@ def test_every_batch_put_into_the_replay_comes_out_of_it():
     found = replay_metrics({"consumed": 5, "filtered": 2, "stale": 1, "failed": 3})
     assert found == {"replay/enqueue": 11.0, "replay/dequeue": 5.0, "replay/drops": 6.0}
     assert found["replay/enqueue"] == found["replay/dequeue"] + found["replay/drops"]
+
+
+def test_the_age_of_rollouts_is_what_passed_while_they_were_sampled_and_since():
+    """Sampled by policies 1 to 3, and by 4 alone; trained in round 5."""
+    assert staleness_parts(np.array([1, 4]), np.array([3, 4]), 5) == {
+        "staleness/in_flight/mean": 1.0,
+        "staleness/in_flight/max": 2.0,
+        "staleness/in_queue/mean": 1.5,
+        "staleness/in_queue/max": 2.0,
+    }
+    assert staleness_parts(np.zeros(0, np.int64), np.zeros(0, np.int64), 5) == {}
 
 
 def test_staleness():
