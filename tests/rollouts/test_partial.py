@@ -14,10 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
-from support.run_factories import checkpoint, configuration
+from support.run_factories import checkpoint, configuration, train
 from support.servers import serving
 
 from marin_rl.analysis.lineage import trace
+from marin_rl.analysis.verify import verify_run
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
@@ -298,8 +299,7 @@ def digested(version: int) -> ServedPolicy:
 
 def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: Run) -> None:
     """From parts to the lineage of an update: digests, ages, waste and counts of one round."""
-    for version in range(3):
-        checkpoint(run, version, extra={"parameters_digest": f"{version:064x}"})
+    start = checkpoint(run, 0, extra={"parameters_digest": f"{0:064x}"})
     assert streamed(run, ScriptedClient(pieces_max=4), 0) == [], "each began"
     assert unfinished_groups(run).groups == 4
     assert waiting_rollouts(run) == 0
@@ -315,7 +315,7 @@ def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: R
     first = replace(intake, round=0)
     taken = commit_intake(run, first)
     sealed = seal_round(run, 0, [collect_shard(run, 0, 0, taken)], [taken])
-    build_round(run, 0, sealed)
+    train(run, 0, start, build_round(run, 0, sealed), {"parameters_digest": f"{1:064x}"})
     assert audit_round(run, 0).problems == ()
     (rows,) = iter_shards(run, 0, ["rollout_id", "policy_version_max", "policy_digest"])
     digests = {f"{v:064x}" for v in rows["policy_version_max"].to_pylist()}
@@ -323,6 +323,12 @@ def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: R
     manifest = committed_manifest(run.store, "batches/round-00000")
     assert manifest.totals["staleness/in_flight/max"] == 1
     assert -1 < manifest.totals["staleness/tokens/mean"] < 0, "a round before its policy"
+    findings = {finding.metric: finding for finding in verify_run(run, 0)}
+    parts = ("in_flight/mean", "in_queue/max", "tokens/mean", "groups_dropped", "groups_waiting")
+    assert all(findings[f"staleness/{name}"].problem == "" for name in parts)
+    counted = ("staleness/", "tokens/", "rollouts/", "replay/", "reward", "completions/")
+    wrong = [f.message for f in findings.values() if f.problem and f.metric.startswith(counted)]
+    assert wrong == []
     graph = trace(run, 0)
     mixed = [n for n in graph.nodes.values() if "tokens_by_policy_version" in n.facts]
     assert any(set(n.facts["tokens_by_policy_version"]) == {"0", "1"} for n in mixed)

@@ -379,6 +379,13 @@ def play(
         evaluate(run, round, start)
     refs = [sample(run, round, shard, start) for shard in range(shards)]
     batches = build_round(run, round, seal_round(run, round, refs, [start]))
+    return train(run, round, start, batches)
+
+
+def train(
+    run: Run, round: int, start: SlotRef, batches: SlotRef, extra: Mapping[str, Any] | None = None
+) -> SlotRef:
+    """Commit the checkpoint after a round, with scores, and close the round."""
 
     def scores(attempt: str) -> tuple[Part, ...]:
         with ScoresWriter(run, round, attempt, 1) as writer:
@@ -386,7 +393,7 @@ def play(
                 writer.write(scored(batch))
             return writer.parts()
 
-    trained = checkpoint(run, round + 1, (start, batches), scores)
+    trained = checkpoint(run, round + 1, (start, batches), scores, extra)
     close_round(run, round, {"timing_s/round": 1.0})
     return trained
 
