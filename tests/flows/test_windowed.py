@@ -133,6 +133,23 @@ def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_sampler_is_followed_by_one_that_goes_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Killed as it commits a part, and right after it."""
+    faults = {
+        f"create whole/rollouts/.stream/partial-group-{number:08d}-00.parquet #1": kind
+        for number, kind in ((0, "kill-after"), (3, "kill-before"))
+    }
+    config = windowed(tmp_path, *PIECES)
+    starts, left = fork_server.run_until_all_came(config, faults)
+    assert left == []
+    assert starts > 2
+    check(config)
+
+
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path) -> None:
     config, stop = windowed(tmp_path), Future[None]()
 
