@@ -37,6 +37,7 @@ ELSEWHERE = {
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
+        "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",
     },
     "docs/security.md": {"evaluate theirs": "attacks/test_trust.py"},
     "docs/sft.md": {"": "test_doc_commands.py"},
