@@ -196,7 +196,7 @@ MODES = {
         command=("sandbox.py", "--leftovers", "7"), shows=("mounts", "exit status 4")
     ),
     "learning": Mode(
-        command=("learning.py", "--only", "repository,mastermind", "--rounds", "1", "--root",
+        command=("learning.py", "--only", "repository", "--rounds", "1", "--root",
                  "{folder}", "--set", "sft.steps=2", "--set", "sft.steps_per_checkpoint=2"),
         shows=('"measure": "repository"', '"reward_last": '),
     ),
