@@ -1,32 +1,29 @@
-"""The engine with adapters next to the engine without, and what loading one costs.
-
-    python bench/lora_engine.py [--rounds 7] [--slots 64] [--loads 10] [--size NAME=NUMBER]
+"""The engine with adapters, or over a quantised base, next to the engine without; loading one.
 
 The model is that of the standard work, in float32: 64 prompts of their own with 64 new tokens each,
-on the base alone, merged with one adapter, with four adapters in turns, and with eight. The engines
-take turns, so that what else runs on the machine touches all of them; ratios are medians over the
-rounds of tokens per CPU-second against the base in the same round. Then adapters are loaded while
-all slots decode: the time that decoding waits for each.
+on the base alone, merged with one adapter, with four adapters in turns, with eight, and on the base
+in int8 and NF4. The engines take turns, so that what else runs on the machine touches all of them;
+ratios are medians over the rounds of tokens per CPU-second against the base in the same round. Then
+adapters are loaded while all slots decode: the time that decoding waits for each.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 
 import jax
 import numpy as np
-from engine_own import model_of, played, request, standard
+from engine_own import played, request
 from levanter.models.lm_model import LmHeadModel
-from machine import print_head
-from standard_work import Work, sized
+from lora_report import Report
+from standard_work import Work
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, LoraSpec, adapter_of, initial_arrays, merged
+from marin_rl.lora.quantization import quantize_base
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
+from marin_rl.training.quantized_layers import with_quantized
 
 RANK = 8
 ASKED = {"merged": 0.98, "4 adapters": 0.85, "8 adapters": 0.8}
@@ -75,7 +72,13 @@ def cpu_seconds(engine: Engine, work: Work, slots: int, round: int) -> float:
     return played(engine, requests)[1]
 
 
-def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int) -> dict[str, float]:
+def quantised(model: LmHeadModel, scheme: str) -> LmHeadModel:
+    """The model with its linear layers quantised."""
+    arrays = quantize_base(named_parameters(model), scheme)
+    return with_parameters(with_quantized(model, scheme), arrays)
+
+
+def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int, report: Report) -> None:
     """Tokens per CPU-second against the base's, by engine."""
     one = adapter_for(model, 0)
     with_one = with_parameters(model, merged(named_parameters(model), one))
@@ -84,6 +87,8 @@ def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int) -> dict[
         "merged": engine_of(with_one, work, slots, 0),
         "4 adapters": engine_of(model, work, slots, 4),
         "8 adapters": engine_of(model, work, slots, 8),
+        "int8 base": engine_of(quantised(model, "int8"), work, slots, 0),
+        "nf4 base": engine_of(quantised(model, "nf4"), work, slots, 0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round in range(rounds + 1):
@@ -94,17 +99,15 @@ def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int) -> dict[
     for engine in engines.values():
         engine.close()
     tokens = slots * work.new_tokens
-    report("base", {"tokens_per_cpu_s": tokens / statistics.median(seconds["base"])})
-    ratios = {}
-    for name in ASKED:
+    report.add("base, tokens per CPU-s", tokens / statistics.median(seconds["base"]))
+    for name in (name for name in engines if name != "base"):
         pairs = zip(seconds["base"], seconds[name], strict=True)
-        ratios[name] = statistics.median(base / own for base, own in pairs)
+        ratio = statistics.median(base / own for base, own in pairs)
         rate = tokens / statistics.median(seconds[name])
-        report(name, {"ratio": ratios[name], "asked": ASKED[name], "tokens_per_cpu_s": rate})
-    return ratios
+        report.add(name, ratio, at_least=ASKED.get(name), tokens_per_cpu_s=rate)
 
 
-def loading(model: LmHeadModel, work: Work, slots: int, loads: int) -> float:
+def loading(model: LmHeadModel, work: Work, slots: int, loads: int, report: Report) -> None:
     """Longest time in ms that decoding waited for the load of an adapter, all slots decoding."""
     engine = engine_of(model, work, slots, 4, LOAD_TOKENS)
     engine.adapters.unload(engine.adapters.loaded[0].number)
@@ -126,39 +129,10 @@ def loading(model: LmHeadModel, work: Work, slots: int, loads: int) -> float:
         for future in futures:
             future.result()
     engine.close()
-    report(
-        "load",
-        {
-            "median_ms": statistics.median(waits),
-            "longest_ms": max(waits),
-            "asked_ms": LOAD_MS_MAX,
-            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(dict(adapters[0].arrays))),
-        },
+    report.add(
+        "load while decoding, ms",
+        max(waits),
+        at_most=LOAD_MS_MAX,
+        median=statistics.median(waits),
+        bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(dict(adapters[0].arrays))),
     )
-    return max(waits)
-
-
-def report(measure: str, facts: dict[str, float]) -> None:
-    """One line of JSON."""
-    rounded = {name: round(value, 4) for name, value in facts.items()}
-    sys.stdout.write(json.dumps({"measure": measure, **rounded}) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Measure what the options ask for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--loads", type=int, default=10)
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
-    options = parser.parse_args()
-    print_head()
-    work = sized(Work(), options.size)
-    model = model_of(*standard(work))
-    throughput(model, work, options.slots, options.rounds)
-    loading(model, work, options.slots, options.loads)
-
-
-if __name__ == "__main__":
-    main()

@@ -179,12 +179,13 @@ def run_peer(
     peer: Peer,
     microbatches: int,
     options: argparse.Namespace,
+    arguments: Sequence[str] = (),
 ) -> None:
     """One run of a peer's trainer; its rounds are appended to `measured`."""
     command = [
         str(peer.python), str(BENCH / f"peers/{peer.key}_round.py"), "--work", str(folder),
         "--rounds", str(options.rounds), "--microbatches", str(microbatches),
-        "--threads", str(options.cores),
+        "--threads", str(options.cores), *arguments,
     ]  # fmt: skip
     threads = {"OMP_NUM_THREADS": str(options.cores), **PEER_THREADS}
     started, watch, output = run_program(command, threads, folder / f"{peer.key}.log")
@@ -220,19 +221,28 @@ def check_tokens(side: str, shortest: float, longest: float, work: Work) -> None
 
 
 def run_ours(
-    measured: Measured, folder: Path, work: Work, repeat: int, options: argparse.Namespace
+    measured: Measured,
+    folder: Path,
+    work: Work,
+    repeat: int,
+    options: argparse.Namespace,
+    side: str = OURS,
+    own: Sequence[str] = (),
 ) -> None:
-    """One run of our main job, from nothing; its rounds are appended to `measured`."""
+    """One run of our main job, from nothing; its rounds are appended to `measured`.
+
+    `own` are overrides in addition to those of the options, of a side that begins with `OURS`.
+    """
     run_id = f"bench-{len(list((folder / 'runs').glob('*')))}"
     config = folder / "round.yaml"
     config.write_text(yaml.safe_dump(our_config(folder, work, options.rounds), sort_keys=False))
-    overrides = [part for item in options.overrides for part in ("--set", item)]
+    overrides = [part for item in (*options.overrides, *own) for part in ("--set", item)]
     command = [sys.executable, "-m", "marin_rl", "run", str(config), "--run-id", run_id, *overrides]
     # An orchestrator of its own: its CPU time counts as ours, and no other server is disturbed.
     orchestrator = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": ""}
     started, watch, _ = run_program(command, orchestrator, folder / f"{run_id}.log")
     ended = our_rounds(Run.open(str(folder / "runs"), run_id), work, options.rounds)
-    record(measured, OURS, repeat, started, watch, ended)
+    record(measured, side, repeat, started, watch, ended)
 
 
 def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:

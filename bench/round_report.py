@@ -51,7 +51,7 @@ class Round:
     @property
     def training_s(self) -> float:
         """From the batch to the new parameters: ours with its commit, peers' all but sampling."""
-        if self.side == OURS:
+        if self.side.startswith(OURS):
             return self.phases_s["train"]
         return sum(s for name, s in self.phases_s.items() if name not in SAMPLING)
 
@@ -115,6 +115,7 @@ def write_results(
     summary: Mapping[str, Any],
     work: Work,
     options: Mapping[str, Any],
+    name: str = "round",
 ) -> Path:
     """Keep every round and the summary as a new JSON file in `folder`; returns its path."""
     document = {
@@ -130,7 +131,7 @@ def write_results(
         "rounds": [asdict(row) for row in measured.rounds],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"round-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(document, indent=1))
     return path
 

@@ -21,7 +21,7 @@ SCRIPTS = sorted(BENCH.glob("*.py"))
 SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
-    "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora_engine.py",
+    "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora.py", "lora_curves.py",
     "selection.py", "weights.py", "learning.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
@@ -83,7 +83,7 @@ CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
 # The scripts that write numbers, and so take the folder for them.
 WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py",
-           "overlap.py", "selection.py")  # fmt: skip
+           "overlap.py", "selection.py", "lora.py", "lora_curves.py")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +175,26 @@ MODES = {
                  "--latencies", "0.1"),
         shows=("of_the_longer", "ahead_s"),
     ),
-    "lora-engine": Mode(
-        command=("lora_engine.py", *TINY, "--rounds", "1", "--slots", "8", "--loads", "1"),
-        shows=('"measure": "8 adapters"', '"measure": "load"'),
+    "lora": Mode(
+        command=("lora.py", *TINY, "--parts", "training", "checkpoint", "engine", "--rounds", "2",
+                 "--skip", "1", "--repeat", "1", "--no-peer", "--sides", "marin-rl",
+                 "marin-rl LoRA on int8", "--commits", "1", "--engine-rounds", "1", "--slots", "8",
+                 "--loads", "1"),
+        shows=('"measure": "commit, CPU ms"', '"measure": "8 adapters"', "LoRA on int8",
+               '"measure": "load while decoding, ms"', "no bars"),
+    ),
+    "lora-peer": Mode(
+        command=("lora.py", *TINY, "--parts", "training", "--rounds", "2", "--skip", "1",
+                 "--sides", "marin-rl LoRA", "--peer-microbatches", "1"),
+        shows=('"measure": "round / TRL with PEFT"',),
+        peer=TRL,
+    ),
+    "lora-curves": Mode(
+        command=("lora_curves.py", "--seeds", "1", "--kinds", "full", "adapter", "--root",
+                 "{folder}/runs", "--picture", "{folder}/lora.svg", "--set", "rounds=1", "--set",
+                 "rollouts.groups_per_round=4", "--set", "sft.steps=2", "--set",
+                 "sft.steps_per_checkpoint=2", "--set", "evaluation.examples=4"),
+        shows=("| seed | full | adapter |", "adapter 1: 1 ", "lora.svg"),
     ),
     "weights": Mode(
         command=("weights.py", "--megabytes", "1", "--arrays", "2", "--repeat", "1"),

@@ -140,7 +140,16 @@ def trainer_config(work: Work, rounds: int, microbatches: int, output: str) -> R
     )
 
 
-def build_trainer(folder: Path, work: Work, config: RLOOConfig) -> TimedTrainer:
+def adapter_config(rank: int):
+    """PEFT's adapter of all linear layers, alpha 32; None for rank 0, all parameters."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def build_trainer(folder: Path, work: Work, config: RLOOConfig, rank: int) -> TimedTrainer:
     """The trainer over the work's model, tokenizer and prompts, with stopwatch and report."""
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
@@ -155,6 +164,7 @@ def build_trainer(folder: Path, work: Work, config: RLOOConfig) -> TimedTrainer:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         callbacks=[RoundReport(watch)],
+        peft_config=adapter_config(rank),
     )
     trainer.watch = watch
     trainer.remove_callback(PrinterCallback)
@@ -176,19 +186,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: all parameters are trained")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     work = Work(**json.loads((options.work / "work.json").read_text()))
     with tempfile.TemporaryDirectory() as output:
         config = trainer_config(work, options.rounds, options.microbatches, output)
-        trainer = build_trainer(options.work, work, config)
+        trainer = build_trainer(options.work, work, config, options.lora_rank)
         emit(
             event="start",
             trl=trl.__version__,
             transformers=transformers.__version__,
             torch=torch.__version__,
             threads=torch.get_num_threads(),
-            parameters=sum(p.numel() for p in trainer.model.parameters()),
+            parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             microbatches=options.microbatches,
         )
         trainer.train()

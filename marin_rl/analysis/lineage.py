@@ -19,6 +19,7 @@ from marin_rl.storage.layout import intake_slot
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import (
     Run,
+    base_slot,
     batches_slot,
     checkpoint_slot,
     latest_checkpoint,
@@ -112,7 +113,7 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
         _add_slot(graph, intake[0], [parent.slot for parent in intake[0].parents])
     for number, names in _by_round(places):
         _add_rollouts(graph, run, number, names)
-    _add_policy(graph, run, checkpoint_slot(round))
+    add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
     return graph
 
@@ -332,6 +333,10 @@ def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **fact
         created_at=manifest.created_at,
         attempt=manifest.attempt,
         parameters=manifest.extra.get("parameters_digest"),
+        adapter=manifest.extra.get("adapter_digest"),
+        base=manifest.extra.get("base_digest"),
+        quantize_base=manifest.extra.get("quantize_base"),
+        folder=manifest.extra.get("folder"),
         tokenizer=manifest.extra.get("tokenizer_digest"),
         chat_template=manifest.extra.get("chat_template_digest"),
         curriculum=manifest.extra.get("curriculum"),
@@ -374,7 +379,7 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
             if policy not in policies:  # most rollouts of a round have the same one
                 policies.add(policy)
                 _add_slot(graph, sealed, [parent.slot for parent in sealed.parents])
-                _add_policy(graph, run, policy)
+                add_policy(graph, run, policy)
 
 
 def _tokens_by_version(row: dict[str, Any], round: int) -> dict[str, str]:
@@ -389,12 +394,15 @@ def _tokens_by_version(row: dict[str, Any], round: int) -> dict[str, str]:
     }
 
 
-def _add_policy(graph: Lineage, run: Run, slot: str) -> None:
-    """A checkpoint and the run that it belongs to, with its configuration."""
+def add_policy(graph: Lineage, run: Run, slot: str) -> None:
+    """Add a checkpoint, its adapter's base, and the run that it belongs to."""
     owner = run.owner_of(slot)
     checkpoint = read_manifest(run.store, slot)
     if checkpoint is not None:
-        _add_slot(graph, checkpoint[0], [owner])
+        adapts = "base_digest" in checkpoint[0].extra
+        _add_slot(graph, checkpoint[0], [*([base_slot()] if adapts else []), owner])
+        if adapts:
+            _add_slot(graph, committed_manifest(run.store, base_slot()), [owner])
     own = owner == run.run_id
     _add_run(graph, run if own else Run.open(run.config.root, owner, run.config.storage_options))
 

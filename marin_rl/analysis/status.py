@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from marin_rl.analysis.warnings import warnings_of
-from marin_rl.config import EnvironmentConfig
+from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
@@ -153,7 +153,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
         environment=_environment(run.config.environment),
-        policy=f"init {run.config.policy.init}, tokenizer {run.config.policy.tokenizer}",
+        policy=_policy(run.config.policy),
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),
         reward_model=_reward_model(run),
@@ -181,6 +181,18 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
         row |= {"labels": dict(beat.labels), "tokens_per_second": beat.tokens_per_second}
         rows.append(row | {"beat_ago_s": time.time() - beat.beat_at})
     return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
+
+
+def _policy(config: PolicyConfig) -> str:
+    """Source of the first parameters, tokenizer, and the adapter where one is trained."""
+    facts = [f"init {config.init}", f"tokenizer {config.tokenizer}"]
+    lora = config.lora
+    if lora is not None:
+        kind = f"of rank {lora.rank}" if lora.rank else f"as {lora.init_from}"
+        facts.append(f"adapter {kind}")
+    if config.quantize_base is not None:
+        facts.append(f"base quantised to {config.quantize_base}")
+    return ", ".join(facts)
 
 
 def _environment(config: EnvironmentConfig) -> str:

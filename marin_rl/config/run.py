@@ -195,15 +195,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _reward_models_have_no_adapter(self) -> "Config":
-        if self.reward_model is not None and self.policy.lora is not None:
-            raise ValueError(
-                "policy.lora with reward_model: a reward model trains all of its parameters; "
-                "remove policy.lora (policy.init checkpoint begins it at an adapter's policy)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _quantised_bases_fit(self) -> "Config":
         """Refuse what would need the base as it was before it was quantised, or cut."""
         scheme, critic = self.policy.quantize_base, self.training.critic

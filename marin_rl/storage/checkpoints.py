@@ -4,7 +4,8 @@ Orbax writes its files under a name unique to the attempt, straight into the run
 folder of this machine, else into a temporary folder whose files are then uploaded. Their digests go
 into the manifest, whose creation is the commit; reading verifies them first. Arrays are written
 whole and uncompressed, so a checkpoint does not depend on the devices it came from, and float32
-weights, which hardly shrink, cost no time to pack.
+weights, which hardly shrink, cost no time to pack. Where a caller asks for it, a small tree is one
+file without Orbax (`packed_arrays`); a reader tells by its name.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from marin_rl.storage.commits import (
     new_attempt,
     parent_of,
 )
+from marin_rl.storage.packed_arrays import PACKED, packed, unpacked
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.local import explained, make_folder, need_room, sync_folders
 from marin_rl.storage.tables.parquet import digest_of, load
@@ -44,6 +46,8 @@ from schemas.manifests import Manifest, Part
 SCHEMA_VERSION = 1
 # Each is read whole to be hashed or uploaded, so this bounds the memory of a commit.
 FILES_IN_FLIGHT_MAX = 8
+# Beyond, one file would take more memory and time than Orbax's several.
+PACKED_BYTES_MAX = 2**26
 
 Tree = Mapping[str, Any]
 
@@ -66,7 +70,7 @@ def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef
     )
 
 
-def commit_checkpoint(
+def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from, and how it lies
     run: Run,
     slot: str,
     tree: Tree,
@@ -76,19 +80,22 @@ def commit_checkpoint(
     totals: Mapping[str, float],
     extra: Mapping[str, Any],
     extra_parts: ExtraParts | None = None,
+    pack: bool = False,
 ) -> SlotRef:
     """Commit nested dicts of arrays (NumPy or JAX, any sharding) as `slot`.
 
     The fingerprint is computed from `content` and `parents`. The manifest stores `totals`, which
     the returned reference shows, and `extra`, with facts about this machine as `machine`. The
-    function of `extra_parts` is called once the arrays are written. If the slot has a commit of
+    function of `extra_parts` is called once the arrays are written. With `pack`, arrays of less
+    than PACKED_BYTES_MAX are one file. If the slot has a commit of
     this fingerprint, that one is returned. Raises CommitConflict, and StorageError of the store.
     """
     attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
     # A slot may refer to arrays that lie elsewhere, and have none.
-    parts = _write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
+    write = _write_packed if pack and _bytes_of(arrays) < PACKED_BYTES_MAX else _write
+    parts = write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
     parts += () if extra_parts is None else extra_parts.parts()
     return commit_slot(
         run.store,
@@ -113,8 +120,11 @@ def restore_checkpoint(
     the array, when bytes, names, shapes or dtypes are others; ObjectMissing when it is not there.
     """
     manifest = manifest_of(run.store, ref)
-    with _local_folder(run, manifest) as folder, explained(folder):
-        tree = _handler().restore(epath.Path(folder))
+    if [part.name for part in array_parts(manifest)] == [f"{manifest.attempt}/{PACKED}"]:
+        tree = _read_packed(run, manifest)
+    else:
+        with _local_folder(run, manifest) as folder, explained(folder):
+            tree = _handler().restore(epath.Path(folder))
     tree = {name: branch for name, branch in tree.items() if name not in unasked}
     # Digests prove the bytes; they do not prove that the arrays fit this model.
     _check_like(tree, like, run.store.url_of(ref.slot))
@@ -149,6 +159,21 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             return _part(f"{attempt}/{relative}", data)
 
         return _each(_files(staged), upload)
+
+
+def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
+    """Write the arrays as one file below the key `prefix`, durably; its record."""
+    data = packed(arrays)
+    run.store.put_part(f"{prefix}/{PACKED}", data)
+    return [_part(f"{attempt}/{PACKED}", data)]
+
+
+def _read_packed(run: Run, manifest: Manifest) -> dict[str, Any]:
+    """Read the one file of a packed checkpoint, verified."""
+    files = dict[str, pa.Buffer]()
+    _each_part(run, manifest, files.__setitem__)
+    ((name, data),) = files.items()
+    return unpacked(memoryview(data).tobytes(), run.store.url_of(f"{manifest.slot}/{name}"))
 
 
 def _save(folder: Path, arrays: Tree) -> None:

@@ -91,6 +91,8 @@ class CompiledStep:
             self.template = with_quantized(self.template, config.policy.quantize_base)
             rate = adamw.learning_rate * config.policy.lora.learning_rate_factor
             adamw = dataclasses.replace(adamw, learning_rate=rate)
+        # Raises here, before anything is written, where the mesh cannot share a parameter out.
+        self.layout.parameter_shardings(self.template)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
         self.critic = make_critic(config.training, self.template) if settings.critic else None
         objective = settings.objective

@@ -28,6 +28,7 @@ from marin_rl.storage.tables.tombstones import array_parts
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.adapters import (
     Modules,
+    first_adapter,
     merged_parameters,
     trained_shapes,
     with_adapter,
@@ -253,12 +254,24 @@ def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
     return parameters
 
 
-def recorded_modules(run: Run) -> Modules | None:
-    """Modules of a run's adapter by its first checkpoint; None until there is one.
+def adapter_before_training(run: Run, modules: Modules, template: LmHeadModel) -> Mapping[str, Any]:
+    """A and B that the stage after the warm start begins with: the warm start's, or the first.
+
+    `template` is the model's, without an adapter. Raises as `first_adapter` and `read_trained` do.
+    """
+    policy = run.config.policy
+    assert policy.lora is not None, "the run has an adapter"
+    if policy.init == "sft" and policy.lora.begins == "sft":
+        return read_trained(run, sft_result(run), template)
+    return first_adapter(run.config, modules, template)
+
+
+def recorded_modules(run: Run, ref: SlotRef | None = None) -> Modules | None:
+    """Modules of a run's adapter by a checkpoint, or the first one; None until there is one.
 
     The folder that an adapter began from need not exist any longer.
     """
-    ref = committed(run, checkpoint_slot(0))
+    ref = ref or committed(run, checkpoint_slot(0))
     adapter = identity_of(run, ref).adapter if ref else None
     return adapter and adapter.modules
 

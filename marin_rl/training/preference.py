@@ -11,7 +11,7 @@ Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T p
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,17 @@ from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.batching.plan import bucket
 from marin_rl.config import BatchingConfig, PolicyConfig
 from marin_rl.errors import CorruptObject
+from marin_rl.lora.quantization import is_quantized
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
 from marin_rl.storage.checkpoints import restore_checkpoint
+from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
-from marin_rl.training.model import digest_of, parameter_shapes, with_parameters
+from marin_rl.training.model import digest_of, with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
-from marin_rl.training.state import template_of
+from marin_rl.training.policy_source import read_base
+from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
+from marin_rl.training.state import identity_of, template_of
 from marin_rl.training.step_metrics import Metrics
 from marin_rl.training.step_types import Parameters, TrainState
 
@@ -49,7 +53,21 @@ class PairArrays(NamedTuple):
 
 
 Rewards = Callable[[Parameters, Int32[Any, "R T"], Int32[Any, "R T"]], Float[Array, " R"]]
-PreferenceStep = Callable[[TrainState, PairArrays, Int32[Any, ""]], tuple[TrainState, Metrics]]
+
+
+@runtime_checkable
+class PreferenceStep(Protocol):
+    """One optimizer step: state (donated), arrays, microbatches in use, an adapter's base."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        arrays: PairArrays,
+        used: Int32[Any, ""],
+        frozen: Parameters | None = None,
+    ) -> tuple[TrainState, Metrics]:
+        """Return the new state and the metrics of the step."""
+        ...
 
 
 def preference_losses(
@@ -110,7 +128,7 @@ def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards
         # The head stays in float32: the loss is of differences of rewards, whose digits bfloat16
         # loses.
         cast = {
-            name: array if name.startswith(HEAD) else array.astype(compute_dtype)
+            name: array if _stays(name) else array.astype(compute_dtype)
             for name, array in parameters.items()
         }
         positions_RT = jnp.broadcast_to(jnp.arange(token_ids_RT.shape[1]), token_ids_RT.shape)
@@ -123,6 +141,11 @@ def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards
     return rewards
 
 
+def _stays(name: str) -> bool:
+    """True for parameters that are not cast: the head's, and codes and scales."""
+    return name.startswith(HEAD) or is_quantized(name)
+
+
 def make_preference_step(
     template: ScalarModel,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -132,12 +155,20 @@ def make_preference_step(
 ) -> PreferenceStep:
     """The jitted step: state (donated), arrays and microbatches in use; new state and metrics.
 
-    The loss is the mean over the pairs of the step, however it is cut into microbatches.
+    `frozen` are the parameters that are not in the state: the base of an adapter. The loss is the
+    mean over the pairs of the step, however it is cut into microbatches.
     """
     rewards = rewards_of(template, compute_dtype)
 
-    def step(state: TrainState, arrays: PairArrays, used: Array) -> tuple[TrainState, Metrics]:
-        gradients, metrics = _accumulate(rewards, state.parameters, arrays, used)
+    def step(
+        state: TrainState, arrays: PairArrays, used: Array, frozen: Parameters | None = None
+    ) -> tuple[TrainState, Metrics]:
+        base = frozen or {}
+
+        def of_trained(parameters: Parameters, *rows: Array) -> Array:
+            return rewards({**base, **parameters}, *rows)
+
+        gradients, metrics = _accumulate(of_trained, state.parameters, arrays, used)
         metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients))
         metrics["lr"] = schedule(state.step)
         ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
@@ -208,13 +239,6 @@ BUCKETS = BatchingConfig()  # the default's
 BESIDE_PARAMETERS = ("optimizer", "step", "rng", "refused")
 
 
-def reward_template(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarModel:
-    """The architecture of a reward model, with shapes in place of arrays: see `template_of`."""
-    import equinox as eqx
-
-    return eqx.filter_eval_shape(ScalarModel.of, template_of(policy, tokenizer))
-
-
 class SequenceScorer:
     """The compiled programs of one architecture, a fixed number of rows per padded length."""
 
@@ -251,21 +275,22 @@ class LearnedReward:
 
     def __init__(self, slot: RewardModelSlot, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read and verify it. Raises InputError, CorruptObject, and what the store raises."""
-        policy = slot.run.config.policy
-        template = reward_template(policy, tokenizer)
-        shapes = parameter_shapes(template)
-        like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        tree = restore_checkpoint(
-            slot.run, slot.ref, {"parameters": like}, unasked=BESIDE_PARAMETERS
-        )
-        digest, expected = digest_of(tree["parameters"]), slot.identity.parameters_digest
+        policy, adapter = slot.run.config.policy, identity_of(slot.run, slot.ref).adapter
+        trunk = template_of(policy, tokenizer)
+        template = scalar_template(policy, trunk, adapter.modules if adapter else {})
+        like = {"parameters": trained_shapes(template)}
+        tree = restore_checkpoint(slot.run, slot.ref, like, unasked=BESIDE_PARAMETERS)
+        own, expected = digest_of(tree["parameters"]), slot.identity.parameters_digest
+        digest = adapter.policy_digest(own) if adapter else own
         if digest != expected:
             raise CorruptObject(
                 f"{slot.run.store.url_of(slot.ref.slot)}: expected parameters with digest "
                 f"{expected}, found {digest}: its manifest speaks of other weights"
             )
         self.identity: RewardIdentity = slot.identity
-        self._parameters = {name: jnp.asarray(array) for name, array in tree["parameters"].items()}
+        base = read_base(slot.run, adapter.base_digest, trunk) if adapter else {}
+        arrays = frozen_trunk(policy, template, base) | tree["parameters"]
+        self._parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
         self._scorer = SequenceScorer(template, policy)
         self._lock = threading.Lock()
 

@@ -5,6 +5,7 @@ the step alone, so a run that was killed ends in the same bits as one that was n
 measured is in its manifest, and so is the scale of the rewards, for normalisation.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import equinox as eqx
 import jax
 from transformers import PreTrainedTokenizerBase
 
@@ -29,9 +29,16 @@ from marin_rl.errors import ConfigError
 from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.commits import find_commit, fingerprint
-from marin_rl.storage.runs import Run, committed, pairs_slot, reward_model_slot
+from marin_rl.storage.runs import (
+    Run,
+    committed,
+    latest_reward_model,
+    pairs_slot,
+    reward_model_slot,
+)
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.adapters import Modules, modules_of
 from marin_rl.training.compiled_step import check_finite
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import layout_of
@@ -42,7 +49,14 @@ from marin_rl.training.model import (
     with_parameters,
 )
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, sft_adamw
-from marin_rl.training.policy_source import policy_parameters
+from marin_rl.training.policy_source import (
+    adapter_before_training,
+    adapter_of_run,
+    commit_base,
+    policy_parameters,
+    read_base,
+    recorded_modules,
+)
 from marin_rl.training.preference import (
     SequenceScorer,
     make_preference_step,
@@ -50,8 +64,10 @@ from marin_rl.training.preference import (
     pair_arrays,
     preference_totals,
 )
+from marin_rl.training.scalar_adapters import first_scalar, frozen_trunk, scalar_template
 from marin_rl.training.sft import STEPS_PER_EVENT, made_ahead
 from marin_rl.training.state import (
+    AdapterOf,
     CheckpointSlot,
     CommittedState,
     fresh_state,
@@ -82,8 +98,14 @@ class RewardModelTraining:
         self._trunk = template_of(config.policy, tokenizer)
         checkpointing = config.training.gradient_checkpointing
         trunk = with_gradient_checkpointing(self._trunk) if checkpointing else self._trunk
-        self._template: ScalarModel = eqx.filter_eval_shape(ScalarModel.of, trunk)
-        adamw = sft_adamw(self._settings, config.training)
+        adamw, lora = sft_adamw(self._settings, config.training), config.policy.lora
+        self._modules: Modules = {}
+        if lora is not None:
+            recorded = recorded_modules(run, latest_reward_model(run))
+            self._modules = recorded or modules_of(config.policy, self._trunk)
+            rate = adamw.learning_rate * lora.learning_rate_factor
+            adamw = dataclasses.replace(adamw, learning_rate=rate)
+        self._template = scalar_template(config.policy, trunk, self._modules)
         self._optimizer = make_optimizer(adamw, matrix_mask(self._template))
         like = state_like(self._template, self._optimizer)
         place = partial(
@@ -96,6 +118,7 @@ class RewardModelTraining:
         )
         self._scorer = SequenceScorer(self._template, config.policy)
         self._pairs: _Sides | None = None
+        self._base: Parameters | None = None
 
     def prepare(self) -> SlotRef:
         """Commit the run's pairs, tokens and split included, or return them if they are there.
@@ -141,15 +164,16 @@ class RewardModelTraining:
         if existing := slot.find():
             return existing
         sides, history = self._sides(pairs), list[Mapping[str, float]]()
+        frozen = self._frozen(slot.adapter)
         state = self._committed.take(slot.parents[0]) if step_from else self._first_state()
         limit = run.config.training.nonfinite_updates_max
         for step, batch in made_ahead(partial(self._batch, sides.train), step_from, step_to):
-            state, metrics = self._take(state, batch)
+            state, metrics = self._take(state, batch, frozen)
             check_finite(metrics, int(state.refused) if metrics["updates/skipped"] else 0, limit)
             history.append(_named(metrics))
             if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
                 self._publish(step + 1, history[-1])
-        measured = self._measured(state.parameters, sides)
+        measured = self._measured({**frozen, **state.parameters}, sides)
         totals = over_steps(history) | _named(measured.totals, "held_out_")
         extra = {"reward_mean": measured.mean, "reward_std": measured.std}
         ref = slot.commit(state, totals, extra)
@@ -159,29 +183,50 @@ class RewardModelTraining:
         return ref
 
     def _slot(self, step_from: int, step_to: int, pairs: SlotRef) -> CheckpointSlot:
-        """The slot of a segment, whose parents are its first checkpoint and the pairs."""
+        """The slot of a segment, whose parents are its first checkpoint and the pairs.
+
+        The first one of an adapter has its base, which is committed here, as a parent too.
+        """
         before: tuple[SlotRef, ...] = ()
         if step_from:
             ref = committed(self._run, reward_model_slot(step_from))
             assert ref is not None, f"step {step_from} is committed before the segment after it"
             before = (ref,)
-        elif self._run.config.policy.init == "sft":
-            before = (sft_result(self._run),)
+        else:
+            if self._modules:
+                before = (commit_base(self._run, self._names, self._tokenizer, self._trunk),)
+            if self._run.config.policy.init == "sft":
+                before = (*before, sft_result(self._run))
         return CheckpointSlot(
             run=self._run,
             slot=reward_model_slot(step_to),
             tokenizer=self._names,
             content=self._content(),
             parents=(*before, pairs),
+            adapter=adapter_of_run(self._run, self._modules),
         )
 
     def _first_state(self) -> TrainState:
-        """The trunk of a policy, and a head that returns 0 for everything."""
+        """The trunk of a policy, or an adapter of it, and a head that returns 0 for everything."""
         config, trunk = self._run.config, self._trunk
-        policy = policy_parameters(self._run, self._names, self._tokenizer, trunk)
-        parameters = named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
+        if self._modules:
+            adapter = adapter_before_training(self._run, self._modules, trunk)
+            parameters = first_scalar(adapter, trunk)
+        else:
+            policy = policy_parameters(self._run, self._names, self._tokenizer, trunk)
+            parameters = named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
         state = fresh_state(parameters, self._optimizer, config.seed)
         return self._layout.place_state(state, self._template, self._optimizer)
+
+    def _frozen(self, adapter: AdapterOf | None) -> Parameters:
+        """The trunk that an adapter leaves as it is, on the devices; read once, nothing without."""
+        if adapter is None:
+            return {}
+        if self._base is None:
+            base = read_base(self._run, adapter.base_digest, self._trunk)
+            frozen = frozen_trunk(self._run.config.policy, self._template, base)
+            self._base = self._layout.place_parameters(frozen, self._template)
+        return self._base
 
     def _content(self) -> dict[str, object]:
         config = self._run.config
@@ -210,13 +255,15 @@ class RewardModelTraining:
         length = padded_length(longest(chosen), config.policy.context_length)
         return pair_batch(chosen, settings.margin, length)
 
-    def _take(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, dict[str, float]]:
+    def _take(
+        self, state: TrainState, batch: PairBatch, frozen: Parameters
+    ) -> tuple[TrainState, dict[str, float]]:
         settings, layout = self._settings, self._layout
         shape = settings.microbatch_pairs, settings.pairs_per_step
         arrays, used = pair_arrays(batch, *shape, layout)
         with layout.active():
             placed = layout.place_rows(arrays)
-            state, metrics = self._step(state, placed, as_array(used))
+            state, metrics = self._step(state, placed, as_array(used), frozen)
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def _measured(self, parameters: Parameters, sides: "_Sides") -> "_Measured":

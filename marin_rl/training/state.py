@@ -370,6 +370,7 @@ class CheckpointSlot:
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
             extra={**Identity.of(state, self.tokenizer, self.adapter).as_dict(), **(extra or {})},
             extra_parts=extra_parts,
+            pack=self.adapter is not None,
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support.engine_adapters import unload_all
 from support.engines import engine_of
 from support.models import tiny_model
 
@@ -20,3 +21,18 @@ def engine(model: LmHeadModel) -> Iterator[Engine]:
     engine = engine_of(model)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def roomy_engine(model: LmHeadModel) -> Iterator[Engine]:
+    """An engine with room for three adapters of rank 8."""
+    engine = engine_of(model, adapters_max=3, adapter_rank_max=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def adapter_engine(roomy_engine: Engine) -> Iterator[Engine]:
+    """The same engine for every test of a module, at first without an adapter."""
+    yield roomy_engine
+    unload_all(roomy_engine)

@@ -1,11 +1,9 @@
 """Bits of sequences with adapters, by programs as users have them."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import adapter_for, check_logprobs, load, merged
 from support.engines import amid, bits, engine_of, request_of, result_of, together
 
@@ -15,18 +13,9 @@ from marin_rl.inference.generation import GenerationRequest
 pytestmark = pytest.mark.bits
 
 
-@pytest.fixture(scope="module")
-def engine(model: LmHeadModel) -> Iterator[Engine]:
-    engine = engine_of(model, adapters_max=3, adapter_rank_max=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded(engine: Engine) -> Iterator[None]:
-    yield
-    for adapter in engine.adapters.loaded:
-        engine.adapters.unload(adapter.number)
+@pytest.fixture
+def engine(adapter_engine: Engine) -> Engine:
+    return adapter_engine
 
 
 def test_other_slots_adapters_change_no_bit(engine, model):

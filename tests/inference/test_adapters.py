@@ -1,11 +1,9 @@
 """Adapters in the engine: each sequence with its own, whatever the others have."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import NATS, adapter_for, check_logprobs, load, merged
 from support.engines import amid, bits, engine_of, request_of, result_of, together
 from support.models import full_logprobs, tiny_model
@@ -17,18 +15,9 @@ from marin_rl.inference.engine import Engine
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
-@pytest.fixture(scope="module")
-def engine(model: LmHeadModel) -> Iterator[Engine]:
-    engine = engine_of(model, adapters_max=3, adapter_rank_max=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded(engine: Engine) -> Iterator[None]:
-    yield
-    for adapter in engine.adapters.loaded:
-        engine.adapters.unload(adapter.number)
+@pytest.fixture
+def engine(adapter_engine: Engine) -> Engine:
+    return adapter_engine
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "gemma"])

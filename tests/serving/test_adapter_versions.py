@@ -9,6 +9,8 @@ import pytest
 from support.policy_runs import play_round, small_config, small_run
 from support.servers import CHAT, chat_body, talk
 
+from marin_rl.analysis.lineage import Edge, trace
+from marin_rl.analysis.status import run_status
 from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError, StalePolicy
 from marin_rl.inference.client.protocol import served_model_id
@@ -70,6 +72,17 @@ def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     adapter = read_version(run, 1).adapter
     size = sum(np.asarray(array).nbytes for array in adapter.arrays.values())
     assert read_metrics(run, [1])["weights/bytes"].to_pylist() == [size]
+
+
+def test_lineage_and_status_name_the_adapter_and_its_base(played):
+    run, _ = played
+    graph, identity = trace(run, 1), identity_of(run, committed(run, checkpoint_slot(1)))
+    checkpoint, base = graph.nodes["checkpoints/round-00001"], graph.nodes["base"]
+    assert checkpoint.facts["adapter"] == identity.adapter_digest
+    assert checkpoint.facts["base"] == base.facts["parameters"] == identity.base_digest
+    assert Edge("checkpoints/round-00001", "base") in graph.edges
+    status = run_status(run.config.root, run.run_id)
+    assert status.policy == "init random, tokenizer characters, adapter of rank 4"
 
 
 def test_merged_is_recorded_as_such_and_concerns_adapters_alone(tmp_path):

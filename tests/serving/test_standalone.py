@@ -29,6 +29,7 @@ from marin_rl.lora import LoraSpec, write_peft
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
@@ -220,6 +221,37 @@ def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) ->
 
 
 @pytest.mark.slow  # a process of its own imports and compiles everything
+def test_following_a_run_with_an_adapter_serves_each_version_by_name(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "policy.lora.rank=4")
+    runtime = RunRuntime(run)
+    try:
+        first = runtime.init_policy()
+        with served(run, "--follow", "--poll-s", "0.1") as (process, url):
+            assert [name.partition("-")[0] for name in served_ids(url)][1:] == [
+                "policy", "policy@00000",
+            ]  # fmt: skip
+            play_round(runtime, run, 0, first)
+            deadline = time.monotonic() + STARTS_S
+            while not any(name.startswith("policy@00001-") for name in served_ids(url)):
+                assert time.monotonic() < deadline, served_ids(url)
+                time.sleep(0.05)
+            *_, before, last = served_ids(url)
+            answers = {name: sample(url, name) for name in ("policy", last, before)}
+            assert answers["policy"]["model"] == last
+            check_sampled(answers[last], read_checkpoint(run, 1).model)
+            check_sampled(answers[before], read_checkpoint(run, 0).model)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    finally:
+        runtime.close()
+
+
+def served_ids(url: str) -> list[str]:
+    """Ids of all served models."""
+    return [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]
+
+
+@pytest.mark.slow  # a process of its own imports and compiles everything
 def test_two_runs_with_adapters_train_by_turns_against_one_server_of_their_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,9 +279,8 @@ def test_two_runs_with_adapters_train_by_turns_against_one_server_of_their_base(
         finally:
             for runtime in runtimes:
                 runtime.close()
-        served = [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]
         # Both began at the base, with the A of their own seeds: four versions, and the user's own.
-        assert len(served) == 7
+        assert len(served_ids(url)) == 7
         assert sample(url, "math")["choices"] == answer["choices"]
         check_sampled(sample(url, "policy"), base)
         process.send_signal(signal.SIGTERM)

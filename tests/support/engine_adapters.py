@@ -50,6 +50,12 @@ def load(engine: Engine, adapter: Adapter, name: str = "adapter", version: int =
     return loaded.number
 
 
+def unload_all(engine: Engine) -> None:
+    """Unload every adapter that requests may name."""
+    for adapter in engine.adapters.loaded:
+        engine.adapters.unload(adapter.number)
+
+
 def check_logprobs(result: GenerationResult, model: LmHeadModel, prompt: np.ndarray) -> None:
     """Tokens were drawn with the logprobs that this model's own forward pass gives them."""
     for sample in result.samples:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.adapters import random_adapter
-from support.batches import VOCAB, commit_round, random_batch, tiny_policy
+from support.batches import VOCAB, random_batch, tiny_policy
 from support.steps import make_step
+from support.trained_runs import batches_of, begin, play
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.digests import digest_of
@@ -35,7 +36,6 @@ from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
 SPEC = LoraSpec(rank=3, alpha=6.0)
-LENGTH = 32
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4", "policy.lora.rank=4")
 
 
@@ -160,23 +160,6 @@ def test_no_gradient_of_a_frozen_head_is_computed():
 
 
 # ---------------------------------------------------------------- runs
-
-
-def begin(config, tokenizer):
-    run = Run.create_or_open(config)
-    trainer = Trainer(run, tokenizer)
-    return run, trainer, trainer.init_policy()
-
-
-def batches_of(run, round, steps=2):
-    made = [random_batch(5 + step, LENGTH, seed=100 * round + step) for step in range(steps)]
-    return commit_round(run, round, made, LENGTH)
-
-
-def play(run, trainer, checkpoint, rounds):
-    for round in rounds:
-        checkpoint = trainer.train_round(round, batches_of(run, round), checkpoint)
-    return checkpoint
 
 
 @pytest.fixture
@@ -333,7 +316,6 @@ def test_a_run_cannot_be_continued_with_another_adapter_or_none(debug, tokenizer
         (("policy.lora.alpha=2",), r"lora\.rank: expected a rank of at least 1"),
         (("policy.lora.rank=4", "policy.lora.init_from=x"), "has ranks, scales and modules of its"),
         (("policy.lora.rank=4", "policy.lora.modules=[]"), r"policy\.lora\.modules"),
-        (("policy.lora.rank=4", "reward_model.pairs=x.jsonl"), "policy.lora with reward_model"),
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(debug, settings, message):

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import VOCAB, commit_round, random_batch, tiny_policy
+from support.batches import VOCAB, random_batch, tiny_policy
+from support.trained_runs import play
 
+from marin_rl.analysis.lineage import Lineage, add_policy
+from marin_rl.analysis.status import run_status
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
 from marin_rl.inference.decoder import decode_step, empty_cache, hidden_states
@@ -38,20 +41,12 @@ from marin_rl.training.state import identity_of
 from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings, TrainableParams
 
-LENGTH = 32
 SETTINGS = (
     "policy.model.layers=1",
     "training.microbatch_sequences=4",
     "policy.lora.rank=4",
     "policy.quantize_base=nf4",
 )
-
-
-def play(run, trainer, checkpoint, rounds):
-    for round in rounds:
-        made = [random_batch(5 + step, LENGTH, seed=100 * round + step) for step in range(2)]
-        checkpoint = trainer.train_round(round, commit_round(run, round, made, LENGTH), checkpoint)
-    return checkpoint
 
 
 @pytest.mark.bits
@@ -70,6 +65,11 @@ def test_a_run_on_a_quantised_base(debug, tokenizer, tmp_path):
     assert identity.parameters_digest == policy_digest(
         quantized_digest(digest, "nf4"), identity.adapter.modules, identity.adapter_digest
     )
+    status = run_status(run.config.root, run.run_id)
+    assert status.policy.endswith("adapter of rank 4, base quantised to nf4")
+    graph = Lineage()
+    add_policy(graph, run, last.slot)
+    assert graph.nodes[last.slot].facts["quantize_base"] == "nf4"
     assert not any("codes" in str(part) for part in manifest_of(run.store, last).parts)
     # Trainer, engine and a reader of files have one quantised base.
     template = trainer._program.base_template

@@ -9,12 +9,25 @@ import pytest
 from support.run_factories import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
-from marin_rl.errors import CommitConflict, ConfigError, CorruptObject, InputError
+from marin_rl.errors import (
+    CommitConflict,
+    ConfigError,
+    CorruptObject,
+    InputError,
+    ObjectMissing,
+)
 from marin_rl.progress import listening
 from marin_rl.rollouts.rewards import add_model_reward, reward_model_slot_of
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, latest_reward_model, reward_model_slot
+from marin_rl.storage.runs import (
+    Run,
+    base_slot,
+    committed,
+    latest_reward_model,
+    reward_model_slot,
+)
 from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
+from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.preference import LearnedReward
 from marin_rl.training.reward_model import RewardModelTraining
@@ -87,6 +100,44 @@ def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, token
     assert identity_of(other, again[1]) == identity_of(run, refs[1])
     parents = manifest_of(run.store, refs[1]).parents
     assert [parent.slot for parent in parents] == ["reward_model/step-00020", "pairs"]
+
+
+@pytest.mark.parametrize("scheme", ["null", "nf4"])
+def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer, scheme, tmp_path):
+    lora = "policy.lora.rank=4", f"policy.quantize_base={scheme}"
+    run = begun(*lora, "reward_model.learning_rate=0.002")
+    training = RewardModelTraining(run, tokenizer)
+    pairs = training.prepare()
+    refs = [training.run_segment(step, pairs) for step in (0, 20)]
+    assert refs[1].summary["reward_model/held_out_accuracy"] == 1.0
+    first = manifest_of(run.store, refs[0])
+    assert [parent.slot for parent in first.parents] == ["base", "pairs"]
+    identity = identity_of(run, refs[1])
+    assert identity.adapter is not None
+    assert identity.quantize_base == (None if scheme == "null" else scheme)
+    base = manifest_of(run.store, committed(run, base_slot()))
+    assert identity.base_digest == base.extra["parameters_digest"]
+    # The same bits from the files alone, segment by segment.
+    other = begun(*lora, "reward_model.learning_rate=0.002", f"root={tmp_path / 'other'}")
+    assert identity_of(other, played(other, tokenizer)[1]) == identity
+    # A reader has the base by its digest, and gives the rewards of the trainer.
+    checkpoint = f"{run.config.root}/{run.run_id}/{refs[1].slot}"
+    config = debug(f"environment.reward_model.checkpoint={checkpoint}", "run_id=policy")
+    names = TokenizerIdentity.of(tokenizer)
+    slot = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
+    texts = [f"<|user|>say 7<|assistant|>{word}<|end|>" for word in ("ok", "no")]
+    rows = [np.array(tokenizer.encode(text), np.int32) for text in texts]
+    state = training._committed.load(refs[1])
+    frozen = training._frozen(identity.adapter)
+    expected = training._scorer.score({**frozen, **state.parameters}, rows)
+    assert expected[0] > expected[1]
+    np.testing.assert_array_equal(LearnedReward(slot, tokenizer).score(rows), expected)
+    faults = check_run(run.config.root, run.run_id).faults
+    assert not faults, faults
+    # Another base is not taken for it.
+    run.store.local_path("base/manifest.json").unlink()
+    with pytest.raises(ObjectMissing, match="expected the base that the run's adapter is of"):
+        LearnedReward(slot, tokenizer)
 
 
 def test_the_runs_own_pairs_have_tokens_and_outlive_the_file(begun, tokenizer, pairs):

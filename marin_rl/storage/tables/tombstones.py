@@ -22,7 +22,7 @@ PRUNED = "pruned.json"
 
 
 def array_parts(manifest: Manifest) -> list[Part]:
-    """Parts of a checkpoint that Orbax wrote: the files below the attempt's folder."""
+    """Parts of a checkpoint that hold its arrays: the files below the attempt's folder."""
     folder = f"{manifest.attempt}/"
     # By the folder of the attempt: scores, and other parts of the slot, lie outside of it.
     return [part for part in manifest.parts if part.name.startswith(folder)]

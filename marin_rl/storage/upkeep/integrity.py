@@ -108,7 +108,8 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
             # A base is no parent of its own: a manifest cannot name itself.
             return {parent.partition("/")[0] for parent in parents} <= {"sft", base_slot()}
         case _:  # a reward model and its pairs
-            return all(parent.partition("/")[0] in ("pairs", "reward_model") for parent in parents)
+            kinds = ("pairs", "reward_model", "sft", base_slot())
+            return all(parent.partition("/")[0] in kinds for parent in parents)
 
 
 def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
