@@ -205,6 +205,13 @@ class Config(Section):
                 f"training.critic.trunk own with policy.quantize_base {scheme}: a second adapter "
                 "on a quantised base is not supported; expected trunk shared, or no critic"
             )
+        if self.inference.engine.adapters_max:
+            raise ValueError(
+                f"inference.engine.adapters_max {self.inference.engine.adapters_max} with "
+                f"policy.quantize_base {scheme}: no adapters are loaded next to a quantised base; "
+                "expected null, or the run's adapter exported and served with its base as it was "
+                "(serve --model FOLDER --adapter)"
+            )
         if self.inference.serve_merged is not None:
             raise ValueError(
                 f"inference.serve_merged with policy.quantize_base {scheme}: adapters are not "

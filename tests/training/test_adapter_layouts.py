@@ -77,7 +77,7 @@ def test_a_mesh_that_cannot_share_the_base_out_is_refused_before_anything_is_wri
         pytest.param(("mesh.fsdp=2",), marks=[TWO, pytest.mark.slow]),
     ],
 )
-def test_a_round_from_sampling_to_the_next_checkpoint(tmp_path, settings):
+def test_a_round_from_sampling_to_the_next_checkpoint(tmp_path, tokenizer, settings):
     """With the canary, which compares what engines serve with what is trained."""
     run = small_run(tmp_path, *LORA, *settings)
     runtime = RunRuntime(run)
@@ -85,11 +85,12 @@ def test_a_round_from_sampling_to_the_next_checkpoint(tmp_path, settings):
         checkpoint = runtime.init_policy()
         for round in range(2):
             checkpoint = play_round(runtime, run, round, checkpoint)
-        trainer = runtime._trainer
-        dtypes = {name: array.dtype for name, array in trainer._base.parameters.items()}
-        assert all(array.dtype == jnp.float32 for array in trainer._loaded.parameters.values())
     finally:
         runtime.close()
+    trainer = Trainer(run, tokenizer)
+    trainer.load(checkpoint)
+    dtypes = {name: array.dtype for name, array in trainer._base.parameters.items()}
+    assert all(array.dtype == jnp.float32 for array in trainer._loaded.parameters.values())
     narrow = "policy.compute_dtype=bfloat16" in settings
     expected = jnp.bfloat16 if narrow else jnp.float32
     assert dtypes["embeddings/token_embeddings/weight"] == expected

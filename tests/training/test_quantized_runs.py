@@ -110,6 +110,8 @@ def test_a_run_on_a_quantised_base(debug, tokenizer, tmp_path):
         (["inference.endpoints=[http://h/v1]", "inference.publish=lora_adapter",
           "inference.publish_root=/x"], "base as it was"),
         (["mesh.fsdp=2"], "mesh.fsdp 1"),
+        (["inference.engine.adapters_max=2"], "no adapters are loaded next to a quantised base"),
+        (["inference.serve_merged=false"], "serve_merged with policy.quantize_base nf4"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_quantised_are_refused_before_work(overrides, message):
