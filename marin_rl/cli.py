@@ -85,6 +85,7 @@ READERS = frozenset(
         "audit",
         "diff",
         "fsck",
+        "gc",
         "lineage",
         "pairs",
         "report",

@@ -18,11 +18,10 @@ from polars.io.plugins import register_io_source
 
 from marin_rl.analysis.parts import Part, of_metrics, sealed, shards, slots
 from marin_rl.errors import CorruptObject, InputError
+from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.batches import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
-from marin_rl.storage.tables.scores import SCORES_PREFIX
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.metrics import METRICS_IDENTITY
 from schemas.rewards import REWARDS

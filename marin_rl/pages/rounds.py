@@ -27,11 +27,11 @@ from marin_rl.pages.picks import Member, Pick, pick
 from marin_rl.pages.records import Card, Fate, GroupCard, Tokens, TurnView
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import SCORES_PREFIX
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.storage.tables.parquet import TableReader, open_part, select
 from marin_rl.storage.tables.rollouts import rollouts_manifest
-from marin_rl.storage.tables.scores import SCORES_PREFIX
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
 from schemas.rollouts import ROLLOUTS

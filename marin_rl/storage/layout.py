@@ -17,6 +17,11 @@ _PARTIAL = re.compile(rf"{re.escape(STREAM)}/partial-group-(\d{{8,}})-\d{{2,}}\.
 _CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
 _POPPED = re.compile(rf"{re.escape(PUSHING)}/batch-(\d{{5,}})\.json")
 
+# Names of parts within their slots begin with these.
+BATCHES_PREFIX = "batches-"
+DISPOSITIONS_PREFIX = "dispositions-"
+SCORES_PREFIX = "scores-"
+
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
 

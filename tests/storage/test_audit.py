@@ -15,8 +15,9 @@ from marin_rl.batching.build import build_round
 from marin_rl.cli import app
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import commit_slot, read_manifest
+from marin_rl.storage.layout import BATCHES_PREFIX
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot
-from marin_rl.storage.tables.batches import BATCHES_PREFIX, read_dispositions, write_dispositions
+from marin_rl.storage.tables.batches import read_dispositions, write_dispositions
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import NAMES_MAX, RoundAudit, audit_round, audit_run
 

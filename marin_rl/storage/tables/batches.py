@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import count_in, manifest_of, read_manifest
+from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
@@ -29,8 +30,6 @@ from schemas.manifests import Manifest, Part
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 
-BATCHES_PREFIX = "batches-"
-DISPOSITIONS_PREFIX = "dispositions-"
 LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000
 

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int32
 
+from marin_rl.storage.layout import SCORES_PREFIX
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.parquet import (
     PART_BYTES_MAX,
@@ -33,7 +34,6 @@ from schemas.manifests import Manifest, Part
 from schemas.migrations import SCORES as LADDER
 from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
 
-SCORES_PREFIX = "scores-"
 STEPS_WAITING_MAX = 2
 EOS_STAMP = "eos_token_id"
 VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
