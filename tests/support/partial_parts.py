@@ -6,6 +6,7 @@ a chain in which that is another one than the last would have been gone on with 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -39,8 +40,10 @@ class SmallParts(PartialGroups):
         except ObjectMissing:
             return None
 
-    def _decoded(self, key: str, data: pa.Buffer) -> Any:
-        return json.loads(data.to_pybytes())
+    def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
+        part = group_of(key, ())
+        example = replace(part.example, metadata=json.loads(data.to_pybytes()))
+        return replace(part, example=example)
 
     def _commit(self, key: str, group: RolloutGroup) -> bool:
         attempt = self.player.new_attempt()
@@ -84,7 +87,7 @@ def sampled_in_pieces(player: Any, number: int, version: int) -> list[int]:
     parts = SmallParts(
         run=made.run, policy=made.policy, fingerprint="stream", key=made.key, round=0
     ).use(player, version)
-    chain: Sequence[Mapping[str, Any]] = parts.read([name]).get(name, [])  # pyright: ignore
+    chain = [part.example.metadata for part in parts.read([name]).get(name, [])]
     versions = [part["version"] for part in chain]
     if chain:
         parts.last = chain[-1]["attempt"]
