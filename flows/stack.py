@@ -34,12 +34,12 @@ from flows.server import healthy
 from flows.session import resolve_config
 from marin_rl.errors import MarinRLError, RunLocked
 from marin_rl.storage.runs import LOCK_KEY, Run
-from tasks.fan_out import EVALUATE, GENERATE_SHARDS
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK
 
 RUN = Path(".run")
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "rl-pool"
-FLOWS = ("rl-loop", "sft", "evaluate", "reward-model", GENERATE_SHARDS, EVALUATE)
+FLOWS = ("rl-loop", "sft", "evaluate", "reward-model", GENERATE_SHARDS, SAMPLE_CHUNK, EVALUATE)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2

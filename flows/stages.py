@@ -1,6 +1,7 @@
 """Flows that workers of a Prefect work pool play for another machine's rl-loop: a stage each.
 
-    rl-loop ─► generate-shards (some shards of a round) · evaluate-checkpoint
+    rl-loop ─► generate-shards (some shards of a round) · sample-chunk (groups of a stream)
+            ─► evaluate-checkpoint
 
 Each is a flow run of its own, with the tasks of its stage inside, retried and shown as all tasks
 are. What it did is which slots are committed; it returns nothing.
@@ -12,10 +13,11 @@ from prefect import flow
 from pydantic import TypeAdapter
 
 from flows.server import quieten
+from marin_rl.rollouts.partial import Interruption
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import ServedPolicy
-from tasks.fan_out import EVALUATE, GENERATE_SHARDS
-from tasks.generate import evaluate, generate
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK
+from tasks.generate import evaluate, generate, sample
 from tasks.options import StageRunner, open_run
 
 _RUN, _POLICY = TypeAdapter(RunRef), TypeAdapter(ServedPolicy)
@@ -30,6 +32,17 @@ async def generate_shards(
     reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
     stages = StageRunner(open_run(reference).config.flow)
     await stages.each(generate, [(reference, round, shard, served) for shard in shards])
+
+
+@flow(name=SAMPLE_CHUNK, persist_result=False)
+async def sample_a_chunk(
+    run: dict[str, Any], chunk: int, policy: dict[str, Any], worker: str, floor: int
+) -> None:
+    """Commit the groups of a chunk of the stream that are not finished."""
+    quieten()
+    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
+    stages = StageRunner(open_run(reference).config.flow)
+    await stages.run(sample, reference, chunk, served, worker, floor, Interruption())
 
 
 @flow(name=EVALUATE, persist_result=False)

@@ -1,28 +1,34 @@
-"""Places where `generate` and `evaluate` run: in this process, or on a Prefect work pool.
+"""Places where stages that sample run: in this process, on a Prefect work pool, on a Ray cluster.
 
 A node gets references alone and answers with a commit in the store, which decides what is true: a
-node that is lost costs what it had not committed, and two at one shard end in one commit. A pool
-needs a Prefect API that the nodes reach, and remote endpoints. Leaves out which stages there are
+node that is lost costs what it had not committed, and two at one shard end in one commit. Both ways
+need a Prefect API that the nodes reach, and remote endpoints. Leaves out which stages there are
 (`tasks.generate`) and their retries (`tasks.options`).
 """
 
 import asyncio
 import dataclasses
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 from uuid import UUID
 
 from prefect import get_client
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.orchestration import PrefectClient, SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.context import FlowRunContext
 from prefect.deployments.flow_runs import arun_deployment
 from prefect.exceptions import ObjectNotFound
+from prefect.flows import Flow
+from prefect.settings import get_current_settings
 from prefect.states import Cancelling
 from prefect.tasks import Task
+from prefect.utilities.callables import get_call_parameters
 
 from marin_rl.config import Config, FlowConfig
 from marin_rl.errors import ConfigError, StageFailed, WorkerLost
@@ -32,10 +38,12 @@ from marin_rl.storage.runs import RunRef
 from marin_rl.storage.stores.filesystem import open_store
 
 POLL_S = 1.0
+LOOKS = 10  # of a flow run that is taken and has not begun, for one look at its worker
 PATIENCE_S = 60.0  # until a line says that no worker has taken a flow run
-PENDING_S_MAX = 600.0  # between a worker's taking a flow run and its process's beginning
 
-GENERATE_SHARDS, EVALUATE = "generate-shards", "evaluate-checkpoint"  # flows of `flows.stages`
+# Flows of `flows.stages`.
+GENERATE_SHARDS, SAMPLE_CHUNK = "generate-shards", "sample-chunk"
+EVALUATE = "evaluate-checkpoint"
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +62,37 @@ class Pooled:
 pooled: dict[str, Pooled] = {}  # by name of the stage; `tasks.generate` fills it
 
 
-class WorkPool:
-    """Flow runs of deployments, one for some shards, which the workers of a pool take."""
+class Nodes(ABC):
+    """Base: machines that run the stages of `pooled`, and what they are given."""
 
     def __init__(self, flow: FlowConfig) -> None:
         self.flow = flow
         self._references: dict[str, RunRef] = {}
+
+    def chunks(self, calls: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
+        """Calls by the unit that a node gets, in order."""
+        return [[call] for call in calls]
+
+    @abstractmethod
+    async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Results of the calls of one unit; `tuned` is the stage with its retries and deadline."""
+
+    def for_nodes(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments of a call, whose run reference says what another machine must have."""
+        return [self._demanding(a) if isinstance(a, RunRef) else a for a in arguments]
+
+    def _demanding(self, run: RunRef) -> RunRef:
+        # One object for one run: Prefect knows arguments by their address.
+        name = f"{run.root}\0{run.run_id}"
+        if name not in self._references:
+            folder = open_store(run.root, run.storage_options).at(run.run_id)
+            needed = {"code": code_digest(), "record": run_sha256(folder)}
+            self._references[name] = dataclasses.replace(run, **needed)
+        return self._references[name]
+
+
+class WorkPool(Nodes):
+    """Flow runs of deployments, one for some shards, which the workers of a pool take."""
 
     def chunks(self, calls: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
         """As many equal parts as may be in flight at once, or parts of `shards_per_flow_run`."""
@@ -77,25 +110,59 @@ class WorkPool:
         )
         return await task(*counterpart.pack([self.for_nodes(call) for call in calls]))
 
-    def for_nodes(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments of a call, whose run reference says what another machine must have."""
-        return [self._demanding(a) if isinstance(a, RunRef) else a for a in arguments]
 
-    def _demanding(self, run: RunRef) -> RunRef:
-        # One object for one run: Prefect knows arguments by their address.
-        name = f"{run.root}\0{run.run_id}"
-        if name not in self._references:
-            folder = open_store(run.root, run.storage_options).at(run.run_id)
-            needed = {"code": code_digest(), "record": run_sha256(folder)}
-            self._references[name] = dataclasses.replace(run, **needed)
-        return self._references[name]
+class RayCluster(Nodes):
+    """Tasks on a Ray cluster, through prefect-ray's task runner."""
+
+    def __init__(self, flow: FlowConfig, runner: Any) -> None:
+        super().__init__(flow)
+        self._runner = runner
+
+    async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """The result of one call. Raises WorkerLost where Ray lost more nodes than `retries`."""
+        ((*arguments,),) = calls
+        parameters = get_call_parameters(tuned.fn, tuple(self.for_nodes(arguments)), {})
+        # A context variable: it counts where `submit` is called.
+        options = import_module("prefect_ray.context").remote_options
+        with _flow_that_travels(), options(**self._options(tuned.name)):
+            reference = self._runner.submit(tuned, parameters=parameters).wrapped_future
+        ray = import_module("ray")
+        try:
+            state = await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            raise WorkerLost(
+                f"{tuned.name}: the Ray cluster lost what ran it ({error}); what it committed stays"
+            ) from None
+        return [await state.aresult()]
+
+    def _options(self, stage: str) -> dict[str, Any]:
+        reserved = {str(name): options for name, options in (self.flow.ray_resources or {}).items()}
+        # By Ray, where a node is lost; errors of a stage are retried by Prefect, on its node.
+        return {"max_retries": self.flow.retries, **reserved.get(stage, {})}
 
 
-_current: ContextVar[WorkPool | None] = ContextVar("work-pool", default=None)
+def _nothing() -> None:
+    """The body of a flow that no node runs."""
 
 
-def pool_of(stage: Task[..., Any]) -> WorkPool | None:
-    """The pool whose workers run a stage; None where it runs in this process."""
+@contextmanager
+def _flow_that_travels() -> Iterator[None]:
+    """A context of the flow run whose flow can be sent to a node: the real body may hold locks."""
+    context = FlowRunContext.get()
+    assert context is not None, "stages are called in a flow"
+    assert context.flow is not None, "see above"
+    with context.model_copy(update={"flow": Flow(_nothing, name=context.flow.name)}):
+        yield
+
+
+_current: ContextVar[Nodes | None] = ContextVar("nodes", default=None)
+
+
+def nodes_of(stage: Task[..., Any]) -> Nodes | None:
+    """The machines that run a stage; None where it runs in this process."""
     return _current.get() if stage.name in pooled else None
 
 
@@ -104,7 +171,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
     """Have stages run as `flow.runner` says inside the block.
 
     `shared_api` says that other machines reach the Prefect API of this flow. Raises ConfigError
-    where they do not, and without the deployments.
+    where they do not, without the deployments, without Ray or its cluster.
     """
     flow = config.flow
     if flow.runner == "local":
@@ -117,15 +184,17 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
             "(make up starts one)"
         )
     with ExitStack() as stack:
-        token = _current.set(_pool(flow))
+        nodes = _pool(config) if flow.runner == "work_pool" else stack.enter_context(_ray(flow))
+        token = _current.set(nodes)
         stack.callback(_current.reset, token)
         yield
 
 
-def _pool(flow: FlowConfig) -> WorkPool:
+def _pool(config: Config) -> WorkPool:
+    flow = config.flow
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
-        for name in (GENERATE_SHARDS, EVALUATE):
+        for name in (SAMPLE_CHUNK if config.windowed else GENERATE_SHARDS, EVALUATE):
             try:
                 client.read_deployment_by_name(f"{name}/{flow.deployment}")
             except ObjectNotFound:
@@ -137,21 +206,50 @@ def _pool(flow: FlowConfig) -> WorkPool:
     return WorkPool(flow)
 
 
-async def play_on_pool(flow: str, deployment: str, name: str, parameters: dict[str, Any]) -> None:
-    """Have a worker play a deployment's flow, and wait for its end.
+@contextmanager
+def _ray(flow: FlowConfig) -> Iterator[RayCluster]:
+    try:
+        task_runner = import_module("prefect_ray").RayTaskRunner
+    except ImportError as error:
+        raise ConfigError(
+            f"flow.runner ray needs a package that is missing ({error}): pip install "
+            "'marin-rl[ray]', the same version on every node"
+        ) from None
+    # Nodes have an environment of their own; without the API's address each of them would start a
+    # Prefect server for itself.
+    api = {"PREFECT_API_URL": str(get_current_settings().api.url)}
+    options = {"runtime_env": {"env_vars": api}, "log_to_driver": False}
+    runner = task_runner(address=flow.ray_address, init_kwargs=options)
+    try:
+        runner.__enter__()
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"flow.ray_address: no Ray cluster answers at {flow.ray_address} ({error}): start one "
+            "(ray start --head) or set its address"
+        ) from None
+    try:
+        yield RayCluster(flow, runner)
+    finally:
+        runner.__exit__(None, None, None)
+
+
+async def play_on_pool(
+    flow: str, config: FlowConfig, name: str, parameters: dict[str, Any]
+) -> None:
+    """Have a worker play the flow of a deployment, and wait for its end.
 
     Raises WorkerLost where the flow run crashed, StageFailed where it failed or was cancelled.
     Cancelling this cancels the flow run.
     """
     run = await arun_deployment(
-        f"{flow}/{deployment}",
+        f"{flow}/{config.deployment}",
         parameters=parameters,
         flow_run_name=name,
         timeout=0,
         as_subflow=True,
     )
     try:
-        ended = await _ended(run.id, name)
+        ended = await _ended(run.id, name, config.seconds_pending)
     except asyncio.CancelledError:
         await asyncio.shield(_cancel(run.id))
         raise
@@ -165,7 +263,7 @@ async def play_on_pool(flow: str, deployment: str, name: str, parameters: dict[s
     raise StageFailed(f"{message}; its log is on its page: prefect flow-run logs {run.id}")
 
 
-async def _ended(run_id: UUID, name: str) -> FlowRun:
+async def _ended(run_id: UUID, name: str, pending_s: float) -> FlowRun:
     """The flow run once it has ended. Raises WorkerLost where its worker never began it."""
     waits: Counter[StateType] = Counter()  # looks that saw it so
     async with get_client() as client:
@@ -184,12 +282,24 @@ async def _ended(run_id: UUID, name: str) -> FlowRun:
                     run.work_pool_name,
                 )
             # It has no heartbeat yet by which the server would see that its worker died.
-            if waits[StateType.PENDING] * POLL_S > PENDING_S_MAX:
+            pending = waits[StateType.PENDING] if run.state.type == StateType.PENDING else 0
+            late = pending * POLL_S > pending_s
+            if late or (pending % LOOKS == 1 and await _worker_is_gone(client, run)):
                 await _cancel(run_id)
                 raise WorkerLost(
                     f"a worker took flow run {name} and never began it: given out again"
                 )
             await asyncio.sleep(POLL_S)
+
+
+async def _worker_is_gone(client: PrefectClient, run: FlowRun) -> bool:
+    """True once the server has missed the heartbeats of the worker that took a flow run."""
+    taken_by = run.labels.get("prefect.worker.name")
+    if taken_by is None or run.work_pool_name is None:
+        return False
+    workers = await client.read_workers_for_work_pool(run.work_pool_name)
+    # A worker that is started again under its name is another process, and online.
+    return all(w.status == WorkerStatus.OFFLINE for w in workers if w.name == taken_by)
 
 
 async def _cancel(run_id: UUID) -> None:

@@ -1,6 +1,7 @@
 """Tasks that sample: `generate` (a shard), `seal` (a round's manifest), `evaluate` (a policy).
 
-`generate_on_pool` and `evaluate_on_pool` have the workers of a Prefect work pool do the same.
+`sample` commits groups of a stream. `generate_on_pool`, `sample_on_pool` and `evaluate_on_pool`
+have the workers of a Prefect work pool do the same.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
 from marin_rl.storage.tables.intakes import Settled
 from marin_rl.storage.tables.rollouts import seal_round
+from marin_rl.storage.tables.stream import chunk_size
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import EVALUATE, GENERATE_SHARDS, Pooled, play_on_pool, pooled
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK, Pooled, play_on_pool, pooled
 from tasks.options import STAGE, as_state, in_thread, open_run
 
 
@@ -49,8 +51,8 @@ async def sample(
 
     Once `interruption` is requested, what is unfinished is kept, where it can be gone on with.
     """
-    settled = Settled(floor=floor)
-    return await sample_chunk(open_run(run), chunk, policy, worker, settled, interruption)
+    opened, settled = await in_thread(_opened, run, policy), Settled(floor=floor)
+    return await sample_chunk(opened, chunk, policy, worker, settled, interruption)
 
 
 @task(task_run_name="extend[round-{round:05d}]", **STAGE)
@@ -102,6 +104,17 @@ async def generate_on_pool(
     return done
 
 
+@task(name="sample-on-pool", task_run_name="sample[chunk-{chunk:06d}]", **STAGE)
+async def sample_on_pool(
+    run: RunRef, chunk: int, policy: ServedPolicy, worker: str, floor: int
+) -> list[int]:
+    """Have a worker of the pool commit the groups of a chunk; the number of its groups."""
+    opened, name = open_run(run), f"{run.run_id}-chunk-{chunk:06d}"
+    shape = {"chunk": chunk, "worker": worker, "floor": floor}
+    await _played(SAMPLE_CHUNK, opened, name, run, policy, shape)
+    return [chunk_size(opened.config)]
+
+
 @task(name="evaluate-on-pool", task_run_name="evaluate[round-{round:05d}]", **STAGE)
 async def evaluate_on_pool(run: RunRef, round: int, policy: ServedPolicy) -> list[SlotRef]:
     """Have a worker of the pool commit the evaluation of checkpoint `round`."""
@@ -123,7 +136,7 @@ async def _played(
     flow: str, opened: Run, name: str, run: RunRef, policy: ServedPolicy, shape: dict[str, Any]
 ) -> None:
     parameters = {"run": asdict(run), "policy": asdict(policy), **shape}
-    await play_on_pool(flow, opened.config.flow.deployment, name, parameters)
+    await play_on_pool(flow, opened.config.flow, name, parameters)
 
 
 def _opened(run: RunRef, policy: ServedPolicy) -> Run:
@@ -167,4 +180,6 @@ def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:
 
 
 pooled[generate.name] = Pooled(task=generate_on_pool, pack=_of_shards)
+# A request to end early reaches no other machine: chunks there are finished.
+pooled[sample.name] = Pooled(task=sample_on_pool, pack=lambda calls: calls[0][:-1])
 pooled[evaluate.name] = Pooled(task=evaluate_on_pool, pack=lambda calls: calls[0])

@@ -26,7 +26,7 @@ from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import SlotRef
-from tasks.fan_out import pool_of
+from tasks.fan_out import nodes_of
 
 RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
@@ -90,9 +90,9 @@ class StageRunner:
         )
 
     async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
-        pool = pool_of(_task(stage))
-        if pool is not None:
-            return (await pool.call(self._tuned(stage), [arguments]))[0]
+        nodes = nodes_of(_task(stage))
+        if nodes is not None:
+            return (await nodes.call(self._tuned(stage), [arguments]))[0]
         outcome = await self._tuned(stage)(*arguments)
         # `as_state` hands back a state; the reference in it carries the lineage.
         return await outcome.aresult() if isinstance(outcome, State) else outcome
@@ -103,21 +103,21 @@ class StageRunner:
         When some fail the others still finish, since what they commit stays; then the first failure
         is raised.
         """
-        gate, pool = asyncio.Semaphore(self._in_flight_max), pool_of(_task(stage))
+        gate, nodes = asyncio.Semaphore(self._in_flight_max), nodes_of(_task(stage))
 
         async def pass_gate(arguments: Sequence[Any]) -> list[Value]:
             async with gate:
                 return [await self._call(stage, arguments)]
 
         async def sent(chunk: Sequence[Sequence[Any]]) -> list[Value]:
-            assert pool is not None, "see below"
+            assert nodes is not None, "see below"
             async with gate:
-                return await pool.call(self._tuned(stage), chunk)
+                return await nodes.call(self._tuned(stage), chunk)
 
-        if pool is None:
+        if nodes is None:
             waiting = [pass_gate(arguments) for arguments in calls]
         else:
-            waiting = [sent(chunk) for chunk in pool.chunks(list(calls))]
+            waiting = [sent(chunk) for chunk in nodes.chunks(list(calls))]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

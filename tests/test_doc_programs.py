@@ -157,6 +157,12 @@ def composes(line: Line) -> None:
     assert line.after("--scale").partition("=")[0] in services
 
 
+def joins(line: Line) -> None:
+    """Ray starts a head, as its test does."""
+    assert line.words[0] == "start"
+    assert f'"{line.words[1]}"' in (TOP / "tests/support/nodes.py").read_text("utf-8")
+
+
 def serves(line: Line) -> None:
     """vLLM has the options that its test starts it with."""
     text = text_of("tests/flows/test_vllm.py") or (TOP / "tests/flows/test_vllm.py").read_text()
@@ -190,6 +196,7 @@ CHECKS: dict[str, Callable[[Line], None]] = {
     "pytest": runs_tests,
     "docker": composes,
     "vllm": serves,
+    "ray": joins,
     "python": python,
     "source": anything,
     "export": anything,

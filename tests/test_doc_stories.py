@@ -35,6 +35,7 @@ ELSEWHERE = {
     "docs/running-at-scale.md": {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
+        "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",

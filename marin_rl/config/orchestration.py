@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
+    OMIT_IF_NONE,
     PLAN,
+    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
@@ -17,6 +19,8 @@ from marin_rl.config.section import (
     optional_field,
     runtime_field,
 )
+
+PENDING_S = 600.0  # a busy machine takes minutes to start a process and import
 
 
 class EvaluationConfig(Section):
@@ -76,15 +80,16 @@ class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
-    runner: Literal["local", "work_pool"] = runtime_field(
+    runner: Literal["local", "work_pool", "ray"] = runtime_field(
         default="local",
-        description="where shards are sampled and checkpoints evaluated: in the flow's process, or "
-        "by workers of a Prefect work pool, which needs inference.endpoints",
+        description="where shards are sampled and checkpoints evaluated: in the flow's process, by "
+        "workers of a Prefect work pool, or on a Ray cluster; the latter two need "
+        "inference.endpoints",
     )
     deployment: str = runtime_field(
         default="prod",
         pattern=r"^[A-Za-z0-9_.-]{1,100}$",
-        description="with runner work_pool: the name behind generate-shards/ and "
+        description="with runner work_pool: the name behind generate-shards/, sample-chunk/ and "
         "evaluate-checkpoint/",
     )
     shards_per_flow_run: int | None = runtime_field(
@@ -93,6 +98,25 @@ class FlowConfig(Section):
         description="with runner work_pool: shards of one flow run, which takes seconds to start; "
         "null: a round's shards in shards_in_flight_max equal parts",
     )
+    pending_timeout_s: Seconds | None = Field(
+        default=None,
+        description="with runner work_pool: seconds between a worker's taking a flow run and its "
+        "beginning, after which its work is given out again, as it is once Prefect marks the "
+        f"worker offline; null: {PENDING_S:g}",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    ray_address: str | None = Field(
+        default=None,
+        pattern=r"^\S{1,300}$",
+        description="with runner ray: address of the cluster, HOST:PORT or ray://HOST:PORT",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    ray_resources: dict[Literal["generate", "sample", "evaluate"], dict[str, float]] | None = Field(
+        default=None,
+        description="with runner ray: what a task of a stage reserves, such as {generate: "
+        "{num_cpus: 2}}; null: one processor",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
     retries: int = runtime_field(
         default=3, ge=0, le=100, description="per task, transient faults only"
     )
@@ -100,6 +124,20 @@ class FlowConfig(Section):
         default=5.0, ge=0, le=3600, description="first back-off, doubles"
     )
     stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
+
+    @model_validator(mode="after")
+    def _ray_has_an_address(self) -> "FlowConfig":
+        if self.runner == "ray" and self.ray_address is None:
+            raise ValueError(
+                "runner is ray, but ray_address is null: expected the address of a cluster, such "
+                "as 10.0.0.1:6379"
+            )
+        return self
+
+    @property
+    def seconds_pending(self) -> float:
+        """Seconds in which a flow run that a worker took begins."""
+        return self.pending_timeout_s or PENDING_S
 
 
 class RetentionConfig(Section):

@@ -361,12 +361,6 @@ class Config(Section):
                 f"flow.runner is {self.flow.runner}, but inference.endpoints is empty: the "
                 "embedded engine answers this process alone; expected endpoints, such as registered"
             )
-        if self.flow.runner != "local" and self.windowed:
-            raise ValueError(
-                f"flow.runner is {self.flow.runner}, but asynchrony.sampler is windowed, whose "
-                "groups are sampled in the flow's process: expected flow.runner local, or "
-                "asynchrony.sampler in_order"
-            )
         return self
 
     @model_validator(mode="after")

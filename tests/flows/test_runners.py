@@ -1,10 +1,11 @@
-"""Stages on other machines: two workers of a pool, one of them killed.
+"""Stages on other machines: two workers of a pool, two nodes of a Ray cluster; one of each killed.
 
 A node, and an endpoint, are killed and others added in the middle of a run, which ends in the slots
 and parameters of an undisturbed local one.
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,14 +22,17 @@ from pydantic import TypeAdapter
 from support.faults import outcome
 from support.fleet_servers import RegisteredServer
 from support.flow_runs import DEBUG, REPOSITORY, debug
-from support.nodes import Node, pool_worker, wait
+from support.nodes import Node, RayCluster, pool_worker, wait
 from support.prefect_server import PrefectServer
+from support.windowed_runs import checked
 
 from flows.rl_loop import start
+from flows.server import free_port
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
+from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.fan_out import WorkPool, fanning_out
 from tasks.generate import generate
@@ -36,6 +40,12 @@ from tasks.options import open_run
 
 CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
 ROUNDS = 2
+WINDOW = (
+    "policy.init=random",
+    "rollouts.shards_per_round=1",  # so that a flow run samples the groups of a round
+    "asynchrony.max_staleness=2",
+    "asynchrony.sampler=windowed",
+)
 FLEET = ("inference.endpoints=registered", "inference.publish=pull")
 
 pytestmark = pytest.mark.timeout(3000)
@@ -152,10 +162,62 @@ def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) 
     assert outcome(alone).same_as(outcome(machines.config)) == []
 
 
+@pytest.mark.slow
+def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
+    """Chunks are claimed by the flow, sampled by whichever worker, and sampled again if it dies."""
+    machines = Machines(tmp_path, ended, "flow.runner=work_pool", "flow.retries=5", *WINDOW)
+    machines.call("work-pool", "create", "rl-pool", "--type", "process", "--overwrite")
+    machines.call("--no-prompt", "deploy", "--all")
+    machines.call("automation", "create", "--from-file", "flows/automations.yaml")
+    machines.serve("endpoint")
+    workers = [pool_worker(tmp_path, machines.environment, name) for name in ("one", "two")]
+    for worker in workers:
+        ended.callback(worker.end)
+    flow = machines.play()
+    wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
+    workers[0].kill()
+    machines.finish(flow)
+    checked(machines.config)
+
+
+def stream_of(run: Run) -> GroupStream:
+    """The stream of a run as it is now."""
+    stream = GroupStream(run)
+    stream.look()
+    return stream
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.skipif(
+    importlib.util.find_spec("prefect_ray") is None, reason="needs the extra: marin-rl[ray]"
+)
+def test_two_nodes_of_a_ray_cluster(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
+    cluster = RayCluster(tmp_path, free_port())
+    ended.callback(cluster.end)
+    second = cluster.add("second")
+    machines = Machines(
+        tmp_path, ended, "flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5"
+    )
+    endpoints = [machines.serve("first"), machines.serve("other")]
+    flow = machines.play(cluster.environment)
+    wait(lambda: machines.shards(0) > 0, "the first shard", flow)
+    second.kill()
+    endpoints[0].kill()
+    cluster.add("third")
+    machines.serve("third-endpoint")
+    machines.finish(flow)
+    assert outcome(alone).same_as(outcome(machines.config)) == []
+
+
 @pytest.mark.parametrize(
     ("flow", "expected"),
     [
         ({"runner": "work_pool"}, "inference.endpoints is empty"),
+        ({"runner": "ray"}, "ray_address is null"),
+        ({"runner": "ray", "ray_address": "10.0.0.1:6379"}, "inference.endpoints is empty"),
+        ({"ray_resources": {"train": {"num_cpus": 1}}}, "ray_resources"),
+        ({"pending_timeout_s": 0}, "pending_timeout_s"),
         ({"runner": "dask"}, "runner"),
         ({"shards_in_flight_max": 0}, "shards_in_flight_max"),
         ({"shards_per_flow_run": 0}, "shards_per_flow_run"),
@@ -180,14 +242,10 @@ def test_deployments_and_packages_that_are_missing_are_named(api: str, tmp_path:
     with pytest.raises(ConfigError, match="generate-shards/nowhere"):
         start(pool)
     assert not (tmp_path / "whole/run.json").exists(), "no run was begun"
-
-
-def test_windows_are_sampled_by_the_flow_alone() -> None:
-    asynchrony = {"max_staleness": 2, "sampler": "windowed"}
-    with pytest.raises(ConfigError, match="sampler is windowed"):
-        load_config(
-            DEBUG, [*FLEET, "flow.runner=work_pool", f"asynchrony={json.dumps(asynchrony)}"]
-        )
+    if importlib.util.find_spec("prefect_ray") is None:
+        ray = debug(tmp_path, *FLEET, "flow.runner=ray", "flow.ray_address=127.0.0.1:9")
+        with pytest.raises(ConfigError, match=r"marin-rl\[ray\]"):
+            fanning_out(ray, shared_api=True).__enter__()
 
 
 def test_a_worker_of_another_kind_refuses_by_digest(tmp_path: Path) -> None:

@@ -6,25 +6,19 @@ from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from support.cases import printed_seed
 from support.faults import NamedOperations, outcome
 from support.flow_runs import ForkServer, debug
+from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
-from marin_rl.analysis.verify import verify_run
 from marin_rl.config import Config
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.layout import STREAM
-from marin_rl.storage.runs import Run, progress
 from marin_rl.storage.stores.fault_injection import inject_faults
-from marin_rl.storage.tables.intakes import read_intake
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.storage.upkeep.audit import audit_run
-from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.training.replay import replay_round
 
 ROUNDS, GROUPS = 4, 4
@@ -41,28 +35,6 @@ def windowed(root: Path, *overrides: str) -> Config:
     )
 
 
-def check(config: Config) -> Run:
-    """The run, after all that must hold of it whatever happened."""
-    run = Run.open(config.root, config.run_id)
-    assert [number for number, item in progress(run).items() if item.metrics] == [*range(ROUNDS)]
-    seen = set[int]()
-    for round in range(ROUNDS):
-        intake = read_intake(run, round)
-        assert len(intake.taken) == GROUPS
-        assert all(round - version <= 2 for _, _, version, _ in intake.taken)
-        order = [(version, number) for number, _, version, _ in intake.taken]
-        assert order == sorted(order)
-        assert seen.isdisjoint(number for number, *_ in intake.groups)
-        seen.update(number for number, *_ in intake.groups)
-        rows = pa.concat_tables(iter_shards(run, round, ["policy_version_min", "round"]))
-        assert set(rows["round"].to_pylist()) == {round}
-    assert all(item.balanced for item in audit_run(run))
-    assert [finding.message for finding in verify_run(run) if finding.problem] == []
-    faults = check_run(config.root, config.run_id).faults
-    assert [fault for fault in faults if not fault.harmless] == []
-    return run
-
-
 @pytest.fixture(scope="module")
 def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[str]]:
     """A run over a window of two rounds, and the names of its operations."""
@@ -76,7 +48,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Con
 def test_every_round_takes_its_groups_and_is_closed(
     undisturbed: tuple[Config, list[str]],
 ) -> None:
-    run = check(undisturbed[0])
+    run = checked(undisturbed[0])
     rows = read_metrics(run).to_pylist()
     assert all(row["staleness/max"] <= 2 for row in rows)
     assert all(row["timing_s/trainer_idle"] >= 0 for row in rows)
@@ -160,7 +132,7 @@ def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path
     with listening(listen), pytest.raises(KeyboardInterrupt):
         start(config, stop)
     start(config)
-    run = check(config)
+    run = checked(config)
     assert [key for key in run.store.list(STREAM) if "group" in key] == [], "all were taken"
 
 
@@ -177,4 +149,4 @@ def test_a_run_that_is_killed_is_whole_at_its_end(
     starts, left = fork_server.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
     assert starts > 1
-    check(config)
+    checked(config)

@@ -1,5 +1,7 @@
-"""Machines of a fleet, as processes of this one: workers of a pool."""
+"""Machines of a fleet, as processes of this one: workers of a pool, nodes of a Ray cluster."""
 
+import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -44,6 +46,56 @@ def pool_worker(folder: Path, environment: dict[str, str], name: str) -> Node:
     """A worker of the pool `rl-pool`, started in a checkout."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rl-pool"]
     return Node([*command, "--name", name], folder, environment, folder / f"{name}.log")
+
+
+class RayCluster:
+    """A head and further nodes on this machine, of one processor each, with a token of its own."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self.address = f"127.0.0.1:{port}"
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        # All of a busy machine: Ray's own limits are 30 s to 100 s, and count from a start.
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_agent_register_timeout_ms": "600000",
+            "RAY_worker_register_timeout_seconds": "600",
+            "RAY_health_check_timeout_ms": "60000",
+            "RAY_gcs_server_request_timeout_seconds": "600",
+        }
+        head = ("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=1")
+        self.nodes = [self._start("head", *head)]
+
+    def add(self, name: str) -> Node:
+        """Start a further node."""
+        node = self._start(name, f"--address={self.address}", "--num-cpus=1")
+        self.nodes.append(node)
+        return node
+
+    def end(self) -> None:
+        """Kill every node by its id: `ray stop` would end the clusters of others too."""
+        for node in reversed(self.nodes):
+            node.end()
+
+    def _start(self, name: str, *options: str) -> Node:
+        ray = str(Path(sys.executable).with_name("ray"))
+        environment = {**os.environ, **self.environment}
+        log = self._folder / f"{name}.log"
+        small = "--object-store-memory=80000000"  # its least; references alone travel
+        command = [ray, "start", "--block", "--disable-usage-stats", small, *options]
+        nodes: list[Node] = []
+
+        def started() -> bool:
+            """One that has ended is started again: Ray gives a node 30 s, whatever the load."""
+            if not nodes or nodes[-1].process.poll() is not None:
+                nodes.append(Node(command, self._folder, environment, log))
+            return "Ray runtime started" in log.read_text()
+
+        wait(started, f"Ray's {name}: {log.read_text()[-2000:] if log.exists() else ''}")
+        return nodes[-1]
 
 
 def wait(happened: Callable[[], bool], what: str, node: Node | None = None) -> None:
