@@ -40,7 +40,7 @@ import time
 
 
 def score(prompts, completions, **columns):
-    time.sleep({latency})
+    time.sleep({latency} if any(completions) else 0)  # not in the trial before a run
     return [float(len(completion) % 7) for completion in completions]
 """
 
@@ -67,6 +67,7 @@ def configuration(folder: Path, options: argparse.Namespace, latency: float) -> 
         },
         "environment": {
             "name": "chat",
+            "reward_timeout_s": latency + 60,
             "options": {
                 "path": str(folder / "prompts.jsonl"),
                 "reward": "rewards.py:score",
@@ -96,7 +97,9 @@ def on_core(number: int) -> dict[str, Any]:
 def endpoint(config: Path, folder: Path) -> Iterator[str]:
     """An endpoint of a process of its own that serves the policy of round 0; its URL."""
     first = [*MARIN_RL, "run", str(config), "--run-id", "first", "--rounds", "1"]
-    subprocess.run(first, check=True, capture_output=True)
+    done = subprocess.run(first, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
     command = [
         *MARIN_RL, "serve", "first", "--root", str(config.parent / "runs"), "--port", "0", "--json",
         "--config", str(config), "--set", f"inference.server.update_roots=[{folder}]",

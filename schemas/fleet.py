@@ -22,6 +22,8 @@ FlightUrl = Annotated[str, Field(pattern=r"^grpc://[^\s]{1,500}$")]
 class HeartbeatRecord(Record):
     """A server that announces itself: where it is, what it serves and runs, and its load.
 
+    Tokens a second, and the share of time in which its engine computed nothing, are those since the
+    last heartbeat.
     Times are Unix seconds by the server's own clock: for people, never for decisions.
     """
 
@@ -41,6 +43,7 @@ class HeartbeatRecord(Record):
     busy: Count
     queued: Count
     tokens_per_second: Number
+    idle: Annotated[float, Field(ge=0, le=1)] | None = None
     started_at: Number
     beat_at: Number
 

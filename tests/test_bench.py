@@ -22,7 +22,7 @@ SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
     "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora.py", "lora_curves.py",
-    "selection.py", "weights.py", "learning.py",
+    "selection.py", "weights.py", "learning.py", "scale.py",
 }  # fmt: skip
 RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
@@ -83,7 +83,7 @@ CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
 # The scripts that write numbers, and so take the folder for them.
 WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py",
-           "overlap.py", "selection.py", "lora.py", "lora_curves.py")  # fmt: skip
+           "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +203,10 @@ MODES = {
     "selection": Mode(
         command=("selection.py", "--rounds", "1", "--groups", "2"),
         shows=("first_done", "length_bias"),
+    ),
+    "scale": Mode(
+        command=("scale.py", "--groups", "10", "--workers", "5", "--tokens", "4"),
+        shows=("the round is sealed", "the intake is decided"),
     ),
     "fsck": Mode(
         command=("fsck.py", "--megabytes", "1", "--files", "2", "--repeat", "1"),

@@ -227,7 +227,8 @@ class AsynchronyConfig(Section):
         if kind is not None and self.sampler is not None:
             raise ValueError(
                 f"curriculum {kind} is decided once a round, and groups of sampler windowed belong "
-                "to none when they are sampled: expected sampler in_order"
+                "to none when they are sampled: expected sampler in_order, which max_staleness "
+                "overlaps with training too"
             )
 
     def _window_is_whole(self) -> None:

@@ -123,16 +123,19 @@ def _round_cell(name: str, row: Mapping[str, Any]) -> str:
 
 def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Servers that announce themselves, with what their last heartbeats say."""
-    headings = ("server", "labels", "serves", "queued", "busy", "slots", "tokens/s", "heartbeat")
+    headings = (
+        "server", "labels", "serves", "queued", "busy", "slots", "tokens/s", "idle", "heartbeat",
+    )  # fmt: skip
     table = empty_table("Fleet", headings, left=("server", "labels", "serves"))
     for row in rows:
         if "error" in row:
-            table.add_row(plain(row["server"]), "", plain(row["error"]), *[""] * 5)
+            table.add_row(plain(row["server"]), "", plain(row["error"]), *[""] * 6)
             continue
         labels = " ".join(f"{name}={value}" for name, value in sorted(row["labels"].items()))
         numbers = (f"{row[name]:,}" for name in ("queued", "busy", "slots"))
-        rate, ago = f"{row['tokens_per_second']:,.0f}", f"{row['beat_ago_s']:,.0f} s ago"
-        table.add_row(plain(row["url"]), plain(labels), plain(row["model"]), *numbers, rate, ago)
+        idle = "" if row.get("idle") is None else f"{row['idle']:.0%}"
+        speed = (f"{row['tokens_per_second']:,.0f}", idle, f"{row['beat_ago_s']:,.0f} s ago")
+        table.add_row(plain(row["url"]), plain(labels), plain(row["model"]), *numbers, *speed)
     return table
 
 

@@ -53,6 +53,7 @@ class Heartbeat:
     tokens_per_second: float
     started_at: float
     beat_at: float
+    idle: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,61 +1,43 @@
 """Rounds that are sampled until they have their groups: whatever the speed, and after kills."""
 
-import random
 from pathlib import Path
 
 import pytest
-import yaml
-from support.cases import printed_seed
-from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkServer
+from support.faults import Outcome, outcome
+from support.flow_runs import ForkServer
+from support.prompt_runs import killed_thrice, played_whole, prompt_run
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.analysis.verify import verify_run
-from marin_rl.config import Config, parse_config
-from marin_rl.config.code import pin_code
-from marin_rl.config.loading import override
+from marin_rl.config import Config
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, rollouts_slot
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.training.replay import replay_round
 
 ROUNDS, GROUPS, SHARDS = 3, 4, 2
-# A process that is started again finds it below the folder that it is started in.
-REWARD = "tests/support/rare_rewards.py"
 
 
 def sampling_on(root: Path, *overrides: str) -> Config:
     """A run whose rewards seldom differ within a group: a random policy says any letter first."""
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "prompts.jsonl").write_text(
-        "".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(40))
-    )
-    tree = yaml.safe_load(DEBUG.read_text())
-    options = {"path": str(root / "prompts.jsonl"), "reward": f"{REWARD}:rare"}
-    tree |= {
+    rows = ({"prompt": f"say {i}", "answer": f"{i}"} for i in range(40))
+    sections = {
         "run_id": "on",
-        "root": str(root / "runs"),
         "rounds": ROUNDS,
-        "environment": {"name": "chat", "options": options},
         "filters": {"zero_signal": True},
         "asynchrony": {"dynamic_sampling": "filter", "max_sample_batches": 6},
     }
-    return parse_config(pin_code(override(tree, overrides), Path()), "on")
+    return prompt_run(root, rows, "rare_rewards.py:rare", sections, overrides)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(
     api: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Config, Outcome, list[str]]:
-    config = sampling_on(tmp_path_factory.mktemp("on"))
-    operations = NamedOperations(config.root)
-    with inject_faults(operations):
-        start(config)
-    return config, outcome(config), operations.names.seen
+    return played_whole(sampling_on(tmp_path_factory.mktemp("on")))
 
 
 def test_a_round_has_its_groups_and_says_what_became_of_the_others(
@@ -110,9 +92,4 @@ def test_a_run_that_is_killed_takes_the_same_groups(
 ) -> None:
     """Killed at three operations that create something, started again each time."""
     _, expected, names = undisturbed
-    creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
-    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 3), kind)
-    config = sampling_on(tmp_path)
-    starts, left = fork_server.run_until_all_came(config, faults)
-    assert starts > 1, left
-    assert expected.same_as(outcome(config)) == []
+    assert expected.same_as(killed_thrice(names, fork_server, sampling_on(tmp_path), kind)) == []

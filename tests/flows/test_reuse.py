@@ -1,45 +1,31 @@
 """Runs that choose their examples by what was solved, and train on groups again."""
 
-import json
-import random
 from pathlib import Path
 
 import pytest
-import yaml
-from support.cases import printed_seed
-from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkServer
+from support.faults import Outcome
+from support.flow_runs import ForkServer
+from support.prompt_runs import killed_thrice, played_whole, prompt_run
 
-from flows.rl_loop import start
 from marin_rl.analysis.verify import verify_run
-from marin_rl.config import Config, parse_config
-from marin_rl.config.code import pin_code
-from marin_rl.config.loading import override
+from marin_rl.config import Config
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, rollouts_slot
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.training.replay import replay_round
 
 ROUNDS = 5
-REWARD = "tests/support/solved_rewards.py"
 
 
 def reusing(root: Path, *overrides: str) -> Config:
     """A run one round ahead on prompts of which a third is always solved, and a third never."""
-    root.mkdir(parents=True, exist_ok=True)
     names = ("always", "never", "some")
     rows = ({"prompt": f"say {i}", "answer": names[i % 3]} for i in range(9))
-    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = yaml.safe_load(DEBUG.read_text())
-    options = {"path": str(root / "prompts.jsonl"), "reward": f"{REWARD}:solved"}
-    tree |= {
+    sections = {
         "run_id": "again",
-        "root": str(root / "runs"),
         "rounds": ROUNDS,
-        "environment": {"name": "chat", "options": options},
         "batching": {"length_buckets": [64], "staleness_rounds_max": 3},
         "asynchrony": {
             "max_staleness": 1,
@@ -47,18 +33,14 @@ def reusing(root: Path, *overrides: str) -> Config:
             "replay": {"max_uses": 2, "window_rounds": 2, "select": "prioritised"},
         },
     }
-    return parse_config(pin_code(override(tree, overrides), Path()), "again")
+    return prompt_run(root, rows, "solved_rewards.py:solved", sections, overrides)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(
     api: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Config, Outcome, list[str]]:
-    config = reusing(tmp_path_factory.mktemp("again"))
-    operations = NamedOperations(config.root)
-    with inject_faults(operations):
-        start(config)
-    return config, outcome(config), operations.names.seen
+    return played_whole(reusing(tmp_path_factory.mktemp("again")))
 
 
 def test_rounds_say_what_they_chose_and_what_they_used_again(
@@ -96,9 +78,5 @@ def test_a_run_that_is_killed_chooses_and_uses_the_same_groups(
 ) -> None:
     """Killed at three operations that create something, started again with one shard at a time."""
     _, expected, names = undisturbed
-    creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
-    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 3), kind)
     config = reusing(tmp_path, "flow.shards_in_flight_max=1")
-    starts, left = fork_server.run_until_all_came(config, faults)
-    assert starts > 1, left
-    assert expected.same_as(outcome(config)) == []
+    assert expected.same_as(killed_thrice(names, fork_server, config, kind)) == []

@@ -19,9 +19,11 @@ from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.training.replay import replay_round
 
 ROUNDS, GROUPS = 4, 4
+REPLAY = "asynchrony.replay.max_uses=2"  # a round after its own trains on a group again
 
 
 def windowed(root: Path, *overrides: str) -> Config:
@@ -38,7 +40,7 @@ def windowed(root: Path, *overrides: str) -> Config:
 @pytest.fixture(scope="module")
 def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[str]]:
     """A run over a window of two rounds, and the names of its operations."""
-    config = windowed(tmp_path_factory.mktemp("windowed"))
+    config = windowed(tmp_path_factory.mktemp("windowed"), REPLAY)
     operations = NamedOperations(config.root)
     with inject_faults(operations):
         start(config)
@@ -55,6 +57,10 @@ def test_every_round_takes_its_groups_and_is_closed(
     assert rows[-1]["episode"] == ROUNDS * GROUPS * 4
     every = run.config.evaluation.every_rounds
     assert all(rows[r]["eval/accuracy"] is not None for r in range(0, ROUNDS, every))
+    reused = [row["replay/reused"] for row in rows]
+    # Groups of round 0 are of checkpoint 0; later ones may be too old for the round after theirs.
+    assert reused[:2] == [0, GROUPS * 4]
+    assert [item.reused for item in audit_run(run)] == reused
     assert replay_round(run, ROUNDS - 1).equal
     assert any(node.startswith("intakes/") for node in trace(run, 1).nodes)
 
@@ -73,8 +79,8 @@ def test_all_after_the_rollouts_is_played_again_to_the_same_bits(
     for name in ("batches", "metrics", "evals", "checkpoints/round-*[1-9]"):
         for path in after.glob(name):
             shutil.rmtree(path)
-    start(windowed(tmp_path))
-    assert outcome(config).same_as(outcome(windowed(tmp_path))) == []
+    start(windowed(tmp_path, REPLAY))
+    assert outcome(config).same_as(outcome(windowed(tmp_path, REPLAY))) == []
 
 
 PIECES = (
@@ -145,7 +151,7 @@ def test_a_run_that_is_killed_is_whole_at_its_end(
     """Killed at four operations that create something, started again each time."""
     creates = [n for n in undisturbed[1] if n.startswith("create ") and ".probe" not in n]
     faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 4), kind)
-    config = windowed(tmp_path / "killed")
+    config = windowed(tmp_path / "killed", REPLAY)
     starts, left = fork_server.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
     assert starts > 1

@@ -73,6 +73,8 @@ def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
         assert first is not None
         assert (first.url, first.labels, first.weight_version) == (url, {"zone": "eu"}, 0)
         assert (first.slots, first.queued, first.model) == (server.engine.slots, 0, server.model_id)
+        # The canary was answered before the first beat.
+        assert (first.tokens_per_second, first.idle) == (0.0, 1.0)
         with following(whole_checkpoints(server.updater, run), run, 0, board=board, poll_s=0.02):
             board.aim(target(run, 0))
             commit(run, 1)

@@ -3,6 +3,8 @@
 import io
 import math
 import re
+import threading
+import uuid
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -33,6 +35,8 @@ from marin_rl.errors import (
     ObjectMissing,
 )
 from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.parquet import PARTS_MAX
 from marin_rl.storage.tables.rollouts import (
     commit_shard,
     decode_shard,
@@ -352,3 +356,27 @@ def test_texts_behind_reward_components_are_kept_by_rollout():
     assert dict(read.example.metadata) == dict(written.example.metadata)
     assert '"reward_details": {"judge": "SCORE: 10"}' in table["metadata"][0].as_py()
     assert "reward_details" not in table["metadata"][1].as_py()
+
+
+def test_shards_in_a_bucket_are_read_side_by_side_and_stay_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A barrier in the store: one read after another would wait at it for ever."""
+    config = configuration(f"memory://{uuid.uuid4().hex}", shards=PARTS_MAX, groups=PARTS_MAX)
+    run = Run.create_or_open(config)
+    names = [f"round-00000/group-{shard:05d}" for shard in range(PARTS_MAX)]
+    refs = [
+        commit_shard(run, 0, shard, [group(name, [1.0])], FINGERPRINT, policy())
+        for shard, name in enumerate(names)
+    ]
+    read, all_there = MemoryStore.read, threading.Barrier(PARTS_MAX, timeout=30)
+
+    def waiting(self: MemoryStore, key: str) -> bytes:
+        if "shard-" in key:
+            all_there.wait()
+        return read(self, key)
+
+    monkeypatch.setattr(MemoryStore, "read", waiting)
+    seal_round(run, 0, refs, [CHECKPOINT])
+    rows = pa.concat_tables(iter_shards(run, 0, ["group_id"]))
+    assert rows["group_id"].to_pylist() == names

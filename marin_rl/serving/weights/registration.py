@@ -58,7 +58,7 @@ class Registration:
         self._name, self._engine, self._announcement = config.inference.model, engine, announcement
         self._server = secrets.token_hex(8)
         self._every_s, self._started_at = float(every_s), time.time()
-        self._beat, self._tokens, self._told_at = 0, 0, time.monotonic()
+        self._beat, self._tokens, self._computed_s, self._told_at = 0, 0, 0.0, time.monotonic()
         self._url = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="heartbeat", daemon=True)
@@ -90,10 +90,13 @@ class Registration:
                 return
 
     def _heartbeat(self) -> Heartbeat:
-        policy, tokens, now = self._engine.policy, self._engine.stats.snapshot(), time.monotonic()
-        sampled = tokens.tokens
-        rate = (sampled - self._tokens) / max(now - self._told_at, 1e-9)
-        self._tokens, self._told_at, self._beat = sampled, now, self._beat + 1
+        policy, stats, now = self._engine.policy, self._engine.stats.snapshot(), time.monotonic()
+        passed_s, computed_s = max(now - self._told_at, 1e-9), stats.prefill_s + stats.decode_s
+        rate = (stats.tokens - self._tokens) / passed_s
+        # A step is counted at its end, so it may have begun before the last heartbeat.
+        idle = min(1.0, max(0.0, 1 - (computed_s - self._computed_s) / passed_s))
+        self._tokens, self._computed_s = stats.tokens, computed_s
+        self._told_at, self._beat = now, self._beat + 1
         version, digest = policy.weight_version, policy.parameters_digest
         return Heartbeat(
             server=self._server,
@@ -112,6 +115,7 @@ class Registration:
             busy=self._engine.active,
             queued=self._engine.queued,
             tokens_per_second=rate,
+            idle=idle,
             started_at=self._started_at,
             beat_at=time.time(),
         )

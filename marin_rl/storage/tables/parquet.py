@@ -8,13 +8,13 @@ naming the file.
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +31,12 @@ from schemas.migrations import Ladder
 
 ROW_GROUP_ROWS = 1000
 PART_BYTES_MAX = 32 * 2**20
-FETCHES_MAX = 16  # small objects that are fetched from elsewhere at once
+FETCHES_MAX = 64  # small objects that are fetched from elsewhere at once
+PARTS_MAX = 8  # parts, of PART_BYTES_MAX at most
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
 STAMP_PREFIX = "marin_rl."
 _WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
 
@@ -276,6 +281,23 @@ def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer
             yield load(store, key)
         except CorruptObject:
             yield None
+
+
+def in_order(
+    store: ObjectStore, work: Callable[[Item], Value], items: Iterable[Item], at_once: int
+) -> Iterator[Value]:
+    """Results of `work` on each item, in order; of a remote store `at_once` are under way."""
+    if store.local_path("shard") is not None:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        under_way = deque[Future[Value]]()
+        for item in items:
+            if len(under_way) == at_once:
+                yield under_way.popleft().result()
+            under_way.append(pool.submit(work, item))
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def load_present(store: ObjectStore, keys: Sequence[str]) -> list[pa.Buffer | None]:

@@ -31,10 +31,12 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.runs import Run, rollouts_slot, shard_key
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
+    PARTS_MAX,
     ROW_GROUP_ROWS,
     TableReader,
     TableWriter,
     digest_of,
+    in_order,
     load,
     open_part,
     select,
@@ -229,7 +231,7 @@ def seal_round(
     existing = read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
-    parts, summaries = zip(*(_part(run.store, ref) for ref in shards), strict=True)
+    parts, summaries = zip(*_parts(run.store, shards), strict=True)
     learned = run.config.environment.reward_model is not None
     judges = {"reward_model": _judges(run.store, shards)} if learned else {}
     record = sampling or SamplingRecord()
@@ -250,7 +252,8 @@ def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
 
     Raises CorruptObject when a shard is not its reference.
     """
-    parts = [_part(run.store, ref)[0] for ref in sorted(shards, key=lambda ref: ref.slot)]
+    ordered = sorted(shards, key=lambda ref: ref.slot)
+    parts = [part for part, _ in _parts(run.store, ordered)]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
@@ -275,10 +278,9 @@ def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manif
 def iter_row_groups(
     run: Run, manifest: Manifest, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The row groups of a sealed round in shard order, verified; one is in memory at a time."""
+    """The row groups of a sealed round in shard order, verified; remote ones are fetched ahead."""
     schema = select(ROLLOUTS, columns)
-    for part in manifest.parts:
-        reader = open_part(run.store, manifest.slot, part, LADDER)
+    for reader in _readers(run, manifest):
         for index in range(reader.row_groups):
             yield reader.group(index, schema)
 
@@ -290,8 +292,17 @@ def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> I
     """
     schema = select(ROLLOUTS, columns)
     manifest = rollouts_manifest(run, round)
-    for part in manifest.parts:
-        yield open_part(run.store, manifest.slot, part, LADDER).table(schema)
+    for reader in _readers(run, manifest):
+        yield reader.table(schema)
+
+
+def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
+    """Readers of a manifest's parts, in order; remote ones are fetched ahead."""
+
+    def opened(part: Part) -> TableReader:
+        return open_part(run.store, manifest.slot, part, LADDER)
+
+    return in_order(run.store, opened, manifest.parts, PARTS_MAX)
 
 
 def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -322,6 +333,10 @@ def _shard_ref(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused:
     table = decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key))
     summary = _summary(table)
     return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
+
+
+def _parts(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
+    return in_order(store, lambda ref: _part(store, ref), shards, PARTS_MAX)
 
 
 def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:

@@ -18,14 +18,14 @@ from marin_rl.errors import CommitConflict, CorruptObject
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
 from marin_rl.storage.layout import STREAM, claim_key, claim_of, stream_group_of, stream_key
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import TableReader, digest_of, load_present
+from marin_rl.storage.tables.parquet import TableReader, digest_of, load_present, select
 from marin_rl.storage.tables.pieces import commit_group
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas import Malformed, NewerVersion
 from schemas.manifests import open_sealed_json, sealed_json
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import CONTENT_VERSION
+from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
 WORKER = "worker"  # in the footer of a group: who sampled it
@@ -138,7 +138,7 @@ class GroupStream:
     def _read(self, number: int, data: pa.Buffer) -> StreamedGroup:
         source = self.run.store.url_of(stream_key(number))
         reader = TableReader(data, source, LADDER)
-        rows = decode_shard(data, SCALARS, source=source).to_pydict()
+        rows = reader.table(select(ROLLOUTS, SCALARS)).to_pydict()  # its footer is read once
         self._check_worker(source, reader.stamp, rows["run_id"])
         rewards = {
             reward

@@ -1,0 +1,243 @@
+"""Requests and CPU seconds of a round's records at 1,000 workers and 100,000 groups.
+
+Counts what each step asks of a store, over a store in memory, and how much CPU it takes; a small
+sample stands for steps that are alike for every group or shard, and the listing and the intake are
+of the full size. Seconds of waiting are computed: requests, by the number under way at once, times
+the latency of the store. No request is really slow, so that a busy machine changes nothing of them.
+
+    python bench/scale.py --groups 100000 --workers 1000 --latency 0.05
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from machine import print_head
+
+from marin_rl.batching.build import build_round
+from marin_rl.config import Config
+from marin_rl.rollouts.streaming import Claimant, group_id_of, next_chunk, now_utc
+from marin_rl.storage.layout import claim_key, stream_key
+from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.intakes import (
+    Seen,
+    Settled,
+    collect_shard,
+    commit_intake,
+    decide,
+    read_intake,
+)
+from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX
+from marin_rl.storage.tables.rollouts import commit_shard, seal_round
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.run_factories import CHECKPOINT, checkpoint, configuration, group, policy
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGE_KEYS = 1000  # of a listing in a bucket
+METHODS = ("put_if_absent", "read", "put_part", "delete", "size")
+LISTINGS = ("list", "children")
+SHARDS_IN_FLIGHT = 64  # flow.shards_in_flight_max
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count requests of the stores in memory by method; listings by their pages."""
+    counts, lock = Counter[str](), threading.Lock()
+    originals = {name: getattr(MemoryStore, name) for name in (*METHODS, *LISTINGS)}
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: MemoryStore, *arguments: Any) -> Any:
+            result = original(store, *arguments)
+            with lock:
+                pages = -(-max(len(result), 1) // PAGE_KEYS) if name in LISTINGS else 1
+                counts[name] += pages
+            return result
+
+        return call
+
+    try:
+        for name, original in originals.items():
+            setattr(MemoryStore, name, counting(name, original))
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(MemoryStore, name, original)
+
+
+class Table:
+    """Steps with their requests, CPU seconds and seconds of waiting."""
+
+    def __init__(self, latency_s: float) -> None:
+        self._latency_s = latency_s
+        self.rows: list[dict[str, Any]] = []
+
+    def measure(
+        self, step: str, work: Callable[[], Any], *, times: float = 1, at_once: int = 1
+    ) -> Any:
+        """Do the work of a sample; `times` as much is done, with `at_once` requests under way."""
+        with counted() as counts:
+            began = time.process_time()
+            result = work()
+            cpu_s = (time.process_time() - began) * times
+        requests = counts.total() * times
+        waits_s = requests * self._latency_s / at_once
+        row = {"step": step, "requests": requests, "cpu_s": cpu_s, "waits_s": waits_s}
+        self.rows.append(row)
+        print(f"{step:44} {requests:>11,.0f} {cpu_s:>10.1f} {waits_s:>10.1f}", flush=True)
+        return result
+
+
+def settings(options: argparse.Namespace, **asynchrony: Any) -> Config:
+    """A round of the full size, in the memory of this process."""
+    return configuration(
+        f"memory://{uuid.uuid4().hex}",
+        groups=options.groups,
+        shards=options.workers,
+        rollouts={"group_size": options.group_size},
+        asynchrony=asynchrony or None,
+    )
+
+
+def sampled_group(options: argparse.Namespace, name: str) -> Any:
+    """A group with as many tokens as the options say."""
+    rewards = [float(n % 2) for n in range(options.group_size)]
+    return group(name, rewards, completion=range(options.tokens))
+
+
+def in_order(table: Table, options: argparse.Namespace) -> None:
+    """Steps of a round whose shards are given out: a few shards stand for all."""
+    few, size = 5, options.groups // options.workers
+    small = argparse.Namespace(**{**vars(options), "groups": few * size, "workers": few})
+    run = Run.create_or_open(settings(small))
+    names = [[f"round-00000/group-{s * size + n:05d}" for n in range(size)] for s in range(few)]
+    groups = [[sampled_group(options, name) for name in each] for each in names]
+    times = options.workers / few
+
+    def commit() -> list[Any]:
+        return [
+            commit_shard(run, 0, shard, each, "f" * 64, policy(0))
+            for shard, each in enumerate(groups)
+        ]
+
+    refs = table.measure(
+        "workers commit their shards", commit, times=times, at_once=options.workers
+    )
+    sealed = table.measure(
+        "the round is sealed",
+        lambda: seal_round(run, 0, refs, [CHECKPOINT]),
+        times=times,
+        at_once=PARTS_MAX,
+    )
+    table.measure(
+        "batches, dispositions and metrics",
+        lambda: build_round(run, 0, sealed),
+        times=times,
+        at_once=PARTS_MAX,
+    )
+
+
+def windowed(table: Table, options: argparse.Namespace) -> None:
+    """Steps of a round that takes groups of a stream."""
+    config = settings(options, max_staleness=1, sampler="windowed")
+    run = Run.create_or_open(config)
+    checkpoint(run, 0)
+    sample(table, options, config)
+    stream = full_stream(run, options)
+    table.measure("one listing of the stream", stream.look)
+    claimant = Claimant(worker="w", most=2 * options.groups, now=now_utc())
+    table.measure("the next chunk of a worker", lambda: next_chunk(stream, Settled(), claimant))
+    seen = Seen(
+        groups=[
+            StreamedGroup(
+                number=number,
+                sha256=f"{number:064x}",
+                version=0,
+                version_max=0,
+                rollouts=options.group_size,
+                differs=True,
+            )
+            for number in range(options.groups)
+        ]
+    )
+    intake = table.measure("the intake is decided", lambda: decide(0, seen, Settled(), run.config))
+    table.measure("the intake is committed", lambda: commit_intake(run, intake))
+    table.measure("the intake is read", lambda: read_intake(run, 0))
+
+
+def sample(table: Table, options: argparse.Namespace, config: Config) -> None:
+    """Steps that are done with each group, measured on the groups of four chunks."""
+    size, chunks = options.groups // options.workers, 4
+    small = argparse.Namespace(**{**vars(options), "groups": chunks * size, "workers": chunks})
+    run = Run.create_or_open(settings(small, max_staleness=1, sampler="windowed"))
+    checkpoint(run, 0)
+    stream = GroupStream(run, fingerprint="f" * 64)
+    groups = [sampled_group(options, group_id_of(number)) for number in range(chunks * size)]
+    times = options.groups / len(groups)
+
+    def commit() -> None:
+        for number, each in enumerate(groups):
+            stream.commit(number, each, policy(0), "w")
+
+    def read() -> None:
+        stream.numbers = frozenset(range(len(groups)))
+        stream.read(Settled())
+
+    table.measure("workers commit their groups", commit, times=times, at_once=options.workers)
+    table.measure("groups are read as they come", read, times=times, at_once=FETCHES_MAX)
+    intake = decide(0, Seen(groups=stream.groups.values()), Settled(), run.config)
+    assert intake is not None, "all groups are there"
+    taken = commit_intake(run, intake)
+    table.measure(
+        "shards are made of the groups",
+        lambda: [collect_shard(run, 0, shard, taken) for shard in range(chunks)],
+        times=times,
+        at_once=min(SHARDS_IN_FLIGHT * size, FETCHES_MAX * SHARDS_IN_FLIGHT),
+    )
+
+
+def full_stream(run: Run, options: argparse.Namespace) -> GroupStream:
+    """A stream with the keys of all groups and claims; of the claims one is real."""
+    stream = GroupStream(run)
+    now = datetime.now(UTC)
+    for chunk in range(options.workers):
+        stream.claim(chunk, f"w{chunk}", 0, now)
+    for number in range(options.groups):
+        run.store.put_part(stream_key(number), b"")
+    assert run.store.read(claim_key(0, 0))
+    return stream
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=100_000, help="groups of a round")
+    parser.add_argument("--workers", type=int, default=1000, help="shards, or workers, of a round")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds of a request")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the numbers")
+    options = parser.parse_args()
+    print_head()
+    table = Table(options.latency)
+    print(f"{'step':44} {'requests':>11} {'CPU s':>10} {'waits s':>10}")
+    in_order(table, options)
+    windowed(table, options)
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / "scale.json"
+    path.write_text(json.dumps(table.rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
