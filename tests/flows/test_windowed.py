@@ -19,6 +19,7 @@ from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.training.replay import replay_round
 
@@ -97,7 +98,7 @@ def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
     """The speed of the machine decides how many groups a checkpoint comes upon."""
     config = windowed(tmp_path, *PIECES)
     start(config)
-    run = check(config)
+    run = checked(config)
     versions = [
         versions
         for round in range(ROUNDS)
@@ -124,7 +125,7 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
     starts, left = fork_server.run_until_all_came(config, faults)
     assert left == []
     assert starts > 2
-    check(config)
+    checked(config)
 
 
 @pytest.mark.slow
