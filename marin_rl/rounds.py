@@ -115,7 +115,7 @@ def overlap_metrics(
 def _stages_s(timings: Mapping[str, float]) -> float:
     """Seconds of the stages of one side."""
     others = ("timing_s/trainer_idle", "timing_s/sampler_idle", "timing_s/round")
-    return sum(seconds for name, seconds in timings.items() if name not in others)
+    return sum((seconds for name, seconds in timings.items() if name not in others), 0.0)
 
 
 def transfer_metrics(measured: Mapping[str, float], steps: int) -> dict[str, float]:

@@ -48,6 +48,8 @@ def unpacked(data: bytes, source: str) -> dict[str, Any]:
             branch = tree
             for folder in folders:
                 branch = branch.setdefault(folder, {})
+            if not isinstance(branch, dict) or last in branch:
+                raise ValueError(f"two arrays at {name}")
             array = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]])
             branch[last] = array.reshape(tensor["shape"])
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:

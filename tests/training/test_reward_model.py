@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import others_slow
 from support.run_factories import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
@@ -102,7 +103,7 @@ def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, token
     assert [parent.slot for parent in parents] == ["reward_model/step-00020", "pairs"]
 
 
-@pytest.mark.parametrize("scheme", ["null", "nf4"])
+@pytest.mark.parametrize("scheme", others_slow(["null", "nf4"], "nf4"))
 def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer, scheme, tmp_path):
     lora = "policy.lora.rank=4", f"policy.quantize_base={scheme}"
     run = begun(*lora, "reward_model.learning_rate=0.002")
