@@ -1,13 +1,13 @@
 """SQL over runs: DuckDB's answer to one query, with a view for each table that it names.
 
-Neither Polars, Arrow nor NumPy is imported for queries over local rollouts with an answer of plain
-types, so that `marin-rl sql` starts quickly. The other tables are frames (`frames`), and so are
-answers with other types.
+Neither Polars, Arrow nor NumPy is imported for queries over local rollouts, evaluations and metrics
+with an answer of plain types, so that `marin-rl sql` starts quickly. The other tables are frames
+(`frames`), and so are answers with other types.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from marin_rl.analysis.database import (
     explained,
     restricted_database,
 )
-from marin_rl.analysis.parts import shards
+from marin_rl.analysis.parts import Part, of_metrics, sealed, shards
 from marin_rl.errors import InputError
 from marin_rl.storage.run_records import read_record
 from marin_rl.storage.runs import Run, runs_under
@@ -129,7 +129,7 @@ def answering(
             return
         check_statements(query)
         attempts = frozenset(_attempt(run) for run in runs)
-        database = restricted_database(os.getpid(), attempts, _rollout_folders(runs))
+        database = restricted_database(os.getpid(), attempts, _folders(runs))
         with database.cursor() as connection:
             connection.begin()  # never committed: closing takes back what the query creates
             yield _answer(connection, query, runs)
@@ -167,12 +167,13 @@ def _plain(kind: Any) -> bool:
 
 
 def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Sequence[Run]) -> None:
-    """Create a view: by DuckDB's own reader for local rollouts, else over the frame."""
-    if name == "rollouts":
-        paths = [part.path for part in shards(runs)]
+    """Create a view: by DuckDB's own reader for local files of `_READ`, else over the frame."""
+    if name in _READ:
+        parts_of, reading = _READ[name]
+        paths = [part.path for part in parts_of(runs)]
         # DuckDB cannot escape a pattern in a path that contains a backslash.
         if paths and all(path and not _PATTERN.search(path) for path in paths):
-            connection.sql(f"create temp view rollouts as {_reading(paths)}")
+            connection.sql(f"create temp view {name} as {reading(paths)}")
             return
     from marin_rl.analysis.frames import VIEWS
 
@@ -183,28 +184,47 @@ def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Seque
     connection.register(name, VIEWS[name](runs))
 
 
-def _reading(paths: Sequence[str | None]) -> str:
-    """DuckDB's query over the files.
+def _rollouts_in(paths: Sequence[str | None]) -> str:
+    """DuckDB's query over files of rollouts.
 
     Files of several versions need `union_by_name`, which reads every footer before the query
     starts; with one version alone it is left out.
     """
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    by_name = "true" if ROLLOUTS_VERSIONS > 1 else "false"
+    files = _files(paths, by_name=ROLLOUTS_VERSIONS > 1)
     return (
         f"select *, {_DERIVED} from (select * replace (turns::{TURNS_TYPE} as turns) from ("
-        f"select * from read_parquet([{listed}], union_by_name={by_name}, hive_partitioning=false) "
-        f"union all by name {_LATER}))"
+        f"{files} union all by name {_LATER}))"
     )
 
 
-def _rollout_folders(runs: Sequence[Run]) -> frozenset[str]:
-    """Local folders with rollouts of these runs and of their ancestors."""
+def _metrics_in(paths: Sequence[str | None]) -> str:
+    """DuckDB's query over files of metrics, which have their columns from round to round."""
+    return _files(paths, by_name=True)
+
+
+def _files(paths: Sequence[str | None], *, by_name: bool) -> str:
+    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+    options = f"union_by_name={str(by_name).lower()}, hive_partitioning=false"
+    return f"select * from read_parquet([{listed}], {options})"
+
+
+# Tables that DuckDB reads itself where they are local: their files, and the query over these.
+_READ: Mapping[
+    str, tuple[Callable[[Sequence[Run]], list[Part]], Callable[[Sequence[str | None]], str]]
+] = {
+    "rollouts": (shards, _rollouts_in),
+    "evals": (lambda runs: sealed(runs, "evals", ""), _rollouts_in),
+    "metrics": (of_metrics, _metrics_in),
+}
+
+
+def _folders(runs: Sequence[Run]) -> frozenset[str]:
+    """Local folders with what DuckDB reads itself, of these runs and of their ancestors."""
     stores = [run.folder for run in runs]
     for run in runs:
         if isinstance(run.store, ForkedStore):
             stores += [store for _, store in run.store.shared]
-    folders = (store.local_path("rollouts") for store in stores)
+    folders = (store.local_path(name) for store in stores for name in _READ)
     return frozenset(str(folder) for folder in folders if folder is not None)
 
 

@@ -62,8 +62,14 @@ def test_turns_have_the_type_of_the_schema() -> None:
     assert str(kind) == str(ours)
 
 
-def test_a_query_over_local_rollouts_imports_no_table_library(run: Run) -> None:
-    query = "select round, count(*), sum(reward) from rollouts group by round"
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select round, count(*), sum(reward) from rollouts group by round",
+        "select * from metrics order by round",
+    ],
+)
+def test_a_query_over_local_files_imports_no_table_library(run: Run, query: str) -> None:
     arguments = ["marin-rl", "sql", run.run_id, query, "--root", run.config.root]
     program = (
         f"import sys; from marin_rl.cli import main\nsys.argv = {arguments!r}\n"

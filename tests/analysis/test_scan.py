@@ -127,6 +127,14 @@ def test_metrics_and_evals(run: Run) -> None:
     _commit_evaluation(run, 1)
     found = scan_evals(root, run_id, options).collect()
     assert found.select("round", "reward").rows() == [(1, 1.0), (1, 0.0)]
+    # DuckDB reads local files itself.
+    for table, stored in (
+        ("evals", found),
+        ("metrics", scan_metrics(root, run_id, options).collect()),
+    ):
+        asked = sql(root, run_id, f"select * from {table}", options)
+        assert asked.select(stored.columns).rows() == stored.rows()
+        assert asked.columns[: len(stored.columns)] == stored.columns
 
 
 def _commit_evaluation(run: Run, round: int) -> None:
