@@ -33,6 +33,7 @@ from marin_rl.environments.repository_checkouts import (
 from marin_rl.environments.repository_tests import are_nodes, files_of_tests, names_in, run_tests
 from marin_rl.environments.sandbox_tools import (
     TimedEpisode,
+    program_text,
     run_tool,
     shipped_tools,
     step_budget_s,
@@ -55,6 +56,7 @@ OF_RUNNERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
 )
 _PYTEST_TIMEOUT_S = 120.0  # to import pytest once
+_SETUP_CHARACTERS = 1000  # of the output of a set-up, in an error
 INSTRUCTION = (
     "The repository is in the current folder. Solve the issue by changing its files with the tool "
     "`shell`. Hidden tests are run when you answer without calling the tool."
@@ -74,6 +76,15 @@ class RepositoryOptions(MalformedCallOptions, ProblemOptions):
         default=None,
         description="shell command that runs one test, with {tests} and maybe {python}; it passes "
         "by exit status 0; null: pytest for names with ::, else unittest",
+    )
+    setup_command: str | None = Field(
+        default=None,
+        min_length=1,
+        description="shell command that builds what calls and tests need; it runs once for each "
+        "commit in each process, in a checkout that the episodes get copies of; null: none",
+    )
+    setup_timeout_s: float = Field(
+        default=60.0, gt=0, le=86_400, description="seconds of setup_command"
     )
     test_timeout_s: float = Field(
         default=60.0, gt=0, le=86_400, description="seconds of all tests of an episode"
@@ -120,6 +131,8 @@ class Repository(Problems):
         both_s = options.shell_timeout_s + options.test_timeout_s  # the last turn may need both
         spare_s = step_budget_s(config, both_s, "shell_timeout_s and test_timeout_s") - both_s
         self._budget_s = spare_s + options.shell_timeout_s
+        if options.setup_command is not None:  # within the start of an episode
+            step_budget_s(config, options.setup_timeout_s, "setup_timeout_s")
         chat = options.chat_options(SAMPLE, prompt_key=options.prompt_key or COLUMNS[2])
         super().__init__(config, chat.model_copy(update={"id_key": options.id_key or COLUMNS[-1]}))
         self._tools = shipped_tools(ShellTool, config, options)
@@ -179,7 +192,8 @@ class Repository(Problems):
     def _work(self) -> "_Work":
         """Trees and sandboxes of the episodes of this process."""
         options = self._repository
-        checkouts = Checkouts(self._clones, self._scratch)
+        prepare = None if options.setup_command is None else self._set_up
+        checkouts = Checkouts(self._clones, self._scratch, prepare)
         return _Work(
             checkouts=checkouts,
             box=self._box(options.shell_timeout_s),
@@ -188,6 +202,16 @@ class Repository(Problems):
             task_of=lru_cache(64)(lambda row: task_of(self._loaded.rows.row(row), checkouts)),
             characters_max=self._tools.characters_max,
         )
+
+    def _set_up(self, tree: Path) -> None:
+        """Run `setup_command` in a tree. Raises InputError with what it printed."""
+        options, box = self._repository, self._box(self._repository.setup_timeout_s)
+        assert options.setup_command is not None, "see the caller"
+        result = box.run(_in_shell(box, options.setup_command), workspace=tree)
+        open_to_all(tree)
+        if not result.succeeded:
+            said = program_text(result, box.limits, _SETUP_CHARACTERS)
+            raise InputError(f"environment.options.setup_command failed: {said}")
 
     @cached_property
     def _clones(self) -> Path:
@@ -284,10 +308,9 @@ class ShellTool:
             command: The command line.
         """
         work = self._work
-        path = f"{Path(work.box.python).parent}:/usr/local/bin:/usr/bin:/bin"
         text = run_tool(
             work.box,
-            ["env", f"PATH={path}", *_SAFE_GIT, "/bin/sh", "-c", command],
+            _in_shell(work.box, command),
             deadline=self.deadline,
             characters_max=work.characters_max,
             workspace=self._place,
@@ -329,6 +352,11 @@ class ShellTool:
 
 # The tree belongs to another user than the one that a program runs as.
 _SAFE_GIT = ("GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
+
+
+def _in_shell(box: Sandbox, command: str) -> list[str]:
+    path = f"{Path(box.python).parent}:/usr/local/bin:/usr/bin:/bin"
+    return ["env", f"PATH={path}", *_SAFE_GIT, "/bin/sh", "-c", command]
 
 
 def make_sample(folder: Path) -> tuple[Path, Path]:

@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from marin_rl.errors import InputError
@@ -74,13 +74,22 @@ def missing_commits(clone: Path, commits: Sequence[str]) -> list[str]:
 
 
 class Checkouts:
-    """Trees of the clones in `repositories`, in a folder of this process."""
+    """Trees of the clones in `repositories`, in a folder of this process.
 
-    def __init__(self, repositories: Path, scratch: ScratchFolder | None = None) -> None:
-        self._repositories = repositories
+    `prepare` is called once for each commit, with a tree that all workspaces of it are copies of.
+    """
+
+    def __init__(
+        self,
+        repositories: Path,
+        scratch: ScratchFolder | None = None,
+        prepare: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._repositories, self._prepare = repositories, prepare
         self._scratch = scratch or ScratchFolder()
         self._folder = self._scratch.path
         self._pristine: dict[tuple[str, str], Path] = {}
+        self._prepared: dict[tuple[str, str], Path] = {}
 
     def pristine(self, name: str, commit: str) -> Path:
         """Return the tree of a commit, which nothing may write to; made once. Raises InputError.
@@ -99,15 +108,32 @@ class Checkouts:
             git(tree, "init", "-q", "-b", "main", wrong=wrong)
             git(tree, "add", "-A", "-f", wrong=wrong)
             git(tree, "commit", "-q", "--allow-empty", "-m", "base", wrong=wrong)
-            for entry in entries_under(tree):  # listings are alike in each run
-                os.utime(entry.path, (_TIME_S, _TIME_S), follow_symlinks=False)
+            _date(tree)
             self._pristine[key] = tree
         return self._pristine[key]
 
     def workspace(self, name: str, commit: str) -> Path:
-        """Return a copy of the tree of a commit that a program may write to. Raises InputError."""
+        """Return a copy of the tree of a commit that a program may write to.
+
+        Raises InputError, and what `prepare` raises.
+        """
+        if self._prepare is None:
+            return self._copy(self.pristine(name, commit))
+        key = (name, commit)
+        if key not in self._prepared:
+            tree = self._copy(self.pristine(name, commit))
+            try:
+                self._prepare(tree)
+            except BaseException:
+                delete_tree(tree)
+                raise
+            _date(tree)
+            self._prepared[key] = tree
+        return self._copy(self._prepared[key])
+
+    def _copy(self, source: Path) -> Path:
         tree = Path(tempfile.mkdtemp(dir=self._folder))
-        shutil.copytree(self.pristine(name, commit), tree, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(source, tree, symlinks=True, dirs_exist_ok=True)
         open_to_all(tree)
         return tree
 
@@ -122,6 +148,12 @@ class Checkouts:
                 text = patch if patch.endswith("\n") else patch + "\n"
                 git(tree, "apply", "--whitespace=nowarn", "-", stdin=text.encode(), wrong=wrong)
             yield tree
+
+
+def _date(tree: Path) -> None:
+    """Give all entries one time, so that listings are alike in each run."""
+    for entry in entries_under(tree):
+        os.utime(entry.path, (_TIME_S, _TIME_S), follow_symlinks=False)
 
 
 def open_to_all(tree: Path) -> None:

@@ -120,6 +120,31 @@ def test_tests_that_the_model_changed_are_the_rows_again(sample: Repository):
     assert played(sample, CLAMP, command)[1] == 1.0
 
 
+def test_a_setup_runs_once_for_each_commit_and_every_episode_has_its_files():
+    setup = "mkdir built && date +%N > built/number && chmod 600 built/number"
+    environment = made(setup_command=setup)
+    show = "cat built/number; rm -r built"
+    outputs = [played(environment, row["instance_id"], show)[0] for row in ROWS[:2]]
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0].strip().isdigit()
+    texts, reward = played(environment, CLAMP, "python -c 'print(6 * 7)'", apply(CLAMP))
+    assert (texts[0], reward) == ("42", 1.0)
+
+
+def test_a_setup_that_fails_says_what_it_printed_and_costs_its_episodes():
+    environment = made(setup_command="echo no compiler >&2; exit 3", setup_timeout_s=30)
+    example = environment.example(0, 0, "train")
+    with pytest.raises(InputError, match=r"setup_command failed: no compiler\n.* 3"):
+        environment.episode(example).start()
+
+
+def test_a_setup_has_the_time_of_a_step():
+    options = {"setup_command": "make", "setup_timeout_s": 1000}
+    config = EnvironmentConfig(name="repository", options=options, reward_timeout_s=900)
+    with pytest.raises(ConfigError, match=r"setup_timeout_s: 1000 s, .* at least 1001"):
+        construct(config)
+
+
 def test_files_are_restored_inside_of_the_tree_alone(tmp_path: Path):
     outside, tree = tmp_path / "outside", tmp_path / "tree"
     outside.mkdir()
