@@ -17,6 +17,7 @@ import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from marin_rl.analysis.parts import Part, of_metrics, sealed, shards, slots
+from marin_rl.analysis.table_schemas import listed
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
 from marin_rl.storage.runs import Run
@@ -232,15 +233,7 @@ def empty(columns: Columns) -> pl.LazyFrame:
 
 
 def _batches(runs: Sequence[Run]) -> pl.LazyFrame:
-    return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), _listed(batches_schema(1)), ARRAYS)
-
-
-def _listed(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with lists instead of fixed-size lists."""
-    return pa.schema(
-        field.with_type(pa.list_(field.type.value_type)) if field.name in ARRAYS else field
-        for field in schema
-    )
+    return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), listed(batches_schema(1)), ARRAYS)
 
 
 VIEWS: Mapping[str, Callable[[Sequence[Run]], pl.LazyFrame]] = {

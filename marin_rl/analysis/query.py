@@ -103,10 +103,26 @@ def tables(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> dict[str, dict[str, str]]:
     """Columns of each table that a query may name, with types in SQL. Raises as `scan.sql`."""
-    described = {
-        name: answer_rows(root, run_id, f"describe {name}", storage_options) for name in TABLES
-    }
-    return {name: {row[0]: row[1] for row in answer.rows} for name, answer in described.items()}
+    described = _columns(open_runs(root, run_id, storage_options))
+    metrics = answer_rows(root, run_id, "describe metrics", storage_options).rows
+    return {name: {row[0]: row[1] for row in described.get(name, metrics)} for name in TABLES}
+
+
+def _columns(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Names and types of the columns of tables that have a schema: of all but metrics."""
+    import pyarrow as pa
+
+    from marin_rl.analysis.table_schemas import SCHEMAS
+
+    described = dict[str, list[Any]]()
+    with _database(runs).cursor() as connection:
+        for name, schema in SCHEMAS.items():
+            # `empty_table` imports pandas
+            stored = connection.from_arrow(pa.Table.from_batches([], schema))
+            if name in ("rollouts", "evals"):
+                stored = stored.project(f"*, {_DERIVED}")
+            described[name] = list(zip(stored.columns, map(str, stored.types), strict=True))
+    return described
 
 
 @contextmanager
@@ -128,13 +144,16 @@ def answering(
                 yield _answer(connection, query, runs)
             return
         check_statements(query)
-        attempts = frozenset(_attempt(run) for run in runs)
-        database = restricted_database(os.getpid(), attempts, _folders(runs))
-        with database.cursor() as connection:
+        with _database(runs).cursor() as connection:
             connection.begin()  # never committed: closing takes back what the query creates
             yield _answer(connection, query, runs)
     except duckdb.Error as error:
         raise InputError(f"DuckDB refuses the query: {explained(error)}") from None
+
+
+def _database(runs: Sequence[Run]) -> "duckdb.DuckDBPyConnection":
+    attempts = frozenset(_attempt(run) for run in runs)
+    return restricted_database(os.getpid(), attempts, _folders(runs))
 
 
 def open_runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run]:

@@ -50,6 +50,12 @@ def test_tables_have_the_names_of_the_frames(run: Run) -> None:
     assert list(TABLES) == list(VIEWS) == list(tables(run.config.root, run.run_id))
 
 
+def test_columns_of_tables_are_those_that_a_query_has(run: Run) -> None:
+    for name, columns in tables(run.config.root, run.run_id).items():
+        described = answer_rows(run.config.root, run.run_id, f"describe {name}").rows
+        assert list(columns.items()) == [(row[0], row[1]) for row in described], name
+
+
 def test_rollouts_have_as_many_versions_as_the_reader_expects() -> None:
     assert ROLLOUTS.newest == ROLLOUTS_VERSIONS, "`query` unites files of several versions by name"
 
