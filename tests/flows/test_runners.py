@@ -175,6 +175,7 @@ def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> Non
         ended.callback(worker.end)
     flow = machines.play()
     wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
+    wait(lambda: pending_flow_runs(machines.environment) == 0, "flow runs to begin", flow)
     workers[0].kill()
     machines.finish(flow)
     checked(machines.config)
