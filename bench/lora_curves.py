@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import print_head
-from recipes import DEMO, REPOSITORY, RESULTS, evaluated
+from recipes import DEMO, REPOSITORY, RESULTS, evaluated, warm_start
 
 PICTURE = REPOSITORY / "docs/images/lora.svg"
 ENOUGH = 0.95
@@ -64,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for seed in options.seeds:
             folder = (options.root or Path(temporary)) / str(seed)
-            begun = warm_start(folder, seed, options.overrides)
+            begun = warm_start(folder, [f"seed={seed}", *options.overrides])
             for kind in options.kinds:
                 curves[seed, kind] = learn(folder, begun, seed, kind, options.overrides)
                 kept.write_text(json.dumps([asdict(one) for one in curves.values()], indent=1))
@@ -92,22 +92,6 @@ def read_curves(path: Path) -> Curves:
     """Curves of earlier invocations, by seed and kind."""
     curves = [HeldOut(**one) for one in json.loads(path.read_text())] if path.is_file() else []
     return {(curve.seed, curve.kind): curve for curve in curves}
-
-
-def warm_start(root: Path, seed: int, overrides: Sequence[str]) -> str:
-    """Play the warm start of a seed; returns what `policy.checkpoint` takes."""
-    from marin_rl.config import load_config
-    from marin_rl.runtime import RunRuntime
-    from marin_rl.storage.runs import Run
-
-    config = load_config(DEMO, [f"root={root}", "run_id=warm", f"seed={seed}", *overrides])
-    runtime = RunRuntime(Run.create_or_open(config))
-    try:
-        for step in range(0, config.sft.steps, config.sft.steps_per_checkpoint):
-            runtime.run_sft_segment(step)
-        return f"{root}/warm/{runtime.init_policy().slot}"
-    finally:
-        runtime.close()
 
 
 def learn(root: Path, begun: str, seed: int, kind: str, overrides: Sequence[str]) -> HeldOut:

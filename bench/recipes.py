@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     print_head()
     with tempfile.TemporaryDirectory() as folder:
-        begun = warm_start(Path(folder), options.overrides)
+        begun = warm_start(Path(folder), [*SMALLER, *options.overrides])
         curves = [
             learn(Path(folder), begun, recipe, seed, options.rounds, options.overrides)
             for recipe in options.recipes
@@ -83,13 +83,13 @@ def main() -> None:
     print(f"wrote {kept} and {options.picture}")
 
 
-def warm_start(root: Path, overrides: Sequence[str] = ()) -> str:
-    """Play the warm start that all recipes begin from; returns what `policy.checkpoint` takes."""
+def warm_start(root: Path, overrides: Sequence[str]) -> str:
+    """Play the demo's warm start, with changes; returns what `policy.checkpoint` takes."""
     from marin_rl.config import load_config
     from marin_rl.runtime import RunRuntime
     from marin_rl.storage.runs import Run
 
-    config = load_config(DEMO, [f"root={root}", "run_id=warm", *SMALLER, *overrides])
+    config = load_config(DEMO, [f"root={root}", "run_id=warm", *overrides])
     runtime = RunRuntime(Run.create_or_open(config))
     try:
         for step in range(0, config.sft.steps, config.sft.steps_per_checkpoint):

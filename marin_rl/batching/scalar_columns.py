@@ -47,19 +47,17 @@ def versions_of(config: Config) -> tuple[str, ...]:
 
 def with_version_sums(table: pa.Table) -> pa.Table:
     """A row group with the sum of its sampled tokens' policies in place of the tokens'."""
-    rows = zip(
-        table["policy_versions"].to_pylist(),
-        table["loss_mask"].to_pylist(),
-        table["policy_version_min"].to_pylist(),
-        table["n_completion_tokens"].to_pylist(),
-        strict=True,
-    )
-    sums = [
-        least * sampled if versions is None else int(np.dot(mask, versions))
-        for versions, mask, least, sampled in rows
-    ]
+    versions, masks = (table[name].combine_chunks() for name in VERSIONS)
+    several_N = versions.is_valid().to_numpy(zero_copy_only=False)
+    sums_N = _column(table, "policy_version_min").astype(np.int64)
+    sums_N *= _column(table, "n_completion_tokens").astype(np.int64)
+    of_tokens = versions.filter(pa.array(several_N)).flatten().to_numpy().astype(np.int64)
+    of_tokens *= masks.filter(pa.array(several_N)).flatten().to_numpy()
+    ends = np.cumsum(pc.list_value_length(versions.filter(pa.array(several_N))).to_numpy())
+    totals = np.append(0, np.cumsum(of_tokens))[np.append(0, ends)]
+    sums_N[several_N] = np.diff(totals)
     table = table.drop_columns("policy_versions")
-    return table.append_column(VERSION_SUM, pa.array(sums, pa.int64()))
+    return table.append_column(VERSION_SUM, pa.array(sums_N, pa.int64()))
 
 
 def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:

@@ -121,13 +121,12 @@ class Checkouts:
             return self._copy(self.pristine(name, commit))
         key = (name, commit)
         if key not in self._prepared:
-            tree = self._copy(self.pristine(name, commit))
-            try:
+            with contextlib.ExitStack() as unfinished:
+                tree = self._copy(self.pristine(name, commit))
+                unfinished.callback(delete_tree, tree)
                 self._prepare(tree)
-            except BaseException:
-                delete_tree(tree)
-                raise
-            _date(tree)
+                _date(tree)
+                unfinished.pop_all()
             self._prepared[key] = tree
         return self._copy(self._prepared[key])
 

@@ -303,7 +303,9 @@ def _members_of(
         index = rollout.index_in_group
         member = members.setdefault(index, _Member(index=index, seed=base + index))
         member.add(_part_of(rollout))
-    return {member.seed: member for member in members.values() if member.versions.min() >= oldest}
+    # One may have ended without a token, where an endpoint leaves the end token out.
+    kept = (m for m in members.values() if m.versions.min(initial=oldest) >= oldest)
+    return {member.seed: member for member in kept}
 
 
 def _part_of(rollout: Rollout) -> SampledPart:

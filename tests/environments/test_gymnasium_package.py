@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.libraries import interpreter_with
-from support.library_runs import configuration, following, played, texts, trained
+from support.library_runs import FAILED, configuration, following, played, texts, trained
 from test_doc_stories import first
 
 from marin_rl import run
@@ -85,7 +85,10 @@ def test_names_that_gymnasium_lacks_are_refused(tmp_path: Path, python: Path):
 
 
 def test_a_round_is_trained_in_it(tmp_path: Path, python: Path):
-    trained(python, "gymnasium", configuration(tmp_path, python, "gymnasium", id="FrozenLake-v1"))
+    config = configuration(tmp_path, python, "gymnasium", id="FrozenLake-v1")
+    ends = trained(python, "gymnasium", config)
+    assert len(ends) == 6
+    assert not FAILED & set(ends)
 
 
 def test_the_lake_of_the_docs_is_learned(tmp_path: Path, python: Path):

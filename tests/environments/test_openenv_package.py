@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.libraries import interpreter_with
-from support.library_runs import configuration, following, played, texts, trained
+from support.library_runs import FAILED, configuration, following, played, texts, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -110,4 +110,6 @@ def test_openenv_trains_a_round(tmp_path: Path, python: Path, guess_url: str):
         "def text(observation, info):\n    return observation['prompt']\n"
     )
     config = configuration(tmp_path, None, "openenv", url=guess_url, to_text="text.py:text")
-    trained(python, "openenv", config)
+    ends = trained(python, "openenv", config)
+    assert len(ends) == 6
+    assert not FAILED & set(ends)

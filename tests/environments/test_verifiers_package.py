@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.libraries import interpreter_with, site_packages
-from support.library_runs import configuration, played, texts, trained
+from support.library_runs import FAILED, configuration, played, texts, trained
 from support.scripted_policies import call, record
 
 from marin_rl.environments.external.interpreter import HOSTS
@@ -218,7 +218,9 @@ def test_verifiers_ends_refuses_and_splits_as_it_says(python: Path):
 )
 def test_a_round_is_trained_in_it(tmp_path: Path, python: Path, options: dict[str, Any]):
     config = configuration(tmp_path, python, "verifiers", id="counting_tools", **options)
-    trained(python, "verifiers", config)
+    ends = trained(python, "verifiers", config)
+    assert len(ends) == 6
+    assert not FAILED & set(ends)
 
 
 READ_TRACES = """

@@ -237,6 +237,27 @@ def test_parts_that_no_round_could_take_are_sampled_again(run: Run) -> None:
     assert all(map(same, answer.completions, whole(run).completions))
 
 
+class FirstIsSilent(ScriptedClient):
+    """The first member ends without a token, as at endpoints that leave the end token out."""
+
+    async def chat(self, *messages: Any, **options: Any) -> ChatAnswer:
+        """Sample completions, of which the first of a new request has no tokens."""
+        answer = await super().chat(*messages, **options)
+        if options.get("prompt_ids") is not None:
+            return answer
+        none = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}
+        first = replace(answer.completions[0], text="", finish_reason="stop", **none)
+        return replace(answer, completions=(first, *answer.completions[1:]))
+
+
+def test_a_member_that_ended_without_a_token_stays_ended(run: Run) -> None:
+    with pytest.raises(Interrupted):
+        sampled(run, FirstIsSilent(pieces_max=1))
+    first, *others = sampled(run, ScriptedClient()).completions
+    assert (len(first.token_ids), first.text, first.finish_reason) == (0, "", "stop")
+    assert all(map(same, others, whole(run).completions[1:]))
+
+
 def test_one_process_goes_on_with_a_part_and_the_other_appends_no_more(run: Run) -> None:
     with pytest.raises(Interrupted):
         sampled(run, ScriptedClient(pieces_max=1))

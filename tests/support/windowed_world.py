@@ -288,9 +288,16 @@ class WindowedPlayer(Player):
 def commits_group(player: WindowedPlayer, number: int, version: int) -> None:
     """Create a group of the stream once: the protocol."""
     versions = sampled_in_pieces(player, number, version)
+    _create_group(player, number, versions, min(versions))
+
+
+def _create_group(
+    player: WindowedPlayer, number: int, versions: Sequence[int], version: int
+) -> None:
+    """Create a group once; `version` is how old it says that it is."""
     attempt = player.new_attempt()
-    record = {"attempt": attempt, "fingerprint": "stream", "versions": versions}
-    data = json.dumps(record | {"version": min(versions)}).encode()
+    record = {"attempt": attempt, "fingerprint": "stream", "versions": list(versions)}
+    data = json.dumps(record | {"version": version}).encode()
     commit_object(
         player.store, stream_key(number), data, attempt=attempt, fingerprint="stream",
         identify=_identify, **player.patience,
@@ -428,13 +435,7 @@ def writes_over_groups(player: WindowedPlayer, number: int, version: int) -> Non
 def forgets_older_parts(player: WindowedPlayer, number: int, version: int) -> None:
     """Wrong: a group is as old as its last piece."""
     versions = sampled_in_pieces(player, number, version)
-    attempt = player.new_attempt()
-    record = {"attempt": attempt, "fingerprint": "stream", "versions": versions}
-    data = json.dumps(record | {"version": max(versions)}).encode()
-    commit_object(
-        player.store, stream_key(number), data, attempt=attempt, fingerprint="stream",
-        identify=_identify, **player.patience,
-    )  # fmt: skip
+    _create_group(player, number, versions, max(versions))
 
 
 def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:

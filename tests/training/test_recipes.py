@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from bench.recipes import RECIPES, learn, warm_start
+from bench.recipes import RECIPES, SMALLER, learn, warm_start
 
 ROUNDS = 6
 RISE_MIN = 0.15  # of the reward, which the second round has already raised
@@ -15,7 +15,7 @@ FEWER = ("evaluation.examples=64",)  # a request each: two thirds of what a reci
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     root = tmp_path_factory.mktemp("recipes")
-    return root, warm_start(root)
+    return root, warm_start(root, SMALLER)
 
 
 @pytest.mark.slow
