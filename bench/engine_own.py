@@ -24,8 +24,8 @@ from standard_work import Work
 
 from marin_rl.compilation import keep_freed_memory
 from marin_rl.config import EngineConfig
-from marin_rl.inference.decoder import block_size
 from marin_rl.inference.engine import Engine, GenerationRequest
+from marin_rl.inference.kv_cache import block_size
 from marin_rl.types import Sampling
 
 # Prompts of `shared_prompt` and `mixed`: 512 tokens of the standard work's 32.

@@ -28,8 +28,8 @@ from marin_rl.compilation import programs_folder
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
+from marin_rl.inference.kv_cache import Cache, cache_length, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import ReportRequest
 from marin_rl.inference.pieces import Extension, packed, piece_size
@@ -96,7 +96,7 @@ class Shapes:
     def cache(self) -> Cache:
         """Shapes of a lane's cache."""
         dtype = np.dtype(self.dtype)
-        make = lambda: decoder.empty_cache(self.spec, self.slots, self.context_length, dtype)
+        make = lambda: empty_cache(self.spec, self.slots, self.context_length, dtype)
         return jax.eval_shape(make)
 
 
@@ -207,7 +207,7 @@ class Prover:
         self._shapes = shapes
         self._fused, self._rotary, self._put = fused, rotary, put
         self._buckets = buckets
-        self._length = decoder.cache_length(shapes.cache)
+        self._length = cache_length(shapes.cache)
         self._rng = np.random.default_rng(0)
         S, V = shapes.slots, shapes.spec.vocabulary
         rows = ExtraRows(Lanes(1, S), self._length, V, put)

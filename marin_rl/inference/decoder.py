@@ -1,16 +1,14 @@
 """A transformer with a cache, as pure functions.
 
-Owns what the model computes: the empty cache, `prefill` of prompts into sequence slots, and
-`decode_step` of one token in every slot. Leaves out where the arrays come from (`weights`), what is
-done with logits (`sampling`) and which sequence is in which slot (`scheduler`, `batch`).
+Owns what the model computes: `prefill` of prompts into sequence slots, `extend` of slots by pieces
+of prompts, and `decode_step` of one token in every slot. Leaves out where the arrays come from
+(`weights`), the layout of the cache (`kv_cache`), what is done with logits (`sampling`) and which
+sequence is in which slot (`scheduler`, `batch`).
 
-Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket, B positions of a
-cache block, K key/value heads, G query heads per key/value head, H head size, D width, V
-vocabulary.
+Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket, K key/value heads,
+G query heads per key/value head, H head size, D width, V vocabulary.
 
-The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, B], so that both of
-attention's products read contiguous memory; each block is an array of its own, so that a block past
-the longest sequence is skipped without a copy. Every slot is computed by the same instructions on
+Every slot is computed by the same instructions on
 the same shapes whatever the other slots do, and a masked position adds an exact zero. So the
 numbers of a sequence depend on nothing but its own tokens and the weights, as far as the library
 that multiplies matrices adds up every row in the same order, whichever it is, and blocks of a
@@ -28,7 +26,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 from levanter.utils.activation import ActivationFunctionEnum
 
-from marin_rl.inference.attention import MASKED, Block, attend, attend_pieces
+from marin_rl.inference.attention import MASKED, attend, attend_pieces
+from marin_rl.inference.kv_cache import Cache, copy_in, write, write_at
 from marin_rl.inference.low_rank import additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.quantized_decoder import LayerMatrix
@@ -41,40 +40,10 @@ from marin_rl.inference.weights import (
     split_gate_up,
 )
 
-# Fewest positions of a block, and most blocks of a cache: every block is a
-# conditional of its own in the compiled step.
-BLOCK_MIN = 64
-BLOCKS_MAX = 12
-
 # Approximate tokens in one tile of prefill, and queries in one tile of its attention.
 PREFILL_TILE_TOKENS = 256
 PREFILL_TILE_ROWS = 4
 QUERY_TILE = 256
-
-
-Cache = tuple[tuple[Block, ...], ...]
-
-
-def block_size(context_length: int) -> int:
-    """Positions of a cache block: a power of two, so that at most BLOCKS_MAX blocks are needed."""
-    return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
-
-
-def empty_cache(spec: DecoderSpec, slots: int, context_length: int, dtype: jnp.dtype) -> Cache:
-    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
-    size = block_size(context_length)
-    blocks = -(-context_length // size)
-    keys = (slots, spec.kv_heads, spec.head_size, size)
-    values = (slots, spec.kv_heads, size, spec.head_size)
-    return tuple(
-        tuple(Block(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(blocks))
-        for _ in range(spec.layers)
-    )
-
-
-def cache_length(cache: Cache) -> int:
-    """Positions that each slot of the cache can hold."""
-    return len(cache[0]) * cache[0][0].keys.shape[-1]
 
 
 def decode_step(
@@ -102,7 +71,7 @@ def decode_step(
         normed = _rms_norm(spec, layer.attention_norm, x_SD)
         query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
         query = constrain(query, SLOTS, TENSOR)
-        blocks = _write(blocks, key, value, positions_S)
+        blocks = write(blocks, key, value, positions_S)
         written.append(blocks)
         attended = attend(query, blocks, positions_S, longest, shared)
         x_SD = constrain(_after_attention(spec, layer, x_SD, attended, adapter_S), SLOTS)
@@ -197,32 +166,6 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-def _write(
-    blocks: tuple[Block, ...], key_SKH: Array, value_SKH: Array, positions_S: Array
-) -> tuple[Block, ...]:
-    """Put each slot's key and value at its position; positions outside a block are dropped."""
-    size = blocks[0].keys.shape[-1]
-    written = []
-    for index, block in enumerate(blocks):
-        at = positions_S - index * size
-        # negative indices would count from the end, so they are sent past it instead
-        at = jnp.where(at < 0, size, at)
-        written.append(_spread(jax.vmap(_write_one)(block, key_SKH, value_SKH, at)))
-    return tuple(written)
-
-
-def _write_one(block: Block, key_KH: Array, value_KH: Array, at: Array) -> Block:
-    """Block of a slot, with a key and a value at position `at`."""
-    keys = block.keys.at[:, :, at].set(key_KH, mode="drop", unique_indices=True)
-    values = block.values.at[:, at].set(value_KH, mode="drop", unique_indices=True)
-    return Block(keys, values)
-
-
-def _spread(block: Block) -> Block:
-    """Spread a cache over a mesh: slots over data and fsdp, heads over tensor."""
-    return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
-
-
 def _after_attention(
     spec: DecoderSpec, layer: Layer, x: Array, attended: Array, adapter_N: Array | None
 ) -> Array:
@@ -296,7 +239,7 @@ def prefill(
 
     # `rows` is traced: any number of prompts is one program, and empty tiles are not run
     buffer = jax.lax.fori_loop(0, -(-rows // tile), body, buffer)
-    return _copy_in(cache, buffer, source_S, R)
+    return copy_in(cache, buffer, source_S, R)
 
 
 class Pieces(NamedTuple):
@@ -353,27 +296,12 @@ def _extend_step(
         normed = _rms_norm(spec, layer.attention_norm, x_MD)
         query, key, value = _project(spec, layer, normed, cos_MH, sin_MH, adapter_M)
         # all pieces before any attention: a later piece of a slot reads an earlier one of this step
-        blocks = _write_at(blocks, key, value, slot_M, positions_M)
+        blocks = write_at(blocks, key, value, slot_M, positions_M)
         written.append(blocks)
         # the cache needs the last layer's keys and values, but not its output
         if index < spec.layers - 1:
             attended = attend_pieces(query, blocks, slot_N, positions_M)
             x_MD = _after_attention(spec, layer, x_MD, attended, adapter_M)
-    return tuple(written)
-
-
-def _write_at(
-    blocks: tuple[Block, ...], key_MKH: Array, value_MKH: Array, slot_M: Array, positions_M: Array
-) -> tuple[Block, ...]:
-    """Put keys and values at positions of slots; positions outside a block are dropped."""
-    size = blocks[0].keys.shape[-1]
-    written = []
-    for index, block in enumerate(blocks):
-        at = positions_M - index * size
-        at = jnp.where(at < 0, size, at)  # as in `_write`
-        keys = block.keys.at[slot_M, :, :, at].set(key_MKH, mode="drop")
-        values = block.values.at[slot_M, :, at].set(value_MKH, mode="drop")
-        written.append(Block(keys, values))
     return tuple(written)
 
 
@@ -459,46 +387,3 @@ def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -
         return attend(0).reshape(R, P, K * G * H)
     tiles = jax.lax.map(attend, jnp.arange(0, P, size))
     return jnp.moveaxis(tiles, 0, 1).reshape(R, P, K * G * H)
-
-
-def _copy_in(
-    cache: Cache, buffer: tuple[tuple[Array, Array], ...], source_S: Array, rows: int
-) -> Cache:
-    """Write prompt `source_S[s]` < `rows` into each slot s, one slot after the other.
-
-    All at once would first gather what is to be written: as much memory as the cache itself.
-    """
-    size, length = cache[0][0].keys.shape[-1], buffer[0][0].shape[-1]
-    taken_S = source_S < rows
-    # slots that take a prompt come first, so that the loop is over them alone
-    first_S = jnp.argsort(~taken_S)
-
-    def body(index, cache):
-        seq_slot = first_S[index]
-        source = source_S[seq_slot]
-        return tuple(
-            tuple(
-                _copy_block(block, keys, values, number * size, source, seq_slot)
-                if number * size < length
-                else block
-                for number, block in enumerate(blocks)
-            )
-            for blocks, (keys, values) in zip(cache, buffer, strict=True)
-        )
-
-    cache = jax.lax.fori_loop(0, jnp.sum(taken_S), body, cache)
-    return tuple(tuple(_spread(block) for block in blocks) for blocks in cache)
-
-
-def _copy_block(
-    block: Block, keys: Array, values: Array, start: int, source: Array, seq_slot: Array
-) -> Block:
-    """A block in which the slot has the prompt's positions from `start` on; others untouched."""
-    stop = start + min(block.keys.shape[-1], keys.shape[-1] - start)
-    one_keys = jax.lax.dynamic_slice_in_dim(keys[..., start:stop], source, 1)
-    one_values = jax.lax.dynamic_slice_in_dim(values[:, :, start:stop], source, 1)
-    update = jax.lax.dynamic_update_slice
-    return Block(
-        update(block.keys, one_keys, (seq_slot, 0, 0, 0)),
-        update(block.values, one_values, (seq_slot, 0, 0, 0)),
-    )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import SlotInputs
-from marin_rl.inference.decoder import Cache
+from marin_rl.inference.kv_cache import Cache
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms

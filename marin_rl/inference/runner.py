@@ -30,7 +30,6 @@ from marin_rl.cpu_streams import (
     side_by_side,
 )
 from marin_rl.errors import InputError
-from marin_rl.inference import decoder
 from marin_rl.inference.adapters import (
     AdapterBank,
     Bank,
@@ -49,8 +48,8 @@ from marin_rl.inference.batch_invariance import (
     invariance_of,
     random_weights,
 )
-from marin_rl.inference.decoder import Cache
 from marin_rl.inference.generation import PromptScores
+from marin_rl.inference.kv_cache import Cache, cache_length, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import prompt_scores, score_tokens
 from marin_rl.inference.pieces import Extension, packed, piece_size
@@ -139,7 +138,7 @@ class Runner:
         self._mlp_width = model.config.intermediate_dim
         self._own = own_layout(weights.layers)
         shapes = self._shapes()
-        self.length = decoder.cache_length(shapes.cache)
+        self.length = cache_length(shapes.cache)
         self.buckets = _buckets(self.length)
         self._rotary = self.put(rotary_table(model, self.length))
         self.invariance = UNPROVEN
@@ -505,7 +504,7 @@ class Runner:
 
     def _empty_cache(self) -> Cache:
         slots, length = self.lanes.size, self._context_length
-        cache = decoder.empty_cache(self.spec, slots, length, self._dtype)
+        cache = empty_cache(self.spec, slots, length, self._dtype)
         return self._placement.place(cache, SLOTS, TENSOR)
 
 

@@ -29,7 +29,7 @@ from marin_rl.inference.batch_invariance import (
     random_weights,
     recorded_proofs,
 )
-from marin_rl.inference.decoder import BLOCK_MIN
+from marin_rl.inference.kv_cache import BLOCK_MIN
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.weights import DecoderSpec
 

@@ -15,9 +15,9 @@ from support.models import tiny_model
 
 from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
 from marin_rl.inference.attention import SHARE
-from marin_rl.inference.decoder import BLOCK_MIN
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest
+from marin_rl.inference.kv_cache import BLOCK_MIN
 
 pytestmark = pytest.mark.bits
 

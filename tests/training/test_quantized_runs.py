@@ -11,7 +11,8 @@ from marin_rl.analysis.lineage import Lineage, add_policy
 from marin_rl.analysis.status import run_status
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
-from marin_rl.inference.decoder import decode_step, empty_cache, hidden_states
+from marin_rl.inference.decoder import decode_step, hidden_states
+from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.programs import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
 from marin_rl.lora import LoraSpec, policy_digest
