@@ -20,7 +20,7 @@ from flows.connection import has_temporary_api
 from flows.reports import reporting
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_code
-from marin_rl.doctor import BEFORE_A_RUN, Check, preflight
+from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.dialogue_cache import as_begun
 from marin_rl.runtime import release

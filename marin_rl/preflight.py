@@ -9,21 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from marin_rl.config import Config
-from marin_rl.doctor import (
-    Check,
-    canary,
-    demonstrations,
-    endpoints,
-    environment,
-    loss,
-    pairs,
-    preflight,
-    prompts,
-    storage,
-    tokenizer,
-    tools,
-    trials,
-)
+from marin_rl.doctor.checks import Check, preflight
+from marin_rl.doctor.data import demonstrations, environment, pairs, storage
+from marin_rl.doctor.policy import canary, loss, prompts, tokenizer, tools
+from marin_rl.doctor.rewards import trials
+from marin_rl.doctor.surroundings import endpoints
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import InputError
 from marin_rl.machine import share_one_heap

@@ -6,15 +6,9 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor import (
-    ALL,
-    BEFORE_A_REWARD_MODEL,
-    TRIALS,
-    examine,
-    preflight,
-    reward,
-    storage,
-)
+from marin_rl.doctor.checks import ALL, BEFORE_A_REWARD_MODEL, examine, preflight
+from marin_rl.doctor.data import storage
+from marin_rl.doctor.rewards import TRIALS, reward
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 from marin_rl.cli import COMMANDS, app
 from marin_rl.commands.init import TEMPLATES
 from marin_rl.config import load_config
-from marin_rl.doctor import rendered, trials
+from marin_rl.doctor.policy import rendered
+from marin_rl.doctor.rewards import trials
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.preflight import before_engines

@@ -11,9 +11,10 @@ from support.run_factories import evaluate, whole_run
 from support.scripted_policies import write_tokenizer
 from support.templates import QWEN
 
-from marin_rl import doctor
 from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
+from marin_rl.doctor.checks import examine
+from marin_rl.doctor.policy import tools
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
 from marin_rl.preflight import before_engines, before_evaluation, finished
 from marin_rl.serving.text.detokenizer import Detokenizer
@@ -292,10 +293,10 @@ def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: P
     config = load_config(tmp_path / "run.yaml", overrides)
     with pytest.raises(InputError, match="offers the tools look, but the policy's chat template"):
         before_engines(config, "rl-loop")
-    (finding,) = doctor.examine(config, [("tools", doctor.tools)])
+    (finding,) = examine(config, [("tools", tools)])
     assert not finding.passed
     write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
     overrides.append(f"policy.tokenizer={tmp_path}/tokenizer")
     carried = load_config(tmp_path / "run.yaml", overrides)
-    assert doctor.tools(carried) == "the chat template carries look"
-    assert doctor.tools(debug(tmp_path)) == "none that are known before an episode starts"
+    assert tools(carried) == "the chat template carries look"
+    assert tools(debug(tmp_path)) == "none that are known before an episode starts"

@@ -47,7 +47,7 @@ def doctor(
 
     Also the tokenizer, the environment and Prefect; a line says what to fix.
     """
-    from marin_rl.doctor import examine
+    from marin_rl.doctor.checks import examine
 
     failed = False
     changes = [*(overrides or ()), *key_named(api_key_variable)]

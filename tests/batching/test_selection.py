@@ -25,7 +25,7 @@ from support.run_factories import (
 from marin_rl.batching.build import build_round, further_shards
 from marin_rl.batching.selection import shards_missing
 from marin_rl.config import parse_config, pin_code
-from marin_rl.doctor import group_filter
+from marin_rl.doctor.data import group_filter
 from marin_rl.errors import ConfigError
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_dispositions

@@ -9,7 +9,7 @@ from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor import reward
+from marin_rl.doctor.rewards import reward
 from marin_rl.environments.checks import environment_of
 from marin_rl.rollouts.generate import examples_of
 from marin_rl.rollouts.replay import replay_rollouts

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from marin_rl.doctor import preflight
+from marin_rl.doctor.checks import preflight
 from marin_rl.environments.checks import make_environment
 from marin_rl.errors import InputError
 from marin_rl.preflight import BEFORE_ENGINES

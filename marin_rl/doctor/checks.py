@@ -1,0 +1,78 @@
+"""The checks by their names, and runs of them: all with a finding each, or up to the first failure.
+
+A check is a function of the configuration that returns a line of text or raises an error of our
+tree. `marin-rl doctor` runs all of them and goes on after a failure; `preflight` runs the cheap
+ones, in order, at the start of every flow and stops at the first. What needs neither Prefect nor
+JAX is checked before that (`marin_rl.preflight`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from marin_rl.config import Config
+from marin_rl.doctor.data import (
+    data,
+    environment,
+    group_filter,
+    pairs,
+    reward_model,
+    storage,
+)
+from marin_rl.doctor.policy import canary, loss, model, prompts, tokenizer, tools
+from marin_rl.doctor.rewards import reward
+from marin_rl.doctor.surroundings import devices, endpoints, machine, orchestrator
+from marin_rl.errors import MarinRLError
+
+Check = Callable[[Config], str]
+
+ALL: tuple[tuple[str, Check], ...] = (
+    ("storage root", storage),
+    ("environment", environment),
+    ("data", data),
+    ("tokenizer", tokenizer),
+    ("model", model),
+    ("prompts", prompts),
+    ("tools", tools),
+    ("canary", canary),
+    ("reward", reward),
+    ("loss", loss),
+    ("groups", group_filter),
+    ("devices", devices),
+    ("machine", machine),
+    ("endpoints", endpoints),
+    ("reward model", reward_model),
+    ("Prefect API", orchestrator),
+)
+
+BEFORE_A_RUN: tuple[Check, ...] = (
+    storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss, group_filter,
+)  # fmt: skip
+BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Outcome of one check; `detail` is its result, or the error with its remedy."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterator[Finding]:
+    """Run every check, also after failures; a finding each, and one cause is explained once."""
+    explained: dict[str, str] = {}
+    for name, check in checks:
+        try:
+            yield Finding(name=name, passed=True, detail=check(config))
+        except MarinRLError as error:
+            detail = f"{type(error).__name__}: {error}"
+            first = explained.setdefault(detail, name)
+            shown = detail if first == name else f"the same error as {first}"
+            yield Finding(name=name, passed=False, detail=shown)
+
+
+def preflight(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> None:
+    """Raise the error of the first check that fails, before any work is done."""
+    for check in checks:
+        check(config)

@@ -1,0 +1,134 @@
+"""Checks of the policy: tokenizer, model, prompts that fit, tools in its template, own losses."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from marin_rl.config import Config
+from marin_rl.errors import InputError
+from marin_rl.types import Example, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from marin_rl.tokenizer_files import FileTokenizer
+
+PROMPTS_CHECKED_MAX = 64
+
+
+def tokenizer(config: Config) -> str:
+    """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
+    from marin_rl.planning import architecture_of
+    from marin_rl.tokenizer_files import check_vocabulary
+    from marin_rl.tokenizers import tokenizer_for
+
+    built = tokenizer_for(config.policy)
+    sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
+    architecture = architecture_of(config)
+    if architecture is not None and not sized_by_tokenizer:
+        check_vocabulary(built, architecture.vocab_size)
+    return f"{len(built)} ids, chat template present"
+
+
+def model(config: Config) -> str:
+    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
+    from marin_rl.planning import architecture_of
+
+    if config.policy.hf_path is not None:
+        from marin_rl.hf_settings import check_hf_folder
+
+        check_hf_folder(config.policy.hf_path)
+    architecture = architecture_of(config)
+    if architecture is None:
+        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
+    return f"{architecture.parameters / 1e6:,.2f}M parameters"
+
+
+def prompts(config: Config) -> str:
+    """Check that the first round's prompts and a completion fit the context."""
+    longest, count = 0, min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
+    examples = first_examples(config, count)
+    for example, (_, length) in zip(examples, rendered(config, examples), strict=True):
+        room = config.policy.context_length - config.sampling.max_tokens
+        if length > room:
+            raise InputError(
+                f"the prompt of {example.example_id} has {length} tokens, but "
+                f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
+                f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other"
+            )
+        longest = max(longest, length)
+    return f"longest of {len(examples)} prompts: {longest} tokens"
+
+
+def tools(config: Config) -> str:
+    """Check that the policy's chat template carries the tools that episodes offer."""
+    from marin_rl.environments.checks import environment_of
+    from marin_rl.environments.episode import OffersTools
+    from marin_rl.environments.mixture import parts_of
+
+    names: list[str] = []
+    for part in parts_of(environment_of(config), config.environment):
+        if isinstance(part.environment, OffersTools):
+            # imports transformers
+            from marin_rl.rollouts.tool_turns import ToolTurns
+
+            offered = part.environment.tools_offered()
+            ToolTurns(config.policy, part.config).check(offered)
+            names += (tool["function"]["name"] for tool in offered)
+    if not names:
+        return "none that are known before an episode starts"
+    return f"the chat template carries {', '.join(names)}"
+
+
+def canary(config: Config) -> str:
+    """Check that the context has room for the canary, which proves each round's weights."""
+    from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_TOKENS
+
+    ((_, length),) = rendered_by(config, [CANARY_PROMPT])
+    if length + CANARY_TOKENS > config.policy.context_length:
+        raise InputError(
+            f"policy.context_length ({config.policy.context_length}) has no room for the canary, "
+            f"a prompt of {length} tokens and {CANARY_TOKENS} sampled ones that proves before each "
+            f"round which weights are served: expected at least {length + CANARY_TOKENS}"
+        )
+    return f"{length} tokens and {CANARY_TOKENS} sampled"
+
+
+def loss(config: Config) -> str:
+    """Check that a loss of the user's own has a finite value and gradient on a small batch."""
+    if config.objective.loss is None:
+        return f"surrogate {config.objective.surrogate}"
+    from marin_rl.training.custom_loss import check_loss
+
+    return check_loss(config.objective)
+
+
+def first_examples(config: Config, count: int) -> list[Example]:
+    """Return the first training examples of a run, those of its first round."""
+    from marin_rl.environments.checks import environment_of
+
+    built, seed = environment_of(config), config.environment.train_seed
+    return [built.example(seed, index, "train") for index in range(count)]
+
+
+def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int]]:
+    """Return the prompts of examples as the model sees them, each with its number of tokens."""
+    return rendered_by(config, [example.messages for example in examples])
+
+
+def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:
+    """Return conversations as the chat template writes them, each with its number of tokens."""
+    from marin_rl.batching.sequences import rendered_prompts
+
+    return rendered_prompts(_tokenizer_of(config), prompts)
+
+
+def _tokenizer_of(config: Config) -> "FileTokenizer | PreTrainedTokenizerBase":
+    """Return the policy's tokenizer, by its files alone where they say how it is built."""
+    from marin_rl.tokenizer_files import read_tokenizer
+
+    built = read_tokenizer(config.policy)
+    if built is not None:
+        return built
+    from marin_rl.tokenizers import tokenizer_for
+
+    return tokenizer_for(config.policy)

@@ -1,0 +1,132 @@
+"""Trials of the reward function: right and wrong answers of examples, scored as in a run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marin_rl.config import Config
+from marin_rl.doctor.event_loop import await_apart
+from marin_rl.doctor.policy import first_examples, rendered
+from marin_rl.errors import InputError, RewardFault
+from marin_rl.types import Example
+
+if TYPE_CHECKING:
+    from marin_rl.environments.scoring import Score, Scorer
+
+TRIALS = 3  # examples whose answers are scored
+TRIAL_COLUMNS = (34, 14, 6, 14, 6)  # characters
+WRONG_ANSWER = ""  # where no example has another answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """The prompt of an example as the model sees it, and the rewards of two answers.
+
+    `right` is the answer of the example, None where it has none; `wrong` is another answer.
+    """
+
+    prompt: str
+    right: str | None
+    right_reward: float | None
+    wrong: str
+    wrong_reward: float
+
+
+def trials(config: Config, count: int = TRIALS) -> list[Trial]:
+    """Render the first prompts, and score a right and a wrong answer of each as a run would.
+
+    Raises InputError where the reward function fails on one, or gives what is no reward.
+    """
+    from marin_rl.environments.checks import environment_of
+
+    examples = first_examples(config, count + 1)  # the last is for its answer alone
+    answers = [environment_of(config).demonstration(example) for example in examples]
+    result: list[Trial] = []
+    for place, (prompt, _) in enumerate(rendered(config, examples[:count])):
+        right, example = answers[place], examples[place]
+        others = [answer for answer in answers if answer not in (None, right)]
+        wrong = others[place % len(others)] if others else None
+        wrong = WRONG_ANSWER if wrong is None else wrong
+        rewards = _rewards(config, example, [wrong] if right is None else [wrong, right])
+        result.append(
+            Trial(
+                prompt=prompt,
+                right=right,
+                right_reward=None if right is None else rewards[-1],
+                wrong=wrong,
+                wrong_reward=rewards[0],
+            )
+        )
+    return result
+
+
+def reward(config: Config) -> str:
+    """Check that the reward function scores right answers of examples, and wrong ones."""
+    from marin_rl.environments.base import ScoresGroups
+    from marin_rl.environments.checks import environment_of
+    from marin_rl.environments.episode import HasEpisodes
+
+    built = environment_of(config)
+    if isinstance(built, HasEpisodes):
+        compared = isinstance(built, ScoresGroups) and built.scores_groups
+        by = "score_group compares the finished ones" if compared else "their steps, or the score"
+        by += "" if compared else " of a finished one, bring the reward"
+        verdict = f"episodes of several turns: {by}, and none is played here"
+        prompts = [prompt for prompt, _ in rendered(config, first_examples(config, TRIALS))]
+        return "\n".join([verdict, *(f"  {prompt!r:.76}" for prompt in prompts)])
+    tried = trials(config)
+    right = [f"{trial.right_reward:g}" for trial in tried if trial.right_reward is not None]
+    wrong = [f"{trial.wrong_reward:g}" for trial in tried]
+    if not right:
+        verdict = f"{', '.join(wrong)} for an empty completion; the examples have no answers"
+    else:
+        same = "; the reward does not tell them apart" if right == wrong else ""
+        verdict = f"{', '.join(right)} for right answers, {', '.join(wrong)} for wrong ones{same}"
+    rows = [("prompt", "right", "reward", "wrong", "reward"), *map(_cells, tried)]
+    return "\n".join([verdict, *("  " + _aligned(row) for row in rows)])
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    scored = "" if trial.right_reward is None else f"{trial.right_reward:.4g}"
+    right = "" if trial.right is None else repr(trial.right)
+    return (repr(trial.prompt), right, scored, repr(trial.wrong), f"{trial.wrong_reward:.4g}")
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    """Cut and pad the cells of a row to TRIAL_COLUMNS, 78 characters together."""
+    cut = (
+        text if len(text) <= width else f"{text[: width - 1]}…"
+        for text, width in zip(cells, TRIAL_COLUMNS, strict=True)
+    )
+    return " ".join(f"{t:<{w}}" for t, w in zip(cut, TRIAL_COLUMNS, strict=True)).rstrip()
+
+
+def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float]:
+    """Score completions in the worker that the run will use. Raises InputError for a fault."""
+    from marin_rl.environments.base import reward_of
+    from marin_rl.environments.checks import environment_of
+    from marin_rl.environments.mixture import part_for
+    from marin_rl.environments.scoring import scorer_for
+
+    part = part_for(environment_of(config), config.environment, example)
+    scorer = scorer_for(part.environment, part.config)
+    rewards: list[float] = []
+    by_group = await_apart(scorer.scores_groups)
+    calls = [completions] if by_group else [[text] for text in completions]
+    for completion, score in _scored(scorer, example, calls):
+        if isinstance(score, RewardFault):
+            raise InputError(
+                f"the reward function failed on the completion {completion[:80]!r} of the example "
+                f"{example.example_id}: {score}"
+            )
+        rewards.append(reward_of(score))
+    return rewards
+
+
+def _scored(
+    scorer: "Scorer", example: Example, calls: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, "Score"]]:
+    """Score call by call: after a failed one, which may take all its time, the next is spared."""
+    for call in calls:
+        scores = await_apart(lambda call=call: scorer.score(example, call))
+        yield from zip(call, scores, strict=True)
