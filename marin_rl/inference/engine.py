@@ -1,7 +1,8 @@
 """The embedded engine: many requests, one batch of fixed shape, a thread of its own.
 
 `Engine.submit` queues a request from any thread. The engine's own thread waits for work
-(`_wait_for_work`, which lets requests that come together arrive) and then takes a step (`_step`):
+(`_wait_for_work`, which lets requests that come together arrive) and then takes a step
+(`EngineStep`):
 
 1. `schedule` assigns waiting samples to free sequence slots, first come first served, and plans
    which prompts to run and which cached prefixes to copy (`scheduler`).
@@ -16,8 +17,9 @@
    `_emit` calls the listeners, and resolves the requests that are complete.
 
 New weights (`swap`) take the old ones' place between two steps, by a change of reference, and
-adapters are written into their bank there (`adapter_loads`). Leaves
-out what is computed (`runner` and what it calls) and HTTP.
+adapters are written into their bank there (`adapter_loads`). Leaves out the parts of a step
+(`engine_step`), how requests end (`in_flight`), what is computed (`runner` and what it calls) and
+HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
 request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine
@@ -28,31 +30,27 @@ or lanes, another instruction set or another size of XLA's thread pool are other
 last bits may differ.
 """
 
-import logging
-import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.adapter_loads import AdapterLoads
-from marin_rl.inference.attention import SHARE
-from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
+from marin_rl.inference.batch import Job, RunningBatch
 from marin_rl.inference.batch_invariance import Invariance
+from marin_rl.inference.engine_stats import EngineStats
+from marin_rl.inference.engine_step import EngineStep
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.in_flight import InFlight
 from marin_rl.inference.logits_state import ExtraRows
-from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
-from marin_rl.inference.scheduler import JobQueue, RequestBounds, Schedule, schedule
+from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
 
 # An idle engine waits for more requests, which come close together, until none came for QUIET_S,
@@ -62,46 +60,6 @@ GATHER_S = 0.05
 
 # Seconds that an engine without work keeps its fused copy of the weights for the next request.
 COPY_KEPT_S = 1.0
-
-# While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
-# prefill would make the running sequences wait.
-PREFILL_CHUNKS = 4
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the start; durations in seconds.
-
-    `tokens` were sampled and kept, `slot_steps` are the steps of all sequence slots, empty ones
-    too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error. Of
-    prompts, `prefilled_tokens` were computed and `cached_tokens` read from what earlier requests
-    left, by `continued_prompts`; `evicted_prefixes` were left, and lost to other requests.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    chunks: int = 0
-    slot_steps: int = 0
-    busy_slot_steps: int = 0
-    prefilled_prompts: int = 0
-    copied_prompts: int = 0
-    scored_prompts: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    continued_prompts: int = 0
-    evicted_prefixes: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    swaps: int = 0
-    cancelled: int = 0
-    failed: int = 0
-
-    def snapshot(self) -> "EngineStats":
-        """The counts as they are now; safe from any thread."""
-        return replace(self)
 
 
 class VersionInUse(InferenceError):
@@ -149,13 +107,19 @@ class Engine:
         self._batch = RunningBatch(
             config.slots, self.spec.vocabulary, decode, extras, has_adapters=has_adapters
         )
-        self._queue = JobQueue()
-        # requests whose futures are not resolved yet, queued or running
-        self._in_flight: dict[Job, None] = {}
-        self._chunk_tokens = config.slots * config.chunk_steps
-        self._some_cancelled = False
         self._changed = threading.Condition()
-        self.adapters = AdapterLoads(runner.bank, runner.bank_sizes, self._changed, self._in_flight)
+        self._in_flight = InFlight(self._batch, self._changed, self.stats)
+        self._steps = EngineStep(
+            runner,
+            self._batch,
+            self._in_flight,
+            self.stats,
+            chunk_steps=config.chunk_steps,
+            slots=config.slots,
+        )
+        self.adapters = AdapterLoads(
+            runner.bank, runner.bank_sizes, self._changed, self._in_flight.jobs
+        )
         self._closing = False
         self._paused = False
         self._in_step = False
@@ -178,7 +142,7 @@ class Engine:
     def queued(self) -> int:
         """Samples that wait for a sequence slot."""
         with self._changed:
-            return self._queue.waiting
+            return self._in_flight.queue.waiting
 
     @property
     def slots(self) -> int:
@@ -243,22 +207,12 @@ class Engine:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             job.adapter = self.adapters.get(request.adapter)
-            self._queue.append(job)
-            self._in_flight[job] = None
+            self._in_flight.add(job)
             # the caches are wanted again: a sleep that was asked for before this request is void
             self._sleep_requested = False
-            self.stats.requests += 1
-            self.stats.prompt_tokens += len(request.prompt_ids)
             self._changed.notify_all()
-        job.future.add_done_callback(self._note_cancelled)
+        job.future.add_done_callback(self._in_flight.note_cancelled)
         return job.future
-
-    def _note_cancelled(self, future: "Future[GenerationResult]") -> None:
-        # assigned and never or-ed: `|=` reads first, and could undo another thread's assignment
-        if future.cancelled():
-            with self._changed:
-                self._some_cancelled = True
-                self._changed.notify_all()
 
     def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> None:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
@@ -281,8 +235,7 @@ class Engine:
         ours, theirs = policy.parameters_digest, old.parameters_digest
         if policy.weight_version != old.weight_version or ours == theirs:
             return
-        # a copy: the engine's thread removes those that end
-        if any(job.started_at for job in list(self._in_flight)):
+        if self._in_flight.started:
             raise VersionInUse(
                 f"requests are running on other weights of version {old.weight_version} (expected "
                 f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
@@ -342,7 +295,7 @@ class Engine:
         To be called before the first request: it uses the cache that the engine's thread owns.
         """
         with self._changed:
-            assert not self._queue
+            assert not self._in_flight.queue
             assert self._batch.active == 0
             # under the lock, so that the engine's thread begins no step on the same caches
             self._runner.warm_up(self._policy, self._batch.inputs, self._batch.extras)
@@ -369,16 +322,16 @@ class Engine:
                 self._closing = True
                 self._in_step = False
                 self._changed.notify_all()
-                self._fail(list(self._in_flight), "the engine was closed")
+                self._in_flight.fail(list(self._in_flight.jobs), "the engine was closed")
                 self.adapters.close()
 
     def _wait_for_work(self) -> bool:
         """Wait for requests, and for the end of a pause; False once the engine closes."""
         with self._changed:
             while not self._closing:
-                self._drop_cancelled()
+                self._in_flight.drop_cancelled()
                 self.adapters.write()
-                if self._paused or not (self._queue or self._batch.active):
+                if self._paused or not (self._in_flight.queue or self._batch.active):
                     self._idle()
                     continue
                 if self._batch.active == 0:
@@ -412,211 +365,24 @@ class Engine:
         deadline = time.monotonic() + GATHER_S
         seen, slots = 0, self._config.slots
         while not self._closing and seen < slots and time.monotonic() < deadline:
-            waiting = self._queue.waiting
+            waiting = self._in_flight.queue.waiting
             if waiting == seen:
                 return
             seen = waiting
             # woken by every arrival, so the wait is for QUIET_S without one
             while seen < slots and self._changed.wait(QUIET_S) and time.monotonic() < deadline:
-                seen = self._queue.waiting
+                seen = self._in_flight.queue.waiting
 
     def _step(self) -> None:
         """Take one step, as described at the head of this module."""
         # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
             policy = self._policy
-            self._drop_cancelled()
+            self._in_flight.drop_cancelled()
             # before anything is planned: requests may wait for what is written here
             self.adapters.write()
-            busy, tokens = self._batch.active > 0, PREFILL_CHUNKS * self._chunk_tokens
-            budget = tokens if busy else math.inf
-            lanes, bucket = self._runner.lanes, self._runner.bucket
-            keeps = self._runner.keeps_prefixes
             if self._reset_prefixes:
                 self._batch.forget_prefixes()
                 self._reset_prefixes = False
-            plan = schedule(
-                self._queue,
-                self._batch,
-                lanes,
-                policy.key,
-                bucket,
-                budget,
-                keeps_prefixes=keeps,
-            )
-        self._notify_scheduled(plan, policy)
-        try:
-            self._score(policy, [job for job in plan.to_score if not job.ended])
-            self._prefill(policy, plan)
-            for job, error in self._batch.constrain():
-                self._fail([job], "its constraint failed", error)
-            if self._batch.active == 0:
-                return
-            chunk = self._decode(policy)
-            self._refuse_nonfinite(chunk)
-            added = self._batch.advance(chunk, policy.key if keeps else None)
-            self._emit(added, policy)
-        except jax.errors.JaxRuntimeError as error:
-            _log.exception("a chunk failed on the device; its requests fail")
-            with self._changed:
-                started = [job for job in self._in_flight if job.started_at]
-            self._fail(started, "the device failed", error)
-            # the failed program was given the caches to overwrite, so they are lost
-            self._batch.forget_prefixes()
-            self._runner.start_over()
-
-    def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
-        """Call `on_scheduled` of every request that the step begins work for."""
-        for job in dict.fromkeys((*plan.to_score, *plan.jobs)):
-            if job.on_scheduled is None or job.future.cancelled():
-                continue
-            try:
-                job.on_scheduled(policy.with_adapter(job.adapter))
-            except Exception as error:  # noqa: BLE001 - a callback of the caller
-                self._fail([job], "it was refused when it got a slot", error)
-
-    def _emit(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
-        """Call the listeners with the new tokens, and resolve finished requests."""
-        for job, delta in added:
-            self.stats.tokens += len(delta.token_ids)
-            if job.on_delta is None or job.ended or job.future.cancelled():
-                continue
-            try:
-                job.on_delta(delta)
-            except Exception as error:  # noqa: BLE001 - a callback of the caller
-                _log.exception("a request's on_delta failed: the request fails")
-                self._fail([job], "its listener failed", error)
-        # after every listener: a future never resolves before its last delta was delivered
-        for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
-            if len(job.finished) == job.request.n and not job.ended:
-                self._finish(job, policy)
-
-    def _drop_cancelled(self) -> None:
-        if not self._some_cancelled:
-            return
-        self._some_cancelled = False
-        jobs = dict.fromkeys((*self._batch.jobs(), *self._queue))
-        cancelled = [job for job in jobs if job.future.cancelled()]
-        self._queue.discard(cancelled)
-        for job in cancelled:
-            self._batch.release(job)
-            self._end(job)
-
-    def _score(self, policy: Policy, jobs: list[Job]) -> None:
-        """Score prompts, and finish the jobs that want nothing else."""
-        for job in jobs:
-            self._score_prompt(policy, job)
-            if job.request.sampling.max_tokens == 0:
-                job.prefilled_at = time.monotonic()
-                job.finished = {
-                    index: RunningSequence(job=job, index=index, finish_reason="length")
-                    for index in range(job.request.n)
-                }
-                self._finish(job, policy)
-
-    def _score_prompt(self, policy: Policy, job: Job) -> None:
-        request = job.request
-        job.prompt_scores = self._runner.score(
-            policy, request.prompt_ids, request.top_logprobs, job.row
-        )
-        job.scored_by = policy.key
-        self.stats.scored_prompts += 1
-
-    def _prefill(self, policy: Policy, plan: Schedule) -> None:
-        """Run each new prompt once in a lane, and copy its cache to where else it starts."""
-        started = time.monotonic()
-        if plan.prompts:
-            self._runner.prefill(policy, plan.prompts, self._batch.inputs.adapter_S)
-            prompts = [ids for own in plan.prompts.values() for ids, _ in own]
-            self.stats.prefilled_prompts += len(prompts)
-            self.stats.prefilled_tokens += sum(map(len, prompts))
-        if plan.extensions:
-            self._runner.extend(policy, plan.extensions, self._batch.inputs.adapter_S)
-            self.stats.prefilled_prompts += len(plan.extensions)
-            self.stats.prefilled_tokens += sum(len(one.token_ids) for one in plan.extensions)
-        self.stats.cached_tokens += plan.cached_tokens
-        self.stats.continued_prompts += plan.continued
-        self.stats.evicted_prefixes = self._batch.evictions
-        if plan.copies:
-            self._runner.copy(plan.copies)
-            self.stats.copied_prompts += len(plan.copies)
-        if plan.jobs:
-            # JAX only queues the work: without this the prefill would count as time of decoding
-            self._runner.wait()
-        now = time.monotonic()
-        self.stats.prefill_s += now - started
-        for job in plan.jobs:
-            # samples may be scheduled in several steps: the first one's time counts
-            job.prefilled_at = job.prefilled_at or now
-
-    def _decode(self, policy: Policy) -> Chunk:
-        started = time.monotonic()
-        extras = self._batch.extras
-        # a constraint's mask holds for one token
-        steps = 1 if extras.constrained else self._config.chunk_steps
-        waiting = min(self._queue.waiting, self._config.slots)
-        shared = self._batch.shared_positions(SHARE) if self.sharing else 0
-        limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
-        chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
-        self.stats.decode_s += time.monotonic() - started
-        self.stats.chunks += 1
-        self.stats.slot_steps += chunk.slot_steps
-        self.stats.busy_slot_steps += int(chunk.counts_S.sum())
-        return chunk
-
-    def _refuse_nonfinite(self, chunk: Chunk) -> None:
-        """Fail requests whose logits are not finite, and remove what they left in the cache."""
-        bad = np.flatnonzero(~self._batch.finite(chunk))
-        if len(bad) == 0:
-            return
-        # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in
-        # the slot would fail too
-        _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
-        jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
-        self._fail([job for job in jobs if job is not None], "the model's logits are not finite")
-        self._batch.forget_prefixes()
-        self._runner.forget_nonfinite()
-
-    def _fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
-        """Fail requests. A library's error is the cause, not the message: it may name files."""
-        with self._changed:
-            self._queue.discard(jobs)
-        for job in jobs:
-            self._batch.release(job)
-            if self._end(job):
-                self.stats.failed += 1
-                failure = InferenceError(message)
-                failure.__cause__ = cause
-                job.future.set_exception(failure)
-
-    def _finish(self, job: Job, policy: Policy) -> None:
-        if job.request.score_prompt and job.scored_by is not policy.key:
-            self._score_prompt(policy, job)  # scores in the result are by the weights it names
-        now = time.monotonic()
-        policy = policy.with_adapter(job.adapter)
-        version = policy.weight_version
-        result = GenerationResult(
-            samples=tuple(running.sample(version) for _, running in sorted(job.finished.items())),
-            weight_version=version,
-            parameters_digest=policy.parameters_digest,
-            adapter_name=policy.adapter_name,
-            queue_s=job.started_at - job.submitted_at,
-            prefill_s=job.prefilled_at - job.started_at,
-            decode_s=now - job.prefilled_at,
-            prompt_scores=job.prompt_scores,
-            cached_tokens=job.cached_tokens,
-        )
-        if self._end(job):
-            job.future.set_result(result)
-
-    def _end(self, job: Job) -> bool:
-        """Mark a job as ended; True if its future is to be resolved: once, unless cancelled."""
-        if job.ended:
-            return False
-        job.ended = True
-        self._in_flight.pop(job, None)
-        # from here on the future cannot be cancelled, so its result can be set without a race
-        if job.future.set_running_or_notify_cancel():
-            return True
-        self.stats.cancelled += 1
-        return False
+            plan = self._steps.plan(policy)
+        self._steps.run(plan, policy)

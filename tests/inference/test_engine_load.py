@@ -10,7 +10,8 @@ from support.engines import bits, engine_of, prompt_of, request_of, result_of
 from support.models import VOCABULARY, tiny_model
 
 from marin_rl.config import EngineConfig
-from marin_rl.inference.engine import Engine, EngineStats
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.types import Sampling
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from marin_rl.inference.adapter_loads import AdapterStats
 from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.engine import EngineStats
+from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.serving.http.access_log import RequestRecord
 
 METRICS_ROUTE = "/metrics"

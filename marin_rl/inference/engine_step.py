@@ -1,0 +1,203 @@
+"""Steps of an engine: what each one schedules, computes and hands out.
+
+Owns the order within a step: prompts that are scored, prompts that are prefilled or copied, a chunk
+of decoding, tokens that listeners get, requests that are complete. Leaves out when a step is taken,
+and by which weights (`engine`), the programs (`runner`), and sequences (`batch`). Used by the
+engine's thread alone.
+"""
+
+import logging
+import math
+import time
+
+import jax
+import numpy as np
+
+from marin_rl.inference.attention import SHARE
+from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
+from marin_rl.inference.engine_stats import EngineStats
+from marin_rl.inference.generation import Delta, GenerationResult
+from marin_rl.inference.in_flight import InFlight
+from marin_rl.inference.programs import Limits
+from marin_rl.inference.runner import Policy, Runner
+from marin_rl.inference.scheduler import Schedule, schedule
+
+# While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
+# prefill would make the running sequences wait.
+PREFILL_CHUNKS = 4
+
+_log = logging.getLogger(__name__)
+
+
+class EngineStep:
+    """A step of an engine with chunks of `chunk_steps` steps at most."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        batch: RunningBatch,
+        in_flight: InFlight,
+        stats: EngineStats,
+        *,
+        chunk_steps: int,
+        slots: int,
+    ) -> None:
+        self._runner, self._batch, self._in_flight = runner, batch, in_flight
+        self._stats = stats
+        self._chunk_steps, self._slots = chunk_steps, slots
+
+    def plan(self, policy: Policy) -> Schedule:
+        """Assign waiting samples to free sequence slots. Under the lock of the requests."""
+        tokens = PREFILL_CHUNKS * self._slots * self._chunk_steps
+        return schedule(
+            self._in_flight.queue,
+            self._batch,
+            self._runner.lanes,
+            policy.key,
+            self._runner.bucket,
+            tokens if self._batch.active > 0 else math.inf,
+            keeps_prefixes=self._runner.keeps_prefixes,
+        )
+
+    def run(self, plan: Schedule, policy: Policy) -> None:
+        """Compute what is planned, then a chunk of all sequences, and hand out its tokens."""
+        self._notify_scheduled(plan, policy)
+        try:
+            self._score(policy, [job for job in plan.to_score if not job.ended])
+            self._prefill(policy, plan)
+            for job, error in self._batch.constrain():
+                self._in_flight.fail([job], "its constraint failed", error)
+            if self._batch.active == 0:
+                return
+            chunk = self._decode(policy)
+            self._refuse_nonfinite(chunk)
+            added = self._batch.advance(chunk, policy.key if self._runner.keeps_prefixes else None)
+            self._emit(added, policy)
+        except jax.errors.JaxRuntimeError as error:
+            _log.exception("a chunk failed on the device; its requests fail")
+            self._in_flight.fail(self._in_flight.started, "the device failed", error)
+            # the failed program was given the caches to overwrite, so they are lost
+            self._batch.forget_prefixes()
+            self._runner.start_over()
+
+    def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
+        """Call `on_scheduled` of every request that the step begins work for."""
+        for job in dict.fromkeys((*plan.to_score, *plan.jobs)):
+            if job.on_scheduled is None or job.future.cancelled():
+                continue
+            try:
+                job.on_scheduled(policy.with_adapter(job.adapter))
+            except Exception as error:  # noqa: BLE001 - a callback of the caller
+                self._in_flight.fail([job], "it was refused when it got a slot", error)
+
+    def _emit(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
+        """Call the listeners with the new tokens, and resolve finished requests."""
+        for job, delta in added:
+            self._stats.tokens += len(delta.token_ids)
+            if job.on_delta is None or job.ended or job.future.cancelled():
+                continue
+            try:
+                job.on_delta(delta)
+            except Exception as error:  # noqa: BLE001 - a callback of the caller
+                _log.exception("a request's on_delta failed: the request fails")
+                self._in_flight.fail([job], "its listener failed", error)
+        # after every listener: a future never resolves before its last delta was delivered
+        for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
+            if len(job.finished) == job.request.n and not job.ended:
+                self._finish(job, policy)
+
+    def _score(self, policy: Policy, jobs: list[Job]) -> None:
+        """Score prompts, and finish the jobs that want nothing else."""
+        for job in jobs:
+            self._score_prompt(policy, job)
+            if job.request.sampling.max_tokens == 0:
+                job.prefilled_at = time.monotonic()
+                job.finished = {
+                    index: RunningSequence(job=job, index=index, finish_reason="length")
+                    for index in range(job.request.n)
+                }
+                self._finish(job, policy)
+
+    def _score_prompt(self, policy: Policy, job: Job) -> None:
+        request = job.request
+        job.prompt_scores = self._runner.score(
+            policy, request.prompt_ids, request.top_logprobs, job.row
+        )
+        job.scored_by = policy.key
+        self._stats.scored_prompts += 1
+
+    def _prefill(self, policy: Policy, plan: Schedule) -> None:
+        """Run each new prompt once in a lane, and copy its cache to where else it starts."""
+        started = time.monotonic()
+        if plan.prompts:
+            self._runner.prefill(policy, plan.prompts, self._batch.inputs.adapter_S)
+            prompts = [ids for own in plan.prompts.values() for ids, _ in own]
+            self._stats.prefilled_prompts += len(prompts)
+            self._stats.prefilled_tokens += sum(map(len, prompts))
+        if plan.extensions:
+            self._runner.extend(policy, plan.extensions, self._batch.inputs.adapter_S)
+            self._stats.prefilled_prompts += len(plan.extensions)
+            self._stats.prefilled_tokens += sum(len(one.token_ids) for one in plan.extensions)
+        self._stats.cached_tokens += plan.cached_tokens
+        self._stats.continued_prompts += plan.continued
+        self._stats.evicted_prefixes = self._batch.evictions
+        if plan.copies:
+            self._runner.copy(plan.copies)
+            self._stats.copied_prompts += len(plan.copies)
+        if plan.jobs:
+            # JAX only queues the work: without this the prefill would count as time of decoding
+            self._runner.wait()
+        now = time.monotonic()
+        self._stats.prefill_s += now - started
+        for job in plan.jobs:
+            # samples may be scheduled in several steps: the first one's time counts
+            job.prefilled_at = job.prefilled_at or now
+
+    def _decode(self, policy: Policy) -> Chunk:
+        started = time.monotonic()
+        extras = self._batch.extras
+        # a constraint's mask holds for one token
+        steps = 1 if extras.constrained else self._chunk_steps
+        waiting = min(self._in_flight.queue.waiting, self._slots)
+        shared = self._batch.shared_positions(SHARE) if self._runner.sharing else 0
+        limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
+        chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
+        self._stats.decode_s += time.monotonic() - started
+        self._stats.chunks += 1
+        self._stats.slot_steps += chunk.slot_steps
+        self._stats.busy_slot_steps += int(chunk.counts_S.sum())
+        return chunk
+
+    def _refuse_nonfinite(self, chunk: Chunk) -> None:
+        """Fail requests whose logits are not finite, and remove what they left in the cache."""
+        bad = np.flatnonzero(~self._batch.finite(chunk))
+        if len(bad) == 0:
+            return
+        # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in
+        # the slot would fail too
+        _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
+        jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
+        self._in_flight.fail(
+            [job for job in jobs if job is not None], "the model's logits are not finite"
+        )
+        self._batch.forget_prefixes()
+        self._runner.forget_nonfinite()
+
+    def _finish(self, job: Job, policy: Policy) -> None:
+        if job.request.score_prompt and job.scored_by is not policy.key:
+            self._score_prompt(policy, job)  # scores in the result are by the weights it names
+        now = time.monotonic()
+        policy = policy.with_adapter(job.adapter)
+        version = policy.weight_version
+        result = GenerationResult(
+            samples=tuple(running.sample(version) for _, running in sorted(job.finished.items())),
+            weight_version=version,
+            parameters_digest=policy.parameters_digest,
+            adapter_name=policy.adapter_name,
+            queue_s=job.started_at - job.submitted_at,
+            prefill_s=job.prefilled_at - job.started_at,
+            decode_s=now - job.prefilled_at,
+            prompt_scores=job.prompt_scores,
+            cached_tokens=job.cached_tokens,
+        )
+        self._in_flight.resolve(job, result)
