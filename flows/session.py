@@ -22,7 +22,7 @@ from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_code
 from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
-from marin_rl.rollouts.dialogue_cache import as_begun
+from marin_rl.rollouts.recorded_defaults import as_begun
 from marin_rl.runtime import release
 from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (

@@ -8,12 +8,12 @@ needed for correctness: a new process reads all of it from the committed slots.
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.errors import ConfigError, MarinRLError, StorageError
 from marin_rl.machine import give_back_freed_memory
@@ -217,7 +217,7 @@ class RunRuntime:
         inference = self._run.config.inference
         if self._run.config.policy.lora is None:
             return False
-        if inference.endpoints:
+        if inference.endpoints and not inference.pulled:
             return inference.publish == "lora_adapter"
         return inference.serve_merged is False
 
@@ -309,15 +309,19 @@ class RunRuntime:
                 save_hf(merged_model(weights.model), self.tokenizer, folder)
 
         saved = None
-        if self._run.config.policy.lora is not None and not as_adapter:
+        sent = self._run.config.inference.publish == "update_weights_from_disk"
+        if self._run.config.policy.lora is not None and sent:
             # a policy with an adapter has the identity of both, but is sent merged
             saved = digest_of(named_parameters(merged_model(weights.model)))
         self._published = True
-        flight = self._handed_out(weights)
+        flight = self._handed_out(weights, version)
         return publish(self._run, version, identity.parameters_digest, names, save, flight, saved)
 
-    def _handed_out(self, weights: Weights) -> str | None:
-        """Address at which followers get a model by Arrow Flight, where they do."""
+    def _handed_out(self, weights: Weights, version: int) -> str | None:
+        """Address at which followers get a version by Arrow Flight, where they do.
+
+        Of an adapter that is the adapter alone, and its base once.
+        """
         address = self._run.config.inference.flight
         if address is None:
             return None
@@ -327,8 +331,27 @@ class RunRuntime:
         if self._flight is None:
             key = os.environ.get(self._run.config.inference.api_key_variable)
             self._flight = WeightServer(address, key)
-        self._flight.offer(weights.identity.parameters_digest, named_parameters(weights.model))
+        identity = weights.identity
+        if identity.base_digest is None:
+            self._flight.offer(identity.parameters_digest, named_parameters(weights.model))
+            return self._flight.url
+        adapter = weights.adapter or self._adapter_of(version)
+        self._flight.offer(identity.parameters_digest, adapter.arrays)
+        self._flight.keep(identity.base_digest, partial(self._read_base, identity.base_digest))
         return self._flight.url
+
+    def _adapter_of(self, version: int) -> "Adapter":
+        """The adapter of a committed checkpoint, which servers are given merged."""
+        from marin_rl.serving.weights.adapter_versions import read_version
+
+        return read_version(self._run, version).adapter
+
+    def _read_base(self, digest: str) -> Mapping[str, Any]:
+        """The base of the run's adapter, from files. From any thread."""
+        from marin_rl.training.policy_source import read_base
+        from marin_rl.training.state import template_of
+
+        return read_base(self._run, digest, template_of(self._run.config.policy, self.tokenizer))
 
     def _served_here(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this policy in it."""

@@ -13,6 +13,7 @@ from schemas.records import Record
 
 LABELS_MAX = 32
 SETTINGS_MAX = 200
+ADAPTERS_MAX = 1024
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
@@ -23,7 +24,8 @@ class HeartbeatRecord(Record):
     """A server that announces itself: where it is, what it serves and runs, and its load.
 
     Tokens a second, and the share of time in which its engine computed nothing, are those since the
-    last heartbeat.
+    last heartbeat. A server of the versions of an adapter names them as `adapters`, and their base
+    by its digest.
     Times are Unix seconds by the server's own clock: for people, never for decisions.
     """
 
@@ -44,6 +46,8 @@ class HeartbeatRecord(Record):
     queued: Count
     tokens_per_second: Number
     idle: Annotated[float, Field(ge=0, le=1)] | None = None
+    base_digest: Sha256 | None = None
+    adapters: Annotated[list[Text], Field(max_length=ADAPTERS_MAX)] | None = None
     started_at: Number
     beat_at: Number
 

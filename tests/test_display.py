@@ -7,7 +7,7 @@ from rich.console import Console
 
 from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode, episodes_table
 from marin_rl.display.live import RunDisplay, showing
-from marin_rl.display.tables import frame_table, rollouts_table, rounds_table
+from marin_rl.display.tables import fleet_table, frame_table, rollouts_table, rounds_table
 from marin_rl.display.text import duration, size, sparkline
 from marin_rl.progress import ProgressEvent, listening, publish
 
@@ -31,6 +31,20 @@ def test_episodes_of_two_rounds_stand_side_by_side() -> None:
     assert "round 60" in shown
     assert "1-8 5  no reward" in shown
     assert "1-8 5 < [bold]2  reward 0.90" in shown
+
+
+def test_a_server_of_an_adapter_shows_its_versions_and_their_base() -> None:
+    one = {
+        "server": "a", "url": "http://h:1/v1", "labels": {}, "queued": 0, "busy": 1, "slots": 8,
+        "tokens_per_second": 12.5, "idle": 0.5, "beat_ago_s": 1.0, "model": "p@00002-ab",
+        "adapters": ["p@00001-cd", "p@00002-ab"], "base_digest": "0123456789",
+    }  # fmt: skip
+    whole = one | {"adapters": None, "base_digest": None}
+    table = fleet_table([one, whole])
+    (_, _, serves, *_) = table.columns
+    assert [str(cell) for cell in serves.cells] == [
+        "p@00002-ab, p@00001-cd as adapters of 01234567", "p@00002-ab",
+    ]  # fmt: skip
 
 
 def test_a_round_in_progress_is_drawn_with_its_numbers():

@@ -179,7 +179,7 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
         shown = ("server", "url", "model", "weight_version", "slots", "busy", "queued", "beat")
         row: dict[str, Any] = {name: getattr(beat, name) for name in shown}
         row |= {"labels": dict(beat.labels), "tokens_per_second": beat.tokens_per_second}
-        row |= {"idle": beat.idle}
+        row |= {"idle": beat.idle, "base_digest": beat.base_digest, "adapters": beat.adapters}
         rows.append(row | {"beat_ago_s": time.time() - beat.beat_at})
     return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
 

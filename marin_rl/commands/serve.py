@@ -90,6 +90,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         model,
         of_a_run={"--follow": follow, "--round": round_number is not None, "--register": register},
         of_registered={"--label": bool(labels), "--announce": announce is not None},
+        alone=bool(adapter),
     )
     adapters = adapters_named(adapter or ())
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
@@ -151,8 +152,12 @@ def check_flags(
     *,
     of_a_run: Mapping[str, bool],
     of_registered: Mapping[str, bool],
+    alone: bool = False,
 ) -> None:
-    """Raise ConfigError for flags that do not go together, each with whether it was given."""
+    """Raise ConfigError for flags that do not go together, each with whether it was given.
+
+    `alone` is whether --adapter was.
+    """
     if (run_name is None) == (model is None):
         raise ConfigError("serve needs a RUN or --model FOLDER, and not both")
     for flag, chosen in of_a_run.items():
@@ -160,6 +165,11 @@ def check_flags(
             raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
     if of_a_run["--register"] and not of_a_run["--follow"]:
         raise ConfigError("--register needs --follow: registered servers take every checkpoint")
+    if of_a_run["--register"] and alone:
+        raise ConfigError(
+            "--adapter with --register: servers of a run's fleet have its policy alone, so that "
+            "all of them sample the same bits; serve other adapters with a server of their own"
+        )
     for flag, chosen in of_registered.items():
         if chosen and not of_a_run["--register"]:
             raise ConfigError(f"{flag} needs --register: marin-rl serve RUN --follow --register")

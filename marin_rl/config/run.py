@@ -364,15 +364,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _flight_has_all_parameters(self) -> "Config":
-        if self.inference.flight is not None and self.policy.lora is not None:
-            raise ValueError(
-                "inference.flight hands out all parameters, and policy.lora trains an adapter: "
-                "expected inference.flight null"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":
         sampled = self.reward_model is None  # nothing is sampled to train a reward model
         if sampled and self.sampling.max_tokens >= self.policy.context_length:

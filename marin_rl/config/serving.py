@@ -318,8 +318,9 @@ class InferenceConfig(Section):
     serve_merged: bool | None = optional_field(
         description="how a server of ours serves a policy with an adapter: true, as whole weights "
         "W + scale B A; false, as the base and the adapter next to it, which differs in the last "
-        "bits and swaps faster; null: true, but for marin-rl serve RUN --follow, which serves each "
-        "version under a name of its own"
+        "bits and swaps faster; null: as the run began, and false for new runs whose servers "
+        "follow them (publish: pull), else true; marin-rl serve RUN --follow without --register "
+        "serves each version under a name of its own unless it is true"
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -135,8 +135,16 @@ def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         numbers = (f"{row[name]:,}" for name in ("queued", "busy", "slots"))
         idle = "" if row.get("idle") is None else f"{row['idle']:.0%}"
         speed = (f"{row['tokens_per_second']:,.0f}", idle, f"{row['beat_ago_s']:,.0f} s ago")
-        table.add_row(plain(row["url"]), plain(labels), plain(row["model"]), *numbers, *speed)
+        table.add_row(plain(row["url"]), plain(labels), plain(_served(row)), *numbers, *speed)
     return table
+
+
+def _served(row: Mapping[str, Any]) -> str:
+    """The policy of a server; of versions next to one base each, and the base's digest."""
+    if row.get("adapters") is None:
+        return row["model"]
+    others = [name for name in row["adapters"] if name != row["model"]]
+    return f"{', '.join([row['model'], *others])} as adapters of {row['base_digest'][:8]}"
 
 
 def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -98,11 +98,13 @@ class AdapterLoads:
         weight_version: int,
         parameters_digest: str,
         in_place_of: int = 0,
+        row: int = 0,
     ) -> LoadedAdapter:
         """Load an adapter between two chunks; returns when requests can be sampled with it.
 
         `parameters_digest` stands for base and adapter together. With `in_place_of`, the number of
-        another load, that one is unloaded at the same time. Requests that run are never touched.
+        another load, that one is unloaded at the same time. `row` is the row of the bank that it
+        gets if that is free. Requests that run are never touched.
         Raises InputError beyond the engine's room, or for numbers that are not finite in its dtype,
         and InferenceError once the engine is closed. Not for the engine's own thread, which
         could never return.
@@ -114,7 +116,7 @@ class AdapterLoads:
             )
         new = LoadedAdapter(
             number=0,
-            row=0,
+            row=row,
             rank=adapter.rank_max,
             name=name,
             weight_version=weight_version,

@@ -208,8 +208,9 @@ class AdapterTable:
     ) -> LoadedAdapter:
         """Give an adapter a number and a row, that of one which no request uses any more.
 
-        It takes the place of the load `in_place_of`, if that is given. Raises InputError where
-        every row is taken: nothing is ever evicted.
+        The row that it has already, if that is free, else the first one. It takes the place of the
+        load `in_place_of`, if that is given. Raises InputError where every row is taken: nothing is
+        ever evicted.
         """
         row = self._row_for(adapter, used, in_place_of)
         self._numbers += 1
@@ -234,7 +235,7 @@ class AdapterTable:
             if replaced and one not in busy:
                 free.add(row)
         if free:
-            return min(free)
+            return adapter.row if adapter.row in free else min(free)
         waiting = len(self._rows) - len(self.loaded)
         raise InputError(
             f"expected at most {self.sizes.adapters} adapters (inference.engine.adapters_max), "

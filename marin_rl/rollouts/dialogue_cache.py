@@ -15,7 +15,7 @@ CONTEXT_MIN = 512
 SLOTS_MIN = 64
 
 
-def as_begun(config: Config) -> Config:
+def with_dialogue_cache(config: Config) -> Config:
     """Return the configuration that a new run records: with the cache where dialogues are long.
 
     Reads the environment, once per process. Raises ConfigError, InputError as `loaded_environment`.

@@ -10,7 +10,7 @@ Inside a run the server lives in the flow's process instead and takes the traine
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,12 +21,18 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config, InferenceConfig
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
-from marin_rl.serving.weights.adapter_versions import VersionUpdater, read_base_of, read_version
+from marin_rl.serving.weights.adapter_versions import (
+    AdapterVersion,
+    VersionUpdater,
+    read_base_of,
+    read_version,
+    with_versions_room,
+)
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
@@ -35,9 +41,11 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_slot,
     with_update_root,
 )
-from marin_rl.serving.weights.checkpoint_watcher import POLL_S, following, whole_checkpoints
+from marin_rl.serving.weights.checkpoint_watcher import POLL_S, Take, following, whole_checkpoints
 from marin_rl.serving.weights.registration import Announcement, Registration
+from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import canary_ids
+from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.model import LmHeadModel, load_hf, parameter_shapes, parameters_digest
@@ -73,10 +81,11 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     name. With `follow`, every later checkpoint takes the place of the one before as it is
     committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it.
     Checkpoints of an adapter become models of their own next to the base instead, unless
-    `serve_merged` is set. With `register`, the server also announces itself to the trainer. Raises
-    ObjectMissing where the checkpoint is not committed, CorruptObject, StalePolicy where its
-    parameters are not those of its manifest, InferenceError where the engine decodes something else
-    than was trained, and ConfigError for the address.
+    `serve_merged` is set; with `register`, which announces the server to the trainer, where it is
+    false, as new runs of a fleet have it. Raises ObjectMissing where the checkpoint is not
+    committed, CorruptObject, StalePolicy where its parameters are not those of its manifest,
+    InferenceError where the engine decodes something else than was trained, and ConfigError for the
+    address.
     """
     enable_compilation_cache()
     keep_freed_memory()
@@ -87,40 +96,112 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     _announce(f"loading {which} of {run.folder.url}")
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
-    version = None
-    if follow and register is None and _apart(run, inference):
-        version = read_version(run, round)
-    loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
-    served_round = (loaded.round if version is None else version.round) or 0
-    read = read_adapters(loaded.model, adapters)
-    of_run = {} if version is None else {RUN_VERSION: version.adapter}
-    settings = with_room(settings, {**of_run, **read})
-    _announce("proving that the engine decodes as trained")
-    tokenizer = tokenizer_for(settings.policy)
-    server = proven_server(loaded, tokenizer, settings, read)
     board = board_of(inference, run.folder) if follow else None
-    take = whole_checkpoints(server.updater, run, board and board.api_key)
-    if version is not None:
-        versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, settings.inference)
-        versions.take(version.round, version.parameters_digest)
-        take = versions.take
+    registered = register is not None
+    follower = proven_follower(run, settings, round, adapters, board, registered=registered)
+    server = follower.server
     if not follow:
         return serve_forever(server, host, port, announce=_announce, report=report)
     with ExitStack() as stack:
-        stack.enter_context(following(take, run, served_round, board=board, poll_s=poll_s))
+        stack.enter_context(
+            following(follower.take, run, follower.round, board=board, poll_s=poll_s)
+        )
         if register is not None:
-            names = TokenizerIdentity.of(tokenizer)
-            registration = Registration(run, settings, names, server.engine, register)
+            registration = follower.registration(run, settings, register)
             stack.callback(registration.stop)
             report = _registered(registration, report)
         return serve_forever(server, host, port, announce=_announce, report=report)
 
 
-def _apart(run: Run, inference: InferenceConfig) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """A server of a run's checkpoint `round`, and the way to its other ones.
+
+    With `apart` it serves the versions of an adapter next to their base.
+    """
+
+    server: PolicyServer
+    take: Take
+    round: int
+    apart: bool
+
+    def registration(
+        self, run: Run, settings: Config, announcement: Announcement, **options: Any
+    ) -> Registration:
+        """The heartbeats of this server, whose trainers have `settings`; not begun yet."""
+        adapters = self.server.adapters if self.apart else None
+        names = TokenizerIdentity.of(tokenizer_for(settings.policy))
+        return Registration(
+            run, settings, names, self.server.engine, announcement, adapters=adapters, **options
+        )
+
+
+def proven_follower(
+    run: Run,
+    settings: Config,
+    round: int | None,
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
+    board: FleetBoard | None = None,
+    *,
+    registered: bool = False,
+) -> Follower:
+    """A server, not started yet, of a checkpoint of a run (None: the latest), proven first.
+
+    `board` is that of the run which is followed; without one the checkpoint stays. Raises as
+    `serve_checkpoint` does.
+    """
+    apart = board is not None and _apart(run, settings.inference, registered=registered)
+    version = read_version(run, round) if apart else None
+    loaded = read_checkpoint(run, round) if version is None else _base_of(run, version, board)
+    read = read_adapters(loaded.model, adapters)
+    roomy = _with_room_for(settings, version, read, alone=registered)
+    _announce("proving that the engine decodes as trained")
+    tokenizer = tokenizer_for(settings.policy)
+    server = proven_server(loaded, tokenizer, roomy, read)
+    key = None if board is None else board.api_key
+    if version is None:
+        take = whole_checkpoints(server.updater, run, key)
+        return Follower(server=server, take=take, round=loaded.round or 0, apart=False)
+    inference = roomy.inference
+    versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, inference, key)
+    versions.take(version.round, version.parameters_digest)
+    return Follower(server=server, take=versions.take, round=version.round, apart=True)
+
+
+def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
     """True where each version of a run's adapter is served next to its base."""
     policy = run.config.policy
-    apart = policy.lora is not None and policy.quantize_base is None
-    return apart and inference.serve_merged is not True
+    if policy.lora is None or policy.quantize_base is not None:
+        return False
+    # A run from before this was recorded keeps the bits of merged weights.
+    return inference.serve_merged is False if registered else inference.serve_merged is not True
+
+
+def _base_of(run: Run, version: AdapterVersion, board: FleetBoard | None) -> Loaded:
+    """The base of a run's adapter, from a trainer that hands it out, else from files."""
+    target = None
+    if board is not None:
+        with suppress(MarinRLError):  # the follower, which looks again, says so
+            target = board.target()
+    return from_trainer_or_files(
+        trainer_at(target and target.flight, board and board.api_key),
+        f"the base of {run.run_id}",
+        lambda fetch: read_base_of(run, version, fetch),
+    )
+
+
+def _with_room_for(
+    config: Config, version: AdapterVersion | None, own: Mapping[str, Adapter], *, alone: bool
+) -> Config:
+    """The configuration with room for versions of a run's adapter and the user's own adapters.
+
+    `alone` is a server that trainers sample from: sized as a run's own engine, for equal bits.
+    """
+    if version is None:
+        return with_room(config, own)
+    if alone:
+        return with_versions_room(config, version.adapter.rank_max)
+    return with_room(config, {RUN_VERSION: version.adapter, **own})
 
 
 def _wait_for_checkpoint(run: Run, poll_s: float | int) -> None:

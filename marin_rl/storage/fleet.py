@@ -9,7 +9,7 @@ into a root, and knows no token, can neither collect prompts nor send servers el
 
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -54,6 +54,8 @@ class Heartbeat:
     started_at: float
     beat_at: float
     idle: float | None = None
+    base_digest: str | None = None
+    adapters: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,16 +157,16 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
-    """`config` with the run's own `inference.engine.prefix_cache` where it leaves that open.
+    """`config` with the run's own choices of `inference` where it leaves them open.
 
-    Raises ConfigError.
+    They are `engine.prefix_cache` and `serve_merged`. Raises ConfigError.
     """
-    engine = config.inference.engine
-    recorded = stored_config(record, source).inference.engine.prefix_cache
-    if engine.prefix_cache is not None or recorded is None:
-        return config
-    engine = engine.model_copy(update={"prefix_cache": recorded})
-    inference = config.inference.model_copy(update={"engine": engine})
+    inference, recorded = config.inference, stored_config(record, source).inference
+    if inference.engine.prefix_cache is None and recorded.engine.prefix_cache is not None:
+        own = {"prefix_cache": recorded.engine.prefix_cache}
+        inference = inference.model_copy(update={"engine": inference.engine.model_copy(update=own)})
+    if inference.serve_merged is None and recorded.serve_merged is not None:
+        inference = inference.model_copy(update={"serve_merged": recorded.serve_merged})
     return config.model_copy(update={"inference": inference})
 
 

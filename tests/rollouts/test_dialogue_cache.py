@@ -6,7 +6,7 @@ import pytest
 
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts.dialogue_cache import as_begun
+from marin_rl.rollouts.recorded_defaults import as_begun
 from marin_rl.storage.runs import Run, refuse_other_content
 
 LONG = (

@@ -1,21 +1,27 @@
 """Versions of a run's adapter next to their base: in the run's own process, and on followers."""
 
+import logging
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.faults import outcome
 from support.policy_runs import play_round, small_config, small_run
 from support.servers import CHAT, chat_body, talk
 
 from marin_rl.analysis.lineage import Edge, trace
-from marin_rl.analysis.status import run_status
+from marin_rl.analysis.status import fleet_rows, run_status
 from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError, StalePolicy
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.rollouts.recorded_defaults import as_begun
 from marin_rl.runtime import RunRuntime
-from marin_rl.serving.launch import proven_server
+from marin_rl.serving.launch import proven_follower, proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapter_versions import (
     VersionUpdater,
@@ -24,7 +30,8 @@ from marin_rl.serving.weights.adapter_versions import (
     with_versions_room,
 )
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, following
+from marin_rl.serving.weights.registration import Announcement
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.upkeep.audit import audit_run
@@ -33,6 +40,9 @@ from marin_rl.training.state import identity_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LORA = ("policy.lora.rank=4", "policy.model.layers=1")
+FLEET = (
+    "inference.endpoints=registered", "inference.publish=pull", "inference.flight=grpc://127.0.0.1:0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +182,65 @@ def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path
     finally:
         runtime.close()
         server.stop()
+
+
+@contextmanager
+def registered(run: Run) -> Iterator[PolicyServer]:
+    """A server that announces itself to a run, and takes the versions that its trainer asks for."""
+    board = board_of(run.config.inference, run.folder)
+    follower = proven_follower(run, run.config, None, board=board, registered=True)
+    registration = follower.registration(run, run.config, Announcement(), every_s=0.05)
+    with following(follower.take, run, follower.round, board=board, poll_s=0.02):
+        try:
+            registration.start(follower.server.start())
+            yield follower.server
+        finally:
+            registration.stop()
+            follower.server.stop()
+
+
+@pytest.mark.bits
+def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does(
+    played, tmp_path, caplog
+):
+    alone, _ = played
+    config = small_config(tmp_path, *LORA, *FLEET, "rounds=2")
+    run = Run.create_or_open(config, as_begun)
+    assert run.config.inference.serve_merged is False
+    runtime = RunRuntime(run)
+    try:
+        checkpoint = runtime.init_policy()
+        with caplog.at_level(logging.INFO), registered(run) as first:
+            checkpoint = play_round(runtime, run, 0, checkpoint)
+            # Another one joins, which never had the first version.
+            with registered(run) as second:
+                play_round(runtime, run, 1, checkpoint)
+                rows = beats(run, served_id(run, 1), servers=2)
+                names = [served_id(run, 0), served_id(run, 1)]
+                assert first.adapters.names == names
+                loaded = [one.adapters.get(names[1]) for one in (first, second)]
+    finally:
+        runtime.close()
+    assert outcome(alone.config.model_copy(update={"rounds": 2})).same_as(outcome(run.config)) == []
+    assert [one and one.row for one in loaded] == [2, 2], (
+        "the row follows from the version, and so do the last bits"
+    )
+    assert all(names[1] in row["adapters"] for row in rows)
+    base = read_version(run, 0).base_digest
+    assert {row["base_digest"] for row in rows} == {base}
+    assert {row["model"] for row in rows} == {names[1]}
+    # The adapter alone is sent, to those that were there in time; the base once, where it can be.
+    sent = read_version(run, 1).adapter.arrays.values()
+    size = sum(np.asarray(array).nbytes for array in sent)
+    assert read_metrics(run, [1])["weights/bytes"].to_pylist()[0] in (size, 2 * size)
+    assert f"round 1 of {run.run_id} came from grpc://" in caplog.text
+    assert f"the base of {run.run_id} came from grpc://" in caplog.text
+
+
+def beats(run: Run, model: str, servers: int) -> list[dict]:
+    """Rows of `status` for servers of a model, once `servers` of them are there."""
+    deadline = time.monotonic() + 60
+    while len(rows := [row for row in fleet_rows(run) if row["model"] == model]) < servers:
+        assert time.monotonic() < deadline, fleet_rows(run)
+        time.sleep(0.02)
+    return rows

@@ -16,14 +16,17 @@ from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import parse_config
 from marin_rl.digests import digest_of
-from marin_rl.errors import ConfigError, EndpointUnavailable, InputError
+from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.lora import Shapes
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
+from marin_rl.serving.weights.adapter_versions import read_base_of, read_version
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.serving.weights.flight import PIECE_BYTES, WeightServer, fetch
+from marin_rl.serving.weights.trainer_source import trainer_at
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint
@@ -110,8 +113,6 @@ def test_it_is_closed_unless_asked_for_and_never_open_to_others_without_a_token(
     with pytest.raises(ConfigError, match="expected pull"):
         parse_config({"inference": {"flight": HERE}})
     pulled = {"endpoints": "registered", "publish": "pull", "flight": HERE}
-    with pytest.raises(ConfigError, match=r"policy\.lora"):
-        parse_config({"inference": pulled, "policy": {"lora": {"rank": 2}}})
     with pytest.raises(ConfigError, match="flight"):
         parse_config({"inference": pulled | {"flight": "http://a:1"}})
     first = WeightServer(HERE, None)
@@ -217,9 +218,46 @@ def test_a_trainer_hands_out_the_checkpoint_that_it_has_served(tmp_path: Path) -
     ref = commit(run, 0)
     runtime = RunRuntime(run)
     weights_of_trainer = runtime._weights_of(ref)
-    url = runtime._handed_out(weights_of_trainer)
+    url = runtime._handed_out(weights_of_trainer, 0)
     assert url is not None
     shapes = parameter_shapes(weights_of_trainer.model)
     digest = digest_of_round(run, 0)
     assert digest_of(fetch(url, digest, shapes, None)) == digest
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["inference.serve_merged=false", "inference.serve_merged=true", "policy.quantize_base=int8"],
+)
+def test_of_an_adapter_its_own_arrays_are_handed_out_and_the_base_once(
+    tmp_path: Path, override: str
+) -> None:
+    """For servers that have it next to its base, merged, or on a base that is quantised."""
+    fleet = ("inference.endpoints=registered", "inference.publish=pull", f"inference.flight={HERE}")
+    run = small_run(tmp_path, *fleet, "policy.lora.rank=4", "policy.model.layers=1", override)
+    runtime = RunRuntime(run)
+    ref = runtime.init_policy()
+    url = runtime._handed_out(runtime._weights_of(ref), 0)
+    source = trainer_at(url, None)
+    assert source is not None
+    asked: list[str] = []
+
+    def fetch(digest: str, shapes: Shapes) -> Mapping[str, np.ndarray]:
+        asked.append(digest)
+        return source.fetch(digest, shapes)
+
+    version, loaded = read_version(run, 0, fetch=fetch), read_checkpoint(run, 0, fetch=fetch)
+    expected = read_checkpoint(run, 0)
+    assert loaded.parameters_digest == expected.parameters_digest == version.parameters_digest
+    same = digest_of(named_parameters(loaded.model)), digest_of(named_parameters(expected.model))
+    assert same[0] == same[1]
+    base = read_base_of(run, version, fetch)
+    assert digest_of(named_parameters(base.model)) == base.parameters_digest == version.base_digest
+    assert asked == [version.parameters_digest] * 2 + [version.base_digest]
+    # Arrays of another adapter, or base, under the right digest are caught by theirs.
+    with pytest.raises(StalePolicy, match="another adapter than promised"):
+        read_version(run, 0, fetch=lambda d, s: {n: a + 1 for n, a in source.fetch(d, s).items()})
+    with pytest.raises(StalePolicy, match="expected the base with the digest"):
+        read_base_of(run, version, lambda d, s: {n: -a for n, a in source.fetch(d, s).items()})
     runtime.close()

@@ -41,7 +41,12 @@ class RegisteredServer:
     @property
     def requests(self) -> int:
         """Completions that it was asked for, the canary's included."""
-        return self._log.read_text().count('"/v1/chat/completions')
+        return self.log.count('"/v1/chat/completions')
+
+    @property
+    def log(self) -> str:
+        """The text of its standard output and error."""
+        return self._log.read_text()
 
     def kill(self) -> None:
         """Kill it with SIGKILL: its heartbeat stays."""

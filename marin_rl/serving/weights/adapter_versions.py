@@ -7,6 +7,7 @@ out how a run's own process has the arrays (`runtime`) and when to look for new 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -21,11 +22,17 @@ from marin_rl.lora import Adapter
 from marin_rl.serving.weights.adapters import AdapterPromise, ServedAdapters
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
+from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, canary_ids
 from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import LmHeadModel, digest_of, with_parameters
-from marin_rl.training.policy_source import read_base, read_trained
+from marin_rl.training.model import (
+    LmHeadModel,
+    digest_of,
+    parameter_shapes,
+    with_parameters,
+)
+from marin_rl.training.policy_source import Fetch, read_base, read_trained
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
 
@@ -59,21 +66,30 @@ def serve_version(
 ) -> LoadedAdapter:
     """Serve a version under a name of its own, which the server's name stands for from then on.
 
-    Of the older ones, that which was served before stays. Raises as `ServedAdapters.load` does.
+    Of the older ones, that which was served before stays, unless its row is this one's: the row
+    follows from the version, since the last bits of a sum depend on it, and servers that begin at
+    different versions are to agree. Raises as `ServedAdapters.load` does.
     """
-    name = served_model_id(model, version, digest)
+    name, row = served_model_id(model, version, digest), _row_of(version)
     current = adapters.current
-    before = "" if current is None else current.name
+    kept = {name}
+    if current is not None and (current.row, _row_of(current.weight_version)) != (row, row):
+        kept.add(current.name)
     for other in adapters.names:
         # first, so that there is room; names that are no version's are the user's own adapters
-        if other not in (name, before) and _is_version_of(other, model):
+        if other not in kept and _is_version_of(other, model):
             adapters.unload(other)
     loaded = adapters.get(name)
     if loaded is None:
         promise = AdapterPromise(weight_version=version, parameters_digest=digest)
-        loaded = adapters.load(name, adapter, promise=promise)
+        loaded = adapters.load(name, adapter, promise=promise, row=row)
     adapters.serve_as_current(name)
     return loaded
+
+
+def _row_of(version: int) -> int:
+    """Row of an engine's bank that a version has where it is free: versions take turns."""
+    return 1 + version % VERSIONS_ROOM
 
 
 def _is_version_of(name: str, model: str) -> bool:
@@ -81,20 +97,25 @@ def _is_version_of(name: str, model: str) -> bool:
     return parsed is not None and parsed.name == model
 
 
-def read_version(run: Run, round: int | None, promised: str | None = None) -> AdapterVersion:
+def read_version(
+    run: Run, round: int | None, promised: str | None = None, fetch: Fetch | None = None
+) -> AdapterVersion:
     """The adapter of a committed checkpoint (None: the latest), verified by its digest.
 
-    Raises ObjectMissing where it is not committed, CorruptObject for a checkpoint that is damaged
-    or no adapter, StalePolicy where it is another one than its manifest, or the caller, promises.
+    Its arrays are of `fetch`, if given. Raises ObjectMissing where it is not committed,
+    CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is another
+    one than its manifest, or the caller, promises.
     """
     ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
     if ref is None:
         wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
         raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
-    return version_of(run, ref, promised)
+    return version_of(run, ref, promised, fetch)
 
 
-def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
+def version_of(
+    run: Run, ref: SlotRef, promised: str | None = None, fetch: Fetch | None = None
+) -> AdapterVersion:
     """The adapter in a committed slot, verified. Raises as `read_version` does."""
     identity = identity_of(run, ref)
     if identity.adapter is None:
@@ -103,7 +124,7 @@ def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVe
             "run `marin-rl fsck`"
         )
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    arrays = read_trained(run, ref, template)
+    arrays = read_trained(run, ref, template, fetch)
     digest = identity.adapter.policy_digest(digest_of(arrays))
     for expected in (identity.parameters_digest, promised):
         if expected not in (None, digest):
@@ -119,10 +140,20 @@ def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVe
     )
 
 
-def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
-    """The base of a run's adapter as a model to be served. Raises as `read_base` does."""
+def read_base_of(run: Run, version: AdapterVersion, fetch: Fetch | None = None) -> Loaded:
+    """The base of a run's adapter as a model to be served, of `fetch` if given.
+
+    Raises as `read_base` does, and StalePolicy where `fetch` gives another one.
+    """
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    parameters = read_base(run, version.base_digest, template)
+    if fetch is None:
+        parameters: Mapping[str, np.ndarray] = read_base(run, version.base_digest, template)
+    else:
+        parameters = fetch(version.base_digest, parameter_shapes(template))
+        if (digest := digest_of(parameters)) != version.base_digest:
+            raise StalePolicy(
+                f"expected the base with the digest {version.base_digest}, found {digest}"
+            )
     size = sum(array.nbytes for array in parameters.values())
     model = with_parameters(template, parameters)
     return Loaded(model=model, parameters_digest=version.base_digest, bytes=size)
@@ -131,7 +162,8 @@ def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
 class VersionUpdater:
     """Serves the adapters of a run's checkpoints on a server of their base. Safe from any thread.
 
-    Each is proven first: a private engine decodes with it what the merged model computes.
+    Each is proven first: a private engine decodes with it what the merged model computes. `api_key`
+    is what a trainer that hands out parameters asks for.
     """
 
     def __init__(
@@ -141,9 +173,10 @@ class VersionUpdater:
         base: LmHeadModel,
         tokenizer: PreTrainedTokenizerBase,
         inference: InferenceConfig,
+        api_key: str | None = None,
     ) -> None:
         self._adapters, self._run, self._base = adapters, run, base
-        self._inference = inference
+        self._inference, self._api_key = inference, api_key
         self._dtype = jnp.dtype(run.config.policy.compute_dtype)
         self._canary_ids = canary_ids(tokenizer)
 
@@ -160,11 +193,15 @@ class VersionUpdater:
     def take(self, round: int, promised: str | None = None, flight: str | None = None) -> Update:
         """Read, prove and serve the adapter of a round; errors are raised as they are.
 
-        From files, small as it is, also where parameters are handed out at `flight`. Raises as
-        `read_version` and `rehearse` do, and what the engine raises without room.
+        From the trainer at `flight`, where it gives it, else from files. Raises as `read_version`
+        and `rehearse` do, and what the engine raises without room.
         """
-        began = time.monotonic()
-        version = read_version(self._run, round, promised)
+        began, run = time.monotonic(), self._run
+        version = from_trainer_or_files(
+            trainer_at(flight, self._api_key),
+            f"round {round} of {run.run_id}",
+            lambda fetch: read_version(run, round, promised, fetch),
+        )
         rehearse(self._base, self._canary_ids, self._inference, self._dtype, version.adapter)
         self.serve(version)
         return Update(

@@ -59,7 +59,7 @@ class ServedAdapters:
         self._on_load, self._on_failure = on_load, on_failure
         self._by_name: dict[str, LoadedAdapter] = {}
         self._loading = threading.Lock()
-        self._current = ""
+        self._current: LoadedAdapter | None = None
 
     @property
     def names(self) -> list[str]:
@@ -68,8 +68,8 @@ class ServedAdapters:
 
     @property
     def current(self) -> LoadedAdapter | None:
-        """The adapter that the server's own name stands for; None: the base."""
-        return self._by_name.get(self._current)
+        """The adapter that the server's own name stands for, unloaded or not; None: the base."""
+        return self._current
 
     def get(self, name: str) -> LoadedAdapter | None:
         """The adapter of a name, or None."""
@@ -77,8 +77,7 @@ class ServedAdapters:
 
     def serve_as_current(self, name: str) -> None:
         """Let the server's own name stand for an adapter that is loaded."""
-        assert name in self._by_name
-        self._current = name
+        self._current = self._by_name[name]
 
     def load_folder(
         self,
@@ -103,16 +102,18 @@ class ServedAdapters:
         *,
         in_place: bool = False,
         promise: AdapterPromise = NO_PROMISE,
+        row: int = 0,
     ) -> LoadedAdapter:
         """Load an adapter under a name; requests may use it from then on.
 
         With `in_place`, it takes the place of the one that has the name, on which the requests that
-        were sent before end. Raises NameTaken without it, UpdateRunning during another load,
-        StalePolicy for another adapter or base than was promised, and what the engine raises.
+        were sent before end. `row` is the row of the engine's bank that it gets if that is free.
+        Raises NameTaken without `in_place`, UpdateRunning during another load, StalePolicy for
+        another adapter or base than was promised, and what the engine raises.
         """
         with self._counted():
             self._check_name(name, in_place=in_place)
-            return self._load(name, adapter, in_place=in_place, promise=promise)
+            return self._load(name, adapter, in_place=in_place, promise=promise, row=row)
 
     def unload(self, name: str) -> LoadedAdapter:
         """Let no further request use an adapter; those that were sent end on it.
@@ -128,7 +129,13 @@ class ServedAdapters:
             return adapter
 
     def _load(
-        self, name: str, adapter: Adapter, *, in_place: bool, promise: AdapterPromise
+        self,
+        name: str,
+        adapter: Adapter,
+        *,
+        in_place: bool,
+        promise: AdapterPromise,
+        row: int = 0,
     ) -> LoadedAdapter:
         base = self._engine.policy.parameters_digest
         digest = policy_digest(base, adapter.modules, adapter.digest)
@@ -145,6 +152,7 @@ class ServedAdapters:
             weight_version=_version(name, promise.weight_version),
             parameters_digest=digest,
             in_place_of=0 if before is None else before.number,
+            row=row,
         )
         self._by_name[name] = loaded
         return loaded

@@ -34,9 +34,8 @@ from marin_rl.training.model import (
     named_parameters,
     parameter_shapes,
     save_hf,
-    with_parameters,
 )
-from marin_rl.training.policy_source import dtype_of, read_policy, served_template
+from marin_rl.training.policy_source import Fetch, dtype_of, read_policy, served_template
 from marin_rl.training.quantized_layers import merged_model
 from marin_rl.training.state import Identity, identity_of, template_of
 from marin_rl.types import SlotRef
@@ -220,15 +219,20 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def read_checkpoint(
-    run: Run, round: int | None, promised: str | None = None, served: Served | None = None
+    run: Run,
+    round: int | None,
+    promised: str | None = None,
+    served: Served | None = None,
+    fetch: Fetch | None = None,
 ) -> Loaded:
     """The parameters of a committed checkpoint (None: the latest), verified as `read_folder` does.
 
-    Every file is compared with the manifest first. Raises ObjectMissing where it is not committed,
-    CorruptObject, what the store raises, InputError for another tokenizer or architecture, and
-    StalePolicy where the parameters are not those that the manifest, or the caller, promises.
+    Every file is compared with the manifest first; what was trained is of `fetch`, if given. Raises
+    ObjectMissing where it is not committed, CorruptObject, what the store raises, InputError for
+    another tokenizer or architecture, and StalePolicy where the parameters are not those that the
+    manifest, or the caller, promises.
     """
-    return read_slot(run, _committed(run, round), promised, served)
+    return read_slot(run, _committed(run, round), promised, served, fetch)
 
 
 def _committed(run: Run, round: int | None) -> SlotRef:
@@ -239,38 +243,12 @@ def _committed(run: Run, round: int | None) -> SlotRef:
     return ref
 
 
-def read_by_flight(
-    run: Run, round: int, url: str, token: str | None, promised: str | None, served: Served
-) -> Loaded:
-    """The parameters of a committed checkpoint from the trainer that hands them out at `url`.
-
-    Only the checkpoint's manifest is read. Raises EndpointUnavailable where the trainer does not
-    give them, InputError for others than the served architecture's, else as `read_checkpoint` does.
-    """
-    from marin_rl.serving.weights.flight import fetch
-
-    identity = _identity(run, _committed(run, round))
-    check_tokenizer(
-        served.tokenizer,
-        TokenizerIdentity(
-            tokenizer_digest=identity.tokenizer_digest,
-            chat_template_digest=identity.chat_template_digest,
-        ),
-    )
-    template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    served.architecture.check(template)
-    parameters = fetch(url, identity.parameters_digest, parameter_shapes(template), token)
-    promises = identity.parameters_digest, promised
-    return Loaded(
-        model=with_parameters(template, parameters),
-        parameters_digest=_verified(digest_of(parameters), parameters, promises),
-        bytes=_bytes_of(parameters),
-        round=round,
-    )
-
-
 def read_slot(
-    run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
+    run: Run,
+    ref: SlotRef,
+    promised: str | None = None,
+    served: Served | None = None,
+    fetch: Fetch | None = None,
 ) -> Loaded:
     """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
     identity = _identity(run, ref)
@@ -286,7 +264,7 @@ def read_slot(
     dtype = dtype_of(run)
     if served is not None:
         served.architecture.check(served_template(identity, template, dtype))
-    policy = read_policy(run, ref, template)
+    policy = read_policy(run, ref, template, fetch)
     promises = identity.parameters_digest, promised
     digest = _verified(policy.digest, policy.trained, promises)
     model = policy.served(template, dtype)

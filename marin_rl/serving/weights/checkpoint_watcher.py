@@ -12,22 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from marin_rl.errors import (
-    CorruptObject,
-    EndpointUnavailable,
-    InputError,
-    MarinRLError,
-    NewerSchema,
-    ObjectMissing,
-    StalePolicy,
-)
+from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
     Served,
     Source,
-    read_by_flight,
     read_checkpoint,
 )
+from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
@@ -51,24 +43,15 @@ def whole_checkpoints(updater: WeightUpdater, run: Run, api_key: str | None = No
     `api_key` is what a trainer that hands out parameters asks for.
     """
 
-    def read(round: int, promised: str | None, flight: str | None, served: Served) -> Loaded:
-        """The parameters from the trainer at `flight`, where it gives them, else from files."""
-        if flight is not None:
-            try:
-                loaded = read_by_flight(run, round, flight, api_key, promised, served)
-                _log.info("round %d of %s came from %s", round, run.run_id, flight)
-                return loaded
-            except (EndpointUnavailable, InputError, StalePolicy) as error:
-                _log.warning("round %d of %s is read from files: %s", round, run.run_id, error)
-        return read_checkpoint(run, round, promised, served)
-
     def take(round: int, promised: str | None, flight: str | None = None) -> Update:
-        source = Source(
-            kind="watcher",
-            place=run.store.url,
-            read=lambda served: read(round, promised, flight, served),
-        )
-        return updater.load(source)
+        def read(served: Served) -> Loaded:
+            return from_trainer_or_files(
+                trainer_at(flight, api_key),
+                f"round {round} of {run.run_id}",
+                lambda fetch: read_checkpoint(run, round, promised, served, fetch),
+            )
+
+        return updater.load(Source(kind="watcher", place=run.store.url, read=read))
 
     return take
 

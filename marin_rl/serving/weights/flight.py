@@ -1,14 +1,16 @@
 """Weights by Arrow Flight: straight from a trainer to servers that follow its run.
 
-A ticket is the digest of the parameters, so that no one gets others than it asked for. Arrays
-travel in pieces of `PIECE_BYTES`; what arrives must have the names, shapes and bytes of the served
-architecture, and its digest is compared by those who asked. Leaves out the checkpoint's identity
-and the files that are read where this fails (`checkpoint_loader`).
+A ticket is the digest of the parameters, so that no one gets others than it asked for. Of a run
+that trains an adapter the adapter's arrays have the digest of the policy, and those of its base,
+which servers ask for once, the base's. Arrays travel in pieces of `PIECE_BYTES`; what arrives must
+have the names, shapes and bytes of the served architecture, and its digest is compared by those who
+asked. Leaves out the checkpoint's identity and the files that are read where this fails
+(`checkpoint_loader`, `trainer_source`).
 """
 
 import hmac
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,8 +40,8 @@ _TOKEN = "authorization"
 class WeightServer:
     """Hands out one set of parameters at a time, at `address` (grpc://HOST:PORT, 0 a free port).
 
-    With a token every caller must have it. Raises ConfigError for an address that others reach and
-    no token, or that is taken.
+    And the base of an adapter, for as long as the server lives. With a token every caller must have
+    it. Raises ConfigError for an address that others reach and no token, or that is taken.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
@@ -63,6 +65,10 @@ class WeightServer:
         copied = {name: np.array(array, order="C") for name, array in parameters.items()}
         self._server.offered = digest, copied
 
+    def keep(self, digest: str, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Hand out a base as `read` returns it, at each call: no copy of it is kept."""
+        self._server.base = digest, read
+
     def close(self) -> None:
         """End it; calls that are under way are broken off."""
         # It waits for calls that are under way, and a reader may have stopped reading.
@@ -73,10 +79,14 @@ class _Server(flight.FlightServerBase):
     """The part of it that Arrow calls, from threads of its own."""
 
     offered: tuple[str, Mapping[str, np.ndarray]] = "", MappingProxyType({})
+    base: tuple[str, Callable[[], Mapping[str, Any]]] = "", dict[str, Any]
 
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         digest, parameters = self.offered  # one read: a later offer changes nothing of this call
         asked = ticket.ticket.decode(errors="replace")
+        base_digest, read_base = self.base
+        if asked == base_digest:
+            digest, parameters = asked, read_base()
         if asked != digest:
             raise flight.FlightServerError(f"has parameters {digest:.16}, not {asked:.16}")
         return flight.GeneratorStream(SCHEMA, _pieces(parameters))
@@ -97,8 +107,9 @@ class _Token(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("expected the API token of the run's servers")
 
 
-def _pieces(parameters: Mapping[str, np.ndarray]) -> Iterator[pa.RecordBatch]:
-    for name, array in parameters.items():
+def _pieces(parameters: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    for name, value in parameters.items():
+        array = np.asarray(value, order="C")
         data = array.reshape(-1).view(np.uint8)
         for offset in range(0, max(array.nbytes, 1), PIECE_BYTES):  # one piece of an empty array
             piece = data[offset : offset + PIECE_BYTES]

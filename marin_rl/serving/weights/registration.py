@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from marin_rl.config import Config
@@ -19,6 +20,7 @@ from marin_rl.errors import ConfigError, StorageError
 from marin_rl.inference.client.fleet_sources import board_of, identity_of
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine
+from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.storage.fleet import FleetBoard, Heartbeat, Identity
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity
@@ -39,7 +41,11 @@ class Announcement:
 
 
 class Registration:
-    """Heartbeats of one server of `run`, written from a thread between `start` and `stop`."""
+    """Heartbeats of one server of `run`, written from a thread between `start` and `stop`.
+
+    `config` is what trainers compare with their own. With `adapters` it serves the versions of the
+    run's adapter next to their base.
+    """
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Registration:
         engine: Engine,
         announcement: Announcement,
         *,
+        adapters: ServedAdapters | None = None,
         every_s: float | int = HEARTBEAT_S,
     ) -> None:
         self._board: FleetBoard = board_of(config.inference, run.folder)
@@ -56,6 +63,7 @@ class Registration:
             config, run.folder, tokenizer.tokenizer_digest, tokenizer.chat_template_digest
         )
         self._name, self._engine, self._announcement = config.inference.model, engine, announcement
+        self._adapters = adapters
         self._server = secrets.token_hex(8)
         self._every_s, self._started_at = float(every_s), time.time()
         self._beat, self._tokens, self._computed_s, self._told_at = 0, 0, 0.0, time.monotonic()
@@ -90,21 +98,18 @@ class Registration:
                 return
 
     def _heartbeat(self) -> Heartbeat:
-        policy, stats, now = self._engine.policy, self._engine.stats.snapshot(), time.monotonic()
+        stats, now = self._engine.stats.snapshot(), time.monotonic()
         passed_s, computed_s = max(now - self._told_at, 1e-9), stats.prefill_s + stats.decode_s
         rate = (stats.tokens - self._tokens) / passed_s
         # A step is counted at its end, so it may have begun before the last heartbeat.
         idle = min(1.0, max(0.0, 1 - (computed_s - self._computed_s) / passed_s))
         self._tokens, self._computed_s = stats.tokens, computed_s
         self._told_at, self._beat = now, self._beat + 1
-        version, digest = policy.weight_version, policy.parameters_digest
         return Heartbeat(
+            **self._served(),
             server=self._server,
             url=self._url,
             run_sha256=self._identity.run_sha256,
-            model=served_model_id(self._name, version, digest),
-            weight_version=version,
-            parameters_digest=digest,
             labels=dict(self._announcement.labels),
             code=self._identity.code,
             tokenizer=self._identity.tokenizer,
@@ -119,6 +124,20 @@ class Registration:
             started_at=self._started_at,
             beat_at=time.time(),
         )
+
+    def _served(self) -> dict[str, Any]:
+        """The policy that the server's own name stands for, and adapters next to a base."""
+        base = self._engine.policy
+        current = base if self._adapters is None else self._adapters.current or base
+        version, digest = current.weight_version, current.parameters_digest
+        served = {
+            "model": served_model_id(self._name, version, digest),
+            "weight_version": version,
+            "parameters_digest": digest,
+        }
+        if self._adapters is None:
+            return served
+        return served | {"base_digest": base.parameters_digest, "adapters": self._adapters.names}
 
 
 def reachable(base_url: str) -> str:
