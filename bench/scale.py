@@ -39,7 +39,8 @@ from marin_rl.storage.tables.intakes import (
 )
 from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
-from marin_rl.storage.tables.stream import GroupStream, StreamedGroup
+from marin_rl.storage.tables.stream import GroupStream
+from marin_rl.storage.tables.streamed import StreamedGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.run_factories import CHECKPOINT, checkpoint, configuration, group, policy

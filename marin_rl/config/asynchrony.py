@@ -115,6 +115,13 @@ class AsynchronyConfig(Section):
         "and did not finish; null: 3600",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
+    commit_every_s: Seconds | None = Field(
+        default=None,
+        description="windowed: groups of a chunk that end within so many seconds are committed as "
+        "one object, which a killed worker loses with those under way; null: each is an object of "
+        "its own, as soon as it ends",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
     partial_rollout: Literal[True] | None = optional_field(
         description="true: completions are sampled in pieces of partial_tokens tokens, and the "
         "pieces of unfinished ones are kept: a process that starts again goes on with them, and "
@@ -233,7 +240,7 @@ class AsynchronyConfig(Section):
 
     def _window_is_whole(self) -> None:
         if self.sampler is None:
-            for name in ("over_staleness", "max_inflight_groups", "claim_s"):
+            for name in ("over_staleness", "max_inflight_groups", "claim_s", "commit_every_s"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(
                         f"{name} is {value}, a setting of sampler windowed: found in_order there"

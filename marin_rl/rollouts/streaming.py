@@ -6,9 +6,11 @@ round takes of the stream (`storage.tables.intakes`).
 """
 
 import asyncio
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from threading import Lock
+from typing import Any, TypeVar
 
 from marin_rl.config import Config
 from marin_rl.environments.base import Environment
@@ -20,6 +22,7 @@ from marin_rl.rollouts.partial import Interruption, PartialSampling
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import Settled
+from marin_rl.storage.tables.packs import PackChain
 from marin_rl.storage.tables.partials import partials_of_stream
 from marin_rl.storage.tables.stream import (
     GroupStream,
@@ -28,7 +31,10 @@ from marin_rl.storage.tables.stream import (
     numbers_of,
     stream_fingerprint,
 )
+from marin_rl.storage.tables.streamed import number_of
 from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy
+
+T = TypeVar("T")
 
 
 def open_groups_max(config: Config, version: int, rounds_taken: int) -> int:
@@ -146,23 +152,88 @@ class _Committing:
     """Commits groups of the stream as they are finished: what `sample_groups` calls pieces."""
 
     stream: GroupStream
-    policy: ServedPolicy
-    worker: str
-    chunk: int
+    packs: PackChain
     takes_members: bool = False  # a claim is of whole groups
 
     def read(self) -> dict[str, dict[int, Rollout]]:
         """Members of groups that are finished, by group and index."""
-        run = self.stream.run
-        groups = groups_in(run, numbers_of(run.config, self.chunk))
+        groups = [*self.packs.read(), *groups_in(self.stream.run, self.packs.numbers)]
         return {g.group_id: {r.index_in_group: r for r in g.rollouts} for g in groups}
 
     def commit(self, group: RolloutGroup) -> dict[int, Rollout]:
         """Commit a whole group; one that lacks members waits until its chunk is judged."""
         if len(group.rollouts) == group.group_size:
-            number = int(group.group_id.rpartition("-")[2])
-            self.stream.commit(number, group, self.policy, self.worker)
+            self.add(group)
         return {}
+
+    def add(self, group: RolloutGroup) -> None:
+        """Commit a whole group."""
+        number = number_of(group.group_id)
+        self.stream.commit(number, group, self.packs.policy, self.packs.worker)
+
+    def flush(self) -> None:
+        """Commit what waits for further groups: nothing does."""
+
+    async def flushing(self, sampling: Coroutine[Any, Any, T]) -> T:
+        """Sample, with what is finished committed in time."""
+        return await sampling
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing(_Committing):
+    """Commits the groups that have ended since the last commit as one object, every so often."""
+
+    every_s: float = 1.0
+    waiting: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
+    lock: Lock = field(default_factory=Lock)  # groups end in several threads
+
+    def add(self, group: RolloutGroup) -> None:
+        """Have a group committed with the next pack."""
+        self.waiting.append(group)
+
+    def flush(self) -> None:
+        """Commit the groups that wait. Raises as `PackChain.append`; they wait on then."""
+        with self.lock:
+            groups = [*self.waiting]
+            self.packs.append(groups)
+            del self.waiting[: len(groups)]
+
+    async def flushing(self, sampling: Coroutine[Any, Any, T]) -> T:
+        """Sample, with a commit every so often, and a last one however sampling ends."""
+        tasks = asyncio.ensure_future(sampling), asyncio.ensure_future(self._flush_regularly())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[1].done():
+                tasks[1].result()  # raises what a commit failed by
+            return await tasks[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self.flush)
+
+    async def _flush_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self.every_s)
+            await asyncio.to_thread(self.flush)
+
+
+def _committing(
+    run: Run, chunk: int, policy: ServedPolicy, worker: str, environment: Environment
+) -> _Committing:
+    """What commits the groups of a chunk, as the run's configuration says."""
+    decided = stream_fingerprint(
+        run.config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
+    )
+    stream = GroupStream(run, fingerprint=decided)
+    numbers = numbers_of(run.config, chunk)
+    packs = PackChain(
+        run=run, numbers=numbers, policy=policy, fingerprint=decided, worker=worker
+    )  # fmt: skip
+    every_s = run.config.asynchrony.commit_every_s if run.config.asynchrony else None
+    if every_s is None:
+        return _Committing(stream, packs)
+    return _Packing(stream, packs, every_s=every_s)
 
 
 async def sample_chunk(
@@ -180,11 +251,7 @@ async def sample_chunk(
     are committed by then stay.
     """
     environment = environment_of(run.config)
-    stream = GroupStream(run)
-    stream.fingerprint = stream_fingerprint(
-        run.config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
-    )
-    committing = _Committing(stream, policy, worker, chunk)
+    committing = _committing(run, chunk, policy, worker, environment)
     # What a round took may be gone from the stream since.
     left = [n for n in numbers_of(run.config, chunk) if n not in (settled or Settled())]
     requests = stream_requests(run, left, environment)
@@ -194,11 +261,11 @@ async def sample_chunk(
         round=policy.weight_version,
         message=f"chunk {chunk}",
     )
-    partials = partials_of_stream(run, stream.fingerprint, policy, worker)
+    partials = partials_of_stream(run, committing.packs.fingerprint, policy, worker)
     partial = PartialSampling.of(
         run.config, partials, interruption, oldest=oldest_of(run.config, policy.weight_version)
     )
-    groups = await sample_groups(
+    sampling = sample_groups(
         run.config,
         policy,
         environment,
@@ -207,6 +274,7 @@ async def sample_chunk(
         pieces=committing,
         partial_sampling=partial,
     )
+    groups = await committing.flushing(sampling)
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"chunk {chunk} of the stream"
     )
@@ -219,6 +287,7 @@ def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
     for group in groups:
         if any(rollout.status in ("error", "aborted") for rollout in group.rollouts):
             committing.commit(group)
+    committing.flush()
 
 
 def oldest_of(config: Config, version: int) -> int:

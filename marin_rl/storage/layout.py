@@ -14,6 +14,7 @@ PARTIAL = "partial-"  # of the names of objects with parts of unfinished groups
 PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
 _STREAMED = re.compile(rf"{re.escape(STREAM)}/group-(\d{{8,}})\.parquet")
 _PARTIAL = re.compile(rf"{re.escape(STREAM)}/partial-group-(\d{{8,}})-\d{{2,}}\.parquet")
+_PACK = re.compile(rf"{re.escape(STREAM)}/groups-(\d{{8,}})-(\d{{8,}})-\d{{2,}}\.parquet")
 _CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
 _POPPED = re.compile(rf"{re.escape(PUSHING)}/batch-(\d{{5,}})\.json")
 
@@ -110,6 +111,17 @@ def stream_group_of(key: str) -> int | None:
     """The number of the group that a key of the stream is; None for other keys."""
     match = _STREAMED.fullmatch(key)
     return int(match[1]) if match else None
+
+
+def pack_key(numbers: range, sequence: int) -> str:
+    """The private object of several such groups, which are among `numbers`."""
+    return f"{STREAM}/groups-{numbers[0]:08d}-{numbers[-1]:08d}-{sequence:02d}.parquet"
+
+
+def pack_of(key: str) -> range | None:
+    """The numbers among which a key of the stream has its groups; None for other keys."""
+    match = _PACK.fullmatch(key)
+    return range(int(match[1]), int(match[2]) + 1) if match else None
 
 
 def claim_of(key: str) -> tuple[int, int] | None:

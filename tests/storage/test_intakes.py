@@ -26,6 +26,7 @@ from marin_rl.storage.layout import STREAM, stream_key
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import (
     STALE,
+    Entry,
     Seen,
     Settled,
     collect_shard,
@@ -35,7 +36,8 @@ from marin_rl.storage.tables.intakes import (
     settled_before,
 )
 from marin_rl.storage.tables.rollouts import iter_shards, seal_round
-from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
+from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, retire
@@ -63,7 +65,7 @@ def streamed(number: int, version: int, *, differs: bool = True) -> StreamedGrou
     )
 
 
-def numbers(entries: Sequence[tuple[int, str, int, str]]) -> list[int]:
+def numbers(entries: Sequence[Entry]) -> list[int]:
     return [entry[0] for entry in entries]
 
 
@@ -121,7 +123,7 @@ def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> Non
         intake = decide(round, Seen(groups=[there[n] for n in visible]), settled, config)
         if intake is None:
             continue
-        assert all(round - version <= 1 for _, _, version, why in intake.groups if not why)
+        assert all(round - version <= 1 for _, _, version, why, _ in intake.groups if not why)
         assert len(intake.taken) == 3
         assert seen.isdisjoint(numbers(intake.groups))
         seen.update(numbers(intake.groups))

@@ -26,6 +26,7 @@ from support.schedules import (
     trusts_exists,
     trusts_silence,
 )
+from support.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
 from support.windowed_world import (
     WindowedScheduler,
     forgets_older_parts,
@@ -127,12 +128,15 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
         {"gc": gc_of_what_is_taken},
         {"gc": gc_of_the_stream},
         {"commit": exists_then_put},
+        {"read_packs": reads_no_packs, "packs": 1},
+        {"commit_pack": writes_over_packs, "packs": 1},
+        {"gc": gc_of_packs_in_use, "packs": 2},
     ],
     ids=lambda wrong: next(iter(wrong.values())).__name__,
 )
 def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="schedule"):
-        play(0, SCHEDULES, WindowedScheduler, **{"pieces": 0, **wrong})
+        play(0, SCHEDULES, WindowedScheduler, **{"pieces": 0, "packs": 0, **wrong})
 
 
 def test_the_same_net_lets_a_right_protocol_through() -> None:

@@ -21,8 +21,8 @@ def checked(config: Config) -> Run:
         intake = read_intake(run, round)
         assert len(intake.taken) == config.rollouts.groups_per_round
         bound = config.staleness_rounds_max
-        assert all(round - version <= bound for _, _, version, _ in intake.taken)
-        order = [(version, number) for number, _, version, _ in intake.taken]
+        assert all(round - version <= bound for _, _, version, *_ in intake.taken)
+        order = [(version, number) for number, _, version, *_ in intake.taken]
         assert order == sorted(order)
         assert seen.isdisjoint(number for number, *_ in intake.groups)
         seen.update(number for number, *_ in intake.groups)

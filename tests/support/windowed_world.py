@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -20,6 +20,15 @@ from support.partial_parts import Append, appends, check_group, check_part, samp
 from support.schedules import COLLECTED, Scheduler, play
 from support.simulated_process import Bucket, Player
 from support.simulator import Process, Shape, World
+from support.small_packs import (
+    CommitPack,
+    SmallChain,
+    check_pack,
+    commits_pack,
+    groups_of_pack,
+    reads_packs,
+    samples_packs,
+)
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import ObjectMissing
@@ -36,6 +45,7 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.layout import (
     STREAM,
     intake_slot,
+    pack_of,
     partial_of,
     rollouts_slot,
     round_of,
@@ -45,6 +55,7 @@ from marin_rl.storage.layout import (
 )
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.intakes import (
+    Entry,
     Intake,
     Seen,
     Settled,
@@ -53,13 +64,14 @@ from marin_rl.storage.tables.intakes import (
     intake_manifest,
     settled_before,
 )
-from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
-from marin_rl.storage.upkeep.gc import Collection
+from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.tables.streamed import StreamedGroup
+from marin_rl.storage.upkeep.gc import Collection as Collected
 from marin_rl.storage.upkeep.inventory import take_inventory
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, sha256_of
 
-GROUPS, STALENESS = 2, 1
+GROUPS, STALENESS = 2, 1  # groups of a chunk
 CHUNKS_MAX = 3  # of a worker
 
 
@@ -79,6 +91,10 @@ class WindowedBucket(Bucket):
             assert before in (None, data), f"a group changed: {key}"
             check_group(key, data)
             self.generated.setdefault(number, sha256_of(data))
+        if pack_of(key) is not None:
+            check_pack(self.objects, key, data, self.settled)
+            for packed in groups_of_pack(data):
+                self.generated.setdefault(packed, sha256_of(data))
         if partial_of(key) is not None:
             check_part(self.objects, key, data)
         super().write(key, data)
@@ -87,7 +103,8 @@ class WindowedBucket(Bucket):
         """Remove; a group that an intake names stays until its round is sealed."""
         number = stream_group_of(key)
         number = partial_of(key) if number is None else number
-        if number is not None:
+        numbers = pack_of(key) or () if number is None else (number,)
+        for number in numbers:
             assert number in self.settled, f"a group vanished that no round has: {key}"
             sealed = manifest_key(rollouts_slot(self.settled[number])) in self.objects
             assert sealed, f"a group vanished before its round was sealed: {key}"
@@ -100,16 +117,18 @@ class WindowedBucket(Bucket):
             self._note_intake(intake_in(manifest))
 
     def _note_intake(self, intake: Intake) -> None:
-        for number, sha256, version, reason in intake.groups:
+        for entry in intake.groups:
+            number, sha256, version, reason, _ = entry
             assert number not in self.settled, f"group {number} is in two rounds"
             assert self.generated.get(number) is not None, f"group {number} was never there"
-            stored = self.objects.get(stream_key(number))
+            stored = self.objects.get(entry.key)
             assert stored is not None, f"group {number} is gone already"
             assert sha256_of(stored) == sha256, f"group {number} is another"
+            assert not entry.pack or number in groups_of_pack(stored), f"{number} is elsewhere"
             age = intake.round - version
             assert (age > STALENESS) == bool(reason), f"group {number} is {age} rounds old"
             self.settled[number] = intake.round
-        order = [(version, number) for number, _, version, _ in intake.taken]
+        order = [(version, number) for number, _, version, *_ in intake.taken]
         assert order == sorted(order), "groups are not in the order of their policies"
 
 
@@ -125,17 +144,27 @@ class SmallStream(GroupStream):
         except ObjectMissing:
             return None
 
-    def _read(self, number: int, data: Any) -> StreamedGroup:
-        record = json.loads(data.to_pybytes())
-        version = record["version"]
-        return StreamedGroup(
-            number=number,
-            sha256=sha256_of(data.to_pybytes()),
-            version=version,
-            version_max=version,
-            rollouts=2,
-            differs=True,
+    def _decoded(self, key: str, data: Any) -> tuple[StreamedGroup, ...]:
+        raw, number = data.to_pybytes(), stream_group_of(key)
+        record = json.loads(raw)
+        versions = record["groups"] if number is None else {number: record["version"]}
+        return tuple(
+            StreamedGroup(
+                number=int(name),
+                sha256=sha256_of(raw),
+                version=version,
+                version_max=version,
+                rollouts=2,
+                differs=True,
+                pack="" if number is not None else key.rpartition("/")[2],
+            )
+            for name, version in versions.items()
         )
+
+    def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
+        for key in keys:
+            data = self._object(key)
+            yield () if data is None else self._decoded(key, data)
 
 
 Take = Callable[["WindowedPlayer", int], SlotRef | None]
@@ -222,8 +251,12 @@ class WindowedPlayer(Player):
             chunk = next(c for c in chunks if not is_finished(stream, settled, c))
         if chunk is None or not (stream.claim(chunk, self.process.name, version, now) or must):
             return False
-        for number in numbers_of(config, chunk):
-            if number not in settled and number not in stream.numbers:
+        numbers = numbers_of(config, chunk)
+        left = [n for n in numbers if n not in settled and n not in stream.numbers]
+        if self.world.packs:
+            samples_packs(self, chunk, left, version)
+        else:
+            for number in left:
                 self.world.commit_group(self, number, version)
         return True
 
@@ -278,8 +311,9 @@ class WindowedPlayer(Player):
         manifest = read_manifest(self.store, intake_slot(round))
         assert manifest is not None, "it was committed before"
         groups: list[str] = []
-        for number, sha256, *_ in intake_in(manifest[0]).groups:
-            data = self.store.read(stream_key(number))
+        for entry in intake_in(manifest[0]).groups:
+            number, sha256 = entry.number, entry.sha256
+            data = self.store.read(entry.key)
             assert sha256_of(data) == sha256, f"group {number} is not the one that was taken"
             groups.append(f"{number} {sha256}")
         return {"key": key, "attempt": attempt, "fingerprint": decided, "groups": groups}
@@ -322,18 +356,25 @@ class WindowedWorld(World):
         commit_group: CommitGroup = commits_group,
         append: Append = appends,
         pieces: int = 0,
+        packs: int = 0,
+        commit_pack: CommitPack = commits_pack,
+        read_packs: Callable[[SmallChain], None] = reads_packs,
         waits: bool = False,
         **protocol: Any,
     ) -> None:
         super().__init__(shape, **protocol)
         self.take, self.commit_group, self.waits = take, commit_group, waits
         self.append, self.pieces = append, pieces
+        self.packs, self.commit_pack, self.read_packs = packs, commit_pack, read_packs
         window = {"sampler": "windowed", "max_staleness": STALENESS}
         self.config = parse_config(
             {
                 "root": "memory://a-world-has-one-run",
                 "run_id": "run",
-                "rollouts": {"groups_per_round": GROUPS, "shards_per_round": 1},
+                # With packs, rounds that take a part of a chunk.
+                "rollouts": {"groups_per_round": 3, "shards_per_round": 2}
+                if packs
+                else {"groups_per_round": GROUPS, "shards_per_round": 1},
                 "asynchrony": window | ({"over_staleness": "wait"} if waits else {}),
             }
         )
@@ -348,11 +389,20 @@ class WindowedWorld(World):
         waiting = {
             f"{number} {sha256_of(data)}"
             for key, data in bucket.objects.items()
-            if (number := stream_group_of(key)) is not None and number not in bucket.settled
+            for number in _numbers_in(key, data)
+            if number not in bucket.settled
         }
         generated = {f"{number} {digest}" for number, digest in bucket.generated.items()}
         assert generated <= set(sealed) | waiting, "a group was lost"
         assert len(bucket.settled) == len(sealed)
+
+
+def _numbers_in(key: str, data: bytes) -> Collection[int]:
+    """Numbers of the finished groups of an object."""
+    number = stream_group_of(key)
+    if number is not None:
+        return (number,)
+    return groups_of_pack(data) if pack_of(key) is not None else ()
 
 
 class WindowedScheduler(Scheduler):
@@ -367,7 +417,9 @@ class WindowedScheduler(Scheduler):
         shape = Shape(rounds=self.choices.choice((1, 2, 3, 4)))
         # Numbers of its own: schedules of groups in one piece stay what they were.
         pieces = Random(f"pieces {seed}").choice((0, 0, 1, 2))
-        self.world = WindowedWorld(shape, **{"waits": waits, "pieces": pieces, **world})
+        packs = Random(f"packs {seed}").choice((0, 1, 2))
+        drawn = {"waits": waits, "pieces": pieces, "packs": packs}
+        self.world = WindowedWorld(shape, **{**drawn, **world})
 
     def _newcomer(self) -> Process:
         world, roll = self.world, self.choices.random()
@@ -416,7 +468,7 @@ def takes_any_age(player: WindowedPlayer, round: int) -> SlotRef | None:
     seen = sorted(player.seen(settled).groups, key=lambda group: group.number)[:GROUPS]
     if len(seen) < GROUPS:
         return None
-    entries = tuple((group.number, group.sha256, group.version, "") for group in seen)
+    entries = tuple(Entry(group.number, group.sha256, group.version) for group in seen)
     taken = Intake(
         round=round, groups=entries, settled=settled.with_numbers(entry[0] for entry in entries)
     )
@@ -438,7 +490,7 @@ def forgets_older_parts(player: WindowedPlayer, number: int, version: int) -> No
     _create_group(player, number, versions, max(versions))
 
 
-def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collected:
     """Wrong: takes parts of unfinished groups for leftovers."""
     for key in run.folder.list(STREAM):
         if partial_of(key) is not None:
@@ -446,7 +498,7 @@ def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
     return COLLECTED
 
 
-def gc_of_what_is_taken(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+def gc_of_what_is_taken(run: Run, _rule: RetentionConfig, **_: Any) -> Collected:
     """Wrong: deletes groups as soon as an intake names them, before the round has them."""
     for slot in take_inventory(run.folder).of_kind("intakes"):
         for number, *_rest in intake_in(slot.manifest).groups if slot.manifest else ():
@@ -454,7 +506,7 @@ def gc_of_what_is_taken(run: Run, _rule: RetentionConfig, **_: Any) -> Collectio
     return COLLECTED
 
 
-def gc_of_the_stream(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+def gc_of_the_stream(run: Run, _rule: RetentionConfig, **_: Any) -> Collected:
     """Wrong: takes groups that no round has named for leftovers."""
     for key in run.folder.list(STREAM):
         run.folder.delete(key)

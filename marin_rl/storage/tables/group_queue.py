@@ -28,7 +28,7 @@ from marin_rl.storage.layout import (
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import TableReader, load, load_readable
-from marin_rl.storage.tables.pieces import commit_group
+from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas.migrations import ROLLOUTS as LADDER
@@ -152,10 +152,10 @@ class GroupQueue:
     ) -> bool:
         """Create a group at a place; False where the place was taken, or its shard is made."""
         stamp = {DIGEST: digest, ENVIRONMENT: str(environment)}
-        committed, _ = commit_group(
+        committed, _ = commit_groups(
             self._run,
             self._key(place),
-            group,
+            [group],
             round=place.round,
             shard=place.shard,
             fingerprint=self._fingerprint,

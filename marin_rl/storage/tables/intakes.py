@@ -10,7 +10,8 @@ oldest policy and their number, never of arrival.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import pyarrow as pa
@@ -27,23 +28,39 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.layout import intake_slot, stream_key
+from marin_rl.storage.layout import STREAM, intake_slot, pack_of
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import load_present, verified
 from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
-from marin_rl.storage.tables.stream import StreamedGroup
+from marin_rl.storage.tables.streamed import StreamedGroup, object_key, rows_by_group
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Parent
 from schemas.rollouts import CONTENT_VERSION
 
 STALE = "policy_age"
-VERSION = 1  # of `extra`
+VERSION, PACKED_VERSION = 1, 2  # of `extra`
 
-# The last answer, its round, by the store of the run: of another process's store it may be old.
-_settled: "WeakKeyDictionary[ObjectStore, tuple[int, Settled]]" = WeakKeyDictionary()
+KEPT_MAX = 2  # intakes in memory: a round's own, and that of the round before
 
-Entry = tuple[int, str, int, str]  # number, digest, oldest policy, reason ("" where it is taken)
+
+class Entry(NamedTuple):
+    """A group that a round takes, or drops for a reason.
+
+    `sha256` is the digest of its object, `version` its oldest policy. `pack` is the name of the
+    object where that has several groups.
+    """
+
+    number: int
+    sha256: str
+    version: int
+    reason: str = ""  # "" where it is taken
+    pack: str = ""
+
+    @property
+    def key(self) -> str:
+        """The object that has the group."""
+        return object_key(self.number, self.pack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +100,23 @@ class Intake:
     @property
     def taken(self) -> tuple[Entry, ...]:
         """Groups that the round takes, in order."""
-        return tuple(entry for entry in self.groups if not entry[3])
+        return tuple(entry for entry in self.groups if not entry.reason)
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
         """Groups that the round drops."""
-        return tuple(entry for entry in self.groups if entry[3])
+        return tuple(entry for entry in self.groups if entry.reason)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The last intakes that this process read. Threads that need one wait for its one reader."""
+
+    lock: Lock = field(default_factory=Lock)
+    intakes: dict[int, Intake] = field(default_factory=dict[int, Intake])
+
+
+_kept: "WeakKeyDictionary[ObjectStore, _Kept]" = WeakKeyDictionary()  # by the store of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +145,13 @@ def decide(
     if taken is None:
         return None
     entries = [
-        *((g.number, g.sha256, g.version, "") for g in taken),
-        *((g.number, g.sha256, g.version, STALE) for g in stale),
+        *(Entry(g.number, g.sha256, g.version, "", g.pack) for g in taken),
+        *(Entry(g.number, g.sha256, g.version, STALE, g.pack) for g in stale),
     ]
     return Intake(
         round=round,
         groups=tuple(entries),
-        settled=settled.with_numbers(entry[0] for entry in entries),
+        settled=settled.with_numbers(entry.number for entry in entries),
         waiting=len(fresh) - len(taken),
     )
 
@@ -150,17 +178,23 @@ def intake_ref(run: Run, round: int) -> SlotRef | None:
 
 
 def settled_before(run: Run, round: int) -> Settled:
-    """Numbers that the intakes of earlier rounds have settled. Raises ObjectMissing.
+    """Numbers of groups that the intakes of earlier rounds have settled. Raises ObjectMissing."""
+    return _intake_of(run, round - 1).settled if round else Settled()
 
-    The last answer is kept: it is asked for at every look at the stream, never changes, and a
-    record of 100,000 groups takes half a second to read.
+
+def _intake_of(run: Run, round: int) -> Intake:
+    """A committed intake, which this process may have read before. Raises as `read_intake`.
+
+    It is asked for at every look at the stream and for every shard, never changes, and a record of
+    100,000 groups takes half a second to read.
     """
-    if not round:
-        return Settled()
-    kept = _settled.get(run.store)
-    if kept is None or kept[0] != round:
-        kept = _settled[run.store] = round, read_intake(run, round - 1).settled
-    return kept[1]
+    kept = _kept.setdefault(run.store, _Kept())
+    with kept.lock:
+        if (intake := kept.intakes.get(round)) is None:
+            intake = kept.intakes[round] = read_intake(run, round)
+            for old in sorted(kept.intakes)[:-KEPT_MAX]:
+                del kept.intakes[old]
+    return intake
 
 
 def commit_intake(run: Run, intake: Intake) -> SlotRef:
@@ -193,12 +227,54 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
             "waiting": float(intake.waiting),
         },
         extra={
-            "intake": VERSION,
-            "groups": [list(entry) for entry in intake.groups],
+            **_recorded(intake.groups),
             "settled": intake.settled.floor,
             "settled_above": sorted(intake.settled.above),
         },
     )
+
+
+def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
+    """The groups as a record has them: one by one, or by ranges of numbers where there are packs.
+
+    A range is `[object, first number, count, policy, reason]`; `object` counts in `objects`, each
+    with its name and digest.
+    """
+    if not any(entry.pack for entry in groups):
+        return {"intake": VERSION, "groups": [list(entry[:4]) for entry in groups]}
+    objects = dict.fromkeys((entry.key.rpartition("/")[2], entry.sha256) for entry in groups)
+    places = {name: place for place, (name, _) in enumerate(objects)}
+    ranges = list[list[Any]]()
+    for entry in groups:
+        same = places[entry.key.rpartition("/")[2]], entry.version, entry.reason
+        if ranges and (last := ranges[-1])[1] + last[2] == entry.number and same == (
+            last[0], *last[3:]
+        ):  # fmt: skip
+            last[2] += 1
+        else:
+            ranges.append([same[0], entry.number, 1, *same[1:]])
+    return {"intake": PACKED_VERSION, "objects": [list(each) for each in objects], "groups": ranges}
+
+
+def _recorded_groups(extra: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """The groups of a record. Raises KeyError, TypeError, ValueError."""
+    version, groups = extra["intake"], extra["groups"]
+    if version == VERSION:
+        return tuple(Entry(int(n), str(sha), int(v), str(why)) for n, sha, v, why in groups)
+    if version != PACKED_VERSION:
+        raise ValueError(f"expected version {VERSION} or {PACKED_VERSION}, found {version!r}")
+    objects = [(str(name), str(sha256)) for name, sha256 in extra["objects"]]
+    entries = list[Entry]()
+    for place, first, count, policy, reason in groups:
+        name, sha256 = objects[place]
+        numbers = pack_of(f"{STREAM}/{name}")
+        pack = "" if numbers is None else name
+        for number in range(int(first), int(first) + int(count)):
+            entry = Entry(number, sha256, int(policy), str(reason), pack)
+            if (numbers is not None and number not in numbers) or not entry.key.endswith(name):
+                raise ValueError(f"expected group {number} in an object of its own, found {name}")
+            entries.append(entry)
+    return tuple(entries)
 
 
 def _parents(run: Run, round: int) -> tuple[Parent, ...]:
@@ -218,16 +294,13 @@ def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
     """The intake that a manifest records. Raises CorruptObject."""
     extra, source = manifest.extra, url_of(manifest.slot)
     try:
-        version, entries = extra["intake"], extra["groups"]
-        if version != VERSION:
-            raise ValueError(f"expected version {VERSION}, found {version!r}")
-        groups = tuple((int(n), str(sha), int(v), str(why)) for n, sha, v, why in entries)
+        groups = _recorded_groups(extra)
         settled = Settled(
             floor=int(extra["settled"]), above=frozenset(map(int, extra["settled_above"]))
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptObject(f"{source}: expected an intake of groups: {error!r}") from None
-    if any(number not in settled for number, *_ in groups):
+    if any(entry.number not in settled for entry in groups):
         raise CorruptObject(f"{source}: expected its own groups among those that are settled")
     return Intake(
         round=int(manifest.slot.rpartition("-")[2]),
@@ -261,10 +334,10 @@ def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
     existing = shard_ref(run, round, shard, decided)
     if existing is not None:
         return existing
-    entries, shards = read_intake(run, round).groups, run.config.rollouts.shards_per_round
+    entries, shards = _intake_of(run, round).groups, run.config.rollouts.shards_per_round
     start, stop = (len(entries) * edge // shards for edge in (shard, shard + 1))
     try:
-        tables = [_of_round(table, round, shard) for table in _tables(run, entries[start:stop])]
+        tables = _tables(run, entries[start:stop])
     except CorruptObject:
         # Another process may have sealed the round since the first look, and gc taken the groups.
         existing = shard_ref(run, round, shard, decided)
@@ -275,33 +348,27 @@ def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
 
 
 def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
-    keys = [stream_key(number) for number, *_ in entries]
-    tables: list[pa.Table] = []
-    for (number, sha256, *_), key, data in zip(
-        entries, keys, load_present(run.store, keys), strict=True
+    """Rows of each group."""
+    digests = {entry.key: entry.sha256 for entry in entries}
+    tables = dict[tuple[str, int], pa.Table]()
+    for (key, sha256), data in zip(
+        digests.items(), load_present(run.store, [*digests]), strict=True
     ):
         source = run.store.url_of(key)
         if data is None:
+            lost = ", ".join(str(entry.number) for entry in entries if entry.key == key)
             raise CorruptObject(
-                f"{source}: group {number} is gone, and an intake of run {run.run_id!r} names it: "
+                f"{source}: group {lost} is gone, and an intake of run {run.run_id!r} names it: "
                 "restore the file from a copy; nothing else of the run is lost, and the same "
                 "command goes on from there"
             )
-        tables.append(decode_shard(verified(data, sha256, source), source=source))
-    return tables
-
-
-def _of_round(table: pa.Table, round: int, shard: int) -> pa.Table:
-    """Rows of a group under the round and shard that have them now."""
-    for name, value in {"round": round, "shard": shard}.items():
-        index = table.column_names.index(name)
-        kind = table.schema.field(index)
-        column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
-        table = table.set_column(index, kind, column)
-    return table
-
-
-def stream_counts(groups: Mapping[int, StreamedGroup], settled: Settled) -> tuple[int, int]:
-    """Finished groups that no intake names, and their rollouts."""
-    waiting = [group for number, group in groups.items() if number not in settled]
-    return len(waiting), sum(group.rollouts for group in waiting)
+        table = decode_shard(verified(data, sha256, source), source=source)
+        rows = rows_by_group(table, key, source)
+        tables |= {(key, number): rows_of for number, rows_of in rows}
+    missing = [entry for entry in entries if (entry.key, entry.number) not in tables]
+    if missing:
+        raise CorruptObject(
+            f"{run.store.url_of(missing[0].key)}: expected group {missing[0].number}, which an "
+            f"intake of run {run.run_id!r} names there; found none"
+        )
+    return [tables[entry.key, entry.number] for entry in entries]

@@ -16,9 +16,9 @@ from marin_rl.errors import CommitConflict
 from marin_rl.storage.layout import partial_key, partial_name, pieces_folder
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import load_present
-from marin_rl.storage.tables.pieces import commit_group
+from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, identify_shard
-from marin_rl.storage.tables.stream import WORKER
+from marin_rl.storage.tables.streamed import WORKER
 from marin_rl.types import RolloutGroup, ServedPolicy
 
 
@@ -88,10 +88,10 @@ class PartialGroups:
         return ours
 
     def _commit(self, key: str, group: RolloutGroup) -> bool:
-        _, ours = commit_group(
+        _, ours = commit_groups(
             self.run,
             key,
-            group,
+            [group],
             round=self.round,
             shard=self.shard,
             fingerprint=self.fingerprint,

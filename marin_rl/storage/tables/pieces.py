@@ -22,10 +22,10 @@ from marin_rl.storage.tables.rollouts import (
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
 
 
-def commit_group(
+def commit_groups(
     run: Run,
     key: str,
-    group: RolloutGroup,
+    groups: Sequence[RolloutGroup],
     *,
     round: int,
     shard: int,
@@ -33,13 +33,13 @@ def commit_group(
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> tuple[bytes, bool]:
-    """Create a group at a key; the bytes that are committed there, and True if they are these.
+    """Create groups at a key; the bytes that are committed there, and True if they are these.
 
     Raises CommitConflict, CommitUnknown, StorageError.
     """
     attempt = new_attempt()
     data = encode_shard(
-        [group],
+        groups,
         run_id=run.run_id,
         round=round,
         shard=shard,
@@ -103,10 +103,10 @@ class ShardPieces:
         number = self._counts.get(group.group_id, 0)
         self._counts[group.group_id] = number + 1
         key = f"{self._folder}/{piece_name(group.group_id.rpartition('/')[2], number)}"
-        committed, ours = commit_group(
+        committed, ours = commit_groups(
             self._run,
             key,
-            group,
+            [group],
             round=self._round,
             shard=self._shard,
             fingerprint=self._fingerprint,

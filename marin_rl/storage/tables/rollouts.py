@@ -158,22 +158,24 @@ def commit_shard(
 def commit_tables(
     run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
 ) -> SlotRef:
-    """Commit a shard out of the rows of its groups, a table each, under an attempt of its own.
+    """Commit a shard out of the rows of its groups, a table each, as those of this shard.
 
     Raises as `commit_shard` does.
     """
     key, attempt = shard_key(round, shard), new_attempt()
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
     for part in _row_groups(tables, len):
-        writer.write(_as_of(pa.concat_tables(part), attempt=attempt, replica=_replica()))
+        rows, place = pa.concat_tables(part), {"round": round, "shard": shard}
+        writer.write(_as_of(rows, attempt=attempt, replica=_replica(), **place))
     return _commit(run, key, writer.finish(), attempt, fingerprint)
 
 
-def _as_of(table: pa.Table, **constants: str) -> pa.Table:
+def _as_of(table: pa.Table, **constants: str | int) -> pa.Table:
     """Set columns to one value each."""
     for name, value in constants.items():
-        column = pa.repeat(pa.scalar(value), table.num_rows)
-        table = table.set_column(table.column_names.index(name), ROLLOUTS.field(name), column)
+        kind = ROLLOUTS.field(name)
+        column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
+        table = table.set_column(table.column_names.index(name), kind, column)
     return table
 
 

@@ -1,50 +1,48 @@
 """Groups that wait in a stream for the round that takes them (`asynchrony.sampler: windowed`).
 
 A group has a number, and one private object that is created once, by whichever worker ends it
-first. Who samples which numbers is agreed on by claims, which spare work and decide nothing: where
-two workers sample one group, the first object stays. Leaves out what rounds take (`intakes`).
+first; with `commit_every_s` several groups share one (`packs`). Who samples which numbers is agreed
+on by claims, which spare work and decide nothing: where two workers sample one group, the first
+object stays. Leaves out what rounds take (`intakes`).
 """
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.errors import CommitConflict, CorruptObject
+from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
-from marin_rl.storage.layout import STREAM, claim_key, claim_of, stream_group_of, stream_key
+from marin_rl.storage.layout import (
+    STREAM,
+    claim_key,
+    claim_of,
+    pack_of,
+    stream_group_of,
+    stream_key,
+)
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import TableReader, digest_of, load_present, select
-from marin_rl.storage.tables.pieces import commit_group
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.tables.parquet import PARTS_MAX, in_order, load_present
+from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
+from marin_rl.storage.tables.streamed import WORKER, Sampled, StreamedGroup, streamed_groups
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas import Malformed, NewerVersion
 from schemas.manifests import open_sealed_json, sealed_json
-from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
+from schemas.rollouts import CONTENT_VERSION
 
 CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
-WORKER = "worker"  # in the footer of a group: who sampled it
-SCALARS = ("run_id", "reward", "status", "policy_version_min", "policy_version_max")
 
+Packs = dict[str, tuple[StreamedGroup, ...]]  # groups by the key of their pack
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedGroup:
-    """A finished group of the stream: its number, digest, oldest and newest policy, and rollouts.
-
-    `differs` says that the rewards of its valid members are not all equal.
-    """
-
-    number: int
-    sha256: str
-    version: int
-    version_max: int
-    rollouts: int
-    differs: bool
+# By the store of the run, and the fingerprint that they were checked by: each is read once.
+_packs: "WeakKeyDictionary[ObjectStore, dict[str | None, Packs]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +107,16 @@ class GroupStream:
     claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
     fingerprint: str | None = None
     patience: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of commits, for tests
+    _packed: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
 
     def look(self) -> None:
         """List the stream: which groups are finished, and claims. Raises as `read`."""
         keys = self.run.store.list(STREAM)
+        packed = self._read_packs([key for key in keys if pack_of(key) is not None])
         listed = (stream_group_of(key) for key in keys)
         self.numbers = frozenset(number for number in listed if number is not None)
+        self._packed = {group.number: group for group in packed if group.number not in self.numbers}
+        self.numbers |= self._packed.keys()
         self._read_claims(keys)
 
     def read(self, settled: Container[int]) -> None:
@@ -126,48 +128,38 @@ class GroupStream:
         for number in [*self.groups]:
             if number in settled or number not in self.numbers:
                 del self.groups[number]
-        new = [n for n in sorted(self.numbers) if n not in settled and n not in self.groups]
-        data = self._load([stream_key(number) for number in new])
-        for number, item in zip(new, data, strict=True):
+        new = {n for n in self.numbers if n not in settled and n not in self.groups}
+        self.groups |= {number: self._packed[number] for number in new & self._packed.keys()}
+        keys = [stream_key(number) for number in sorted(new - self._packed.keys())]
+        for key, item in zip(keys, self._load(keys), strict=True):
             if item is not None:
-                self.groups[number] = self._read(number, item)
+                self.groups |= {group.number: group for group in self._decoded(key, item)}
 
     def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
         return load_present(self.run.store, keys)
 
-    def _read(self, number: int, data: pa.Buffer) -> StreamedGroup:
-        source = self.run.store.url_of(stream_key(number))
-        reader = TableReader(data, source, LADDER)
-        rows = reader.table(select(ROLLOUTS, SCALARS)).to_pydict()  # its footer is read once
-        self._check_worker(source, reader.stamp, rows["run_id"])
-        rewards = {
-            reward
-            for reward, status in zip(rows["reward"], rows["status"], strict=True)
-            if reward is not None and status in ("complete", "truncated")
-        }
-        return StreamedGroup(
-            number=number,
-            sha256=digest_of(data),
-            version=min(rows["policy_version_min"]),
-            version_max=max(rows["policy_version_max"]),
-            rollouts=len(rows["status"]),
-            differs=len(rewards) > 1,
-        )
+    def _read_packs(self, keys: Sequence[str]) -> Iterator[StreamedGroup]:
+        """Yield the groups of packs; of those that were not read before, a few at a time."""
+        packs = _packs.setdefault(self.run.store, {}).setdefault(self.fingerprint, {})
+        for key in {*packs} - {*keys}:
+            packs.pop(key, None)  # gc took it
+        new = [key for key in keys if key not in packs]
+        packs |= {key: groups for key, groups in zip(new, self._each(new), strict=True) if groups}
+        for key in keys:
+            yield from packs.get(key, ())
 
-    def _check_worker(self, source: str, stamp: Mapping[str, str], run_ids: Sequence[str]) -> None:
-        """Refuse what a worker of another run, or with other settings, put here."""
-        worker, theirs = stamp.get(WORKER, "unknown"), stamp.get("fingerprint", "")
-        if set(run_ids) != {self.run.run_id}:
-            raise CommitConflict(
-                f"{source}: worker {worker} sampled it for run {run_ids[0]!r}, expected "
-                f"{self.run.run_id!r}: stop that worker, and remove the file"
-            )
-        if self.fingerprint is not None and theirs != self.fingerprint:
-            raise CommitConflict(
-                f"{source}: worker {worker} sampled it with other settings, code or tokenizer: "
-                f"expected fingerprint {self.fingerprint}, found {theirs}. Stop that worker, start "
-                "it with this run's configuration, and remove the file"
-            )
+    def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
+        """Groups of each object, none where it is gone."""
+
+        def groups_of_object(key: str) -> tuple[StreamedGroup, ...]:
+            (data,) = self._load([key])
+            return () if data is None else self._decoded(key, data)
+
+        return in_order(self.run.store, groups_of_object, keys, PARTS_MAX)
+
+    def _decoded(self, key: str, data: pa.Buffer) -> tuple[StreamedGroup, ...]:
+        sampled = Sampled(self.run.run_id, self.fingerprint)
+        return streamed_groups(key, data, self.run.store.url_of(key), sampled)
 
     def _read_claims(self, keys: Iterable[str]) -> None:
         """Read the latest claim of each chunk."""
@@ -189,10 +181,10 @@ class GroupStream:
     def commit(self, number: int, group: RolloutGroup, policy: ServedPolicy, worker: str) -> bool:
         """Create a group; False where another worker was first. Raises StorageError."""
         assert self.fingerprint is not None, "a worker knows its settings"
-        _, ours = commit_group(
+        _, ours = commit_groups(
             self.run,
             stream_key(number),
-            group,
+            [group],
             round=policy.weight_version,
             shard=0,
             fingerprint=self.fingerprint,

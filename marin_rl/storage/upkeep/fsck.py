@@ -19,7 +19,7 @@ from itertools import chain
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.layout import code_key, partial_of, shard_of_piece, stream_group_of
+from marin_rl.storage.layout import code_key, partial_of, shard_of_piece
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, metrics_key, round_of
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -48,7 +48,7 @@ from marin_rl.storage.upkeep.inventory import (
     take_inventory,
 )
 from marin_rl.storage.upkeep.metrics_lines import MetricsLines, read_lines
-from marin_rl.storage.upkeep.streams import lost_groups
+from marin_rl.storage.upkeep.streams import lost_groups, numbers_in
 from marin_rl.user_code import files_in
 from schemas.batches import DISPOSITIONS
 from schemas.manifests import Manifest, Part, canonical_json, sha256_of
@@ -285,7 +285,7 @@ def _loose_jobs(
                 yield store.url_of(key), check
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
-        if stream_group_of(key) is not None or partial_of(key) is not None:
+        if numbers_in(key) or partial_of(key) is not None:
             look = partial(_misplaced, expected={"run_id": player(2**31)})
             check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
             yield store.url_of(key), check

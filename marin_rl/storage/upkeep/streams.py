@@ -3,11 +3,9 @@
 Which objects may go is said here; `gc` decides when, `fsck` and `audit` report.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema
@@ -17,22 +15,22 @@ from marin_rl.storage.layout import (
     batches_slot,
     claim_of,
     intake_slot,
+    pack_of,
     partial_of,
     popped_batch_of,
     rollouts_slot,
     round_of,
     stream_group_of,
-    stream_key,
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Settled, intake_in
-from marin_rl.storage.tables.parquet import FETCHES_MAX, TableReader, load_present
+from marin_rl.storage.tables.parquet import FETCHES_MAX, load_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import numbers_of
+from marin_rl.storage.tables.streamed import rows_by_group
 from marin_rl.storage.upkeep.integrity import Fault
 from marin_rl.storage.upkeep.inventory import Inventory
-from schemas.migrations import ROLLOUTS as LADDER
 
 
 def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
@@ -55,10 +53,13 @@ def taken_batches(inventory: Inventory) -> Iterator[str]:
 
 def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
     for key in keys:
-        number, claim = _number_of(key), claim_of(key)
-        if (number is not None and number in settled) or (
-            claim is not None and all(n in settled for n in numbers_of(config, claim[0]))
-        ):
+        number, claim, numbers = _number_of(key), claim_of(key), pack_of(key)
+        if claim is not None:
+            numbers = numbers_of(config, claim[0])
+        if number is not None:
+            numbers = range(number, number + 1)
+        # A pack stays until no one goes on with its chunk, for chains have no gaps.
+        if numbers is not None and all(n in settled for n in numbers):
             yield key
 
 
@@ -97,10 +98,11 @@ def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     for slot in inventory.of_kind("intakes"):
         if slot.manifest is None or slot.number in sealed:
             continue
-        for number, *_ in intake_in(slot.manifest, store.url_of).groups:
-            if stream_key(number) not in there:
+        named = dict.fromkeys(e.key for e in intake_in(slot.manifest, store.url_of).groups)
+        for key in named:
+            if key not in there:
                 detail = f"{store.url_of(slot.slot)} names it, and its round is not sealed"
-                yield Fault("missing", store.url_of(stream_key(number)), detail)
+                yield Fault("missing", store.url_of(key), detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Unfinished:
 def unfinished_groups(run: Run) -> Unfinished:
     """Groups that a policy has begun and a later one will go on with: not generated yet."""
     keys = run.store.list(STREAM)
-    finished, settled = {stream_group_of(key) for key in keys}, _settled_by(run)
+    finished, settled = {number for number, _ in _finished(run, keys)}, _settled_by(run)
     begun = [
         (number, key)
         for key in keys
@@ -153,22 +155,38 @@ def _streamed(run: Run) -> int:
         settled = intake.settled
         # Earlier ones are: each round is sealed before the next one takes its groups.
         if read_manifest(run.store, rollouts_slot(intake.round)) is None:
-            unsealed = {number for number, *_ in intake.groups}
-    listed = [
-        (number, key)
-        for key in run.store.list(STREAM)
-        if (number := stream_group_of(key)) is not None
-    ]
-    keys = [key for number, key in listed if number not in settled or number in unsealed]
-    data = zip(keys, load_present(run.store, keys), strict=True)
-    return sum(_rows(item, run.store.url_of(key)) for key, item in data if item is not None)
+            unsealed = {entry.number for entry in intake.groups}
+    rows = dict(_finished(run, run.store.list(STREAM), settled, unsealed))
+    return sum(rows.values())
 
 
-def _rows(data: pa.Buffer, source: str) -> int:
-    try:
-        return TableReader(data, source, LADDER).rows
-    except (CorruptObject, NewerSchema):
-        return 0
+def _finished(
+    run: Run, keys: Iterable[str], settled: Container[int] = (), unsealed: Container[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """Number and rollouts of finished groups, but for those that are `settled` and sealed.
+
+    Groups that cannot be read are left to `fsck`.
+    """
+
+    def wanted(number: int) -> bool:
+        return number not in settled or number in unsealed
+
+    listed = [key for key in keys if any(map(wanted, numbers_in(key)))]
+    for key, data in zip(listed, load_present(run.store, listed), strict=True):
+        if data is None:
+            continue
+        source = run.store.url_of(key)
+        try:
+            rows = [*rows_by_group(decode_shard(data, ["group_id"], source=source), key, source)]
+        except (CorruptObject, NewerSchema):
+            continue
+        yield from ((number, len(group)) for number, group in rows if wanted(number))
+
+
+def numbers_in(key: str) -> range:
+    """The numbers among which an object of a stream has finished groups: none where it has none."""
+    number = stream_group_of(key)
+    return range(number, number + 1) if number is not None else pack_of(key) or range(0)
 
 
 def _sealed(run: Run) -> int:

@@ -1,0 +1,140 @@
+"""Packs of groups in a simulated world: few bytes, the real chains, and their laws.
+
+A pack says which groups it has, and the policies of their pieces. No group is in two packs, unless
+a sealed round has it.
+"""
+
+import json
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from support.fakes import served_policy
+from support.partial_parts import sampled_in_pieces
+from support.run_factories import group_of
+
+from marin_rl.config import RetentionConfig
+from marin_rl.errors import ObjectMissing
+from marin_rl.rollouts.streaming import group_id_of
+from marin_rl.storage.commits import commit_object
+from marin_rl.storage.layout import STREAM, pack_of
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.intakes import intake_in
+from marin_rl.storage.tables.packs import PackChain
+from marin_rl.storage.tables.stream import numbers_of
+from marin_rl.storage.tables.streamed import number_of
+from marin_rl.storage.upkeep.gc import Collection
+from marin_rl.storage.upkeep.inventory import take_inventory
+from marin_rl.storage.upkeep.streams import collected_keys
+from marin_rl.types import RolloutGroup
+
+Versions = dict[int, list[int]]  # of the pieces of groups, by their numbers
+CommitPack = Callable[["SmallChain", str, bytes], bytes]
+
+
+class SmallChain(PackChain):
+    """A chain whose objects are a few bytes of JSON, read one after the other."""
+
+    def use(self, player: Any) -> "SmallChain":
+        """Append as this process."""
+        self.player = player
+        self.versions: Versions = {}
+        return self
+
+    def _load(self, key: str) -> pa.Buffer | None:
+        try:
+            return pa.py_buffer(self.run.store.read(key))
+        except ObjectMissing:
+            return None
+
+    def _decoded(self, key: str, data: pa.Buffer) -> Sequence[RolloutGroup]:
+        return [group_of(group_id_of(number), ()) for number in groups_of_pack(data.to_pybytes())]
+
+    def _commit(self, key: str, groups: Sequence[RolloutGroup]) -> Iterable[int]:
+        numbers = [number_of(group.group_id) for group in groups]
+        versions = {number: self.versions[number] for number in numbers}
+        record = {
+            "attempt": self.player.new_attempt(),
+            "fingerprint": "stream",
+            "groups": {number: min(each) for number, each in versions.items()},
+            "versions": versions,
+        }
+        data = json.dumps(record).encode()
+        return groups_of_pack(self.player.world.commit_pack(self, key, data))
+
+
+def commits_pack(chain: SmallChain, key: str, data: bytes) -> bytes:
+    """Create a pack once; what is committed there: the protocol."""
+    return commit_object(
+        chain.run.store, key, data, attempt=json.loads(data)["attempt"], fingerprint="stream",
+        identify=_identify, **chain.player.patience,
+    )  # fmt: skip
+
+
+def samples_packs(player: Any, chunk: int, left: Sequence[int], version: int) -> None:
+    """Sample groups of a chunk, and commit those that end together as a pack."""
+    world = player.world
+    chain = SmallChain(
+        run=player.run, numbers=numbers_of(player.run.config, chunk), fingerprint="stream",
+        policy=served_policy("", "policy"), worker=player.process.name,
+    ).use(player)  # fmt: skip
+    world.read_packs(chain)
+    left = [number for number in left if number not in chain.finished]
+    for first in range(0, len(left), world.packs):
+        ended = left[first : first + world.packs]
+        chain.versions |= {n: sampled_in_pieces(player, n, version) for n in ended}
+        chain.append([group_of(group_id_of(number), ()) for number in ended])
+
+
+def groups_of_pack(data: bytes) -> dict[int, int]:
+    """Policy version of each group of a pack."""
+    return {int(number): version for number, version in json.loads(data)["groups"].items()}
+
+
+def check_pack(
+    objects: Mapping[str, bytes], key: str, data: bytes, settled: Container[int]
+) -> None:
+    """Check that a pack never changes, is as old as its pieces, and has no group of another."""
+    assert objects.get(key) in (None, data), f"a pack changed: {key}"
+    record, numbers = json.loads(data), pack_of(key)
+    assert record["groups"] == {name: min(each) for name, each in record["versions"].items()}
+    others = [other for other in objects if pack_of(other) == numbers and other != key]
+    for number in groups_of_pack(data):
+        twice = any(number in groups_of_pack(objects[other]) for other in others)
+        assert number in settled or not twice, f"group {number} is in two packs"
+
+
+def reads_packs(chain: SmallChain) -> None:
+    """Read which groups are committed: the protocol."""
+    chain.read()
+
+
+def reads_no_packs(chain: SmallChain) -> None:
+    """Wrong: goes on behind the packs of others without a look at their groups."""
+    while chain._load(chain._next_key) is not None:
+        chain.length += 1
+
+
+def writes_over_packs(chain: SmallChain, key: str, data: bytes) -> bytes:
+    """Wrong: the last worker that commits a pack decides what it has."""
+    chain.run.store.put_part(key, data)
+    return data
+
+
+def gc_of_packs_in_use(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
+    """Wrong: deletes a pack as soon as a sealed round has one of its groups."""
+    inventory = take_inventory(run.folder)
+    taken = {*collected_keys(run.config, inventory)}
+    sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
+    for slot in inventory.of_kind("intakes"):
+        if slot.manifest is not None and slot.number in sealed:
+            taken |= {entry.key for entry in intake_in(slot.manifest).groups}
+    for key in run.folder.list(STREAM):
+        if key in taken:
+            run.folder.delete(key)
+    return Collection(garbage=(), live=False, skipped=(), deleted=True)
+
+
+def _identify(data: bytes) -> tuple[str, str]:
+    record = json.loads(data)
+    return record["attempt"], record["fingerprint"]
