@@ -26,8 +26,8 @@ from marin_rl.rollouts.partial import Interruption
 from marin_rl.rollouts.streaming import (
     Claimant,
     begun_by,
-    next_chunk,
     now_utc,
+    open_chunks,
     open_groups_max,
 )
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
@@ -151,24 +151,27 @@ class _WindowedRounds(Rounds):
         sampling.looking_s = time.monotonic() - began
         taken = self._taken + 1
         assert sampling.policy is not None, "a policy is served first"
-        while len(sampling.chunks) < self._config.flow.shards_in_flight_max:
-            claimant = Claimant(
-                worker=WORKER,
-                most=open_groups_max(self._config, sampling.version, taken),
-                now=now_utc(),
-                oldest=taken - self._config.staleness_rounds_max,
-                busy=sampling.chunks,
-            )
-            chunk = next_chunk(sampling.stream, settled, claimant)
-            if chunk is None:
+        claimant = Claimant(
+            worker=WORKER,
+            most=open_groups_max(self._config, sampling.version, taken),
+            now=now_utc(),
+            oldest=taken - self._config.staleness_rounds_max,
+            busy={*sampling.chunks},
+        )
+        for chunk in open_chunks(sampling.stream, settled, claimant):
+            await self._begin(sampling, chunk, claimant, settled.floor)
+            if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
                 return
-            claim, version = sampling.stream.claim, begun_by(sampling.stream, chunk, claimant)
-            begun = sampling.version if version is None else version
-            if await in_thread(claim, chunk, WORKER, begun, claimant.now):
-                stages = StageRunner(self._config.flow)
-                called = chunk, sampling.policy, WORKER, settled.floor, sampling.interruption
-                call = stages.run(sample, self._run, *called)
-                sampling.chunks[chunk] = asyncio.ensure_future(call)
+
+    async def _begin(self, sampling: _Sampling, chunk: int, claimant: Claimant, floor: int) -> None:
+        """Claim a chunk, and sample it unless another worker was first."""
+        version = begun_by(sampling.stream, chunk, claimant)
+        begun = sampling.version if version is None else version
+        if await in_thread(sampling.stream.claim, chunk, WORKER, begun, claimant.now):
+            stages = StageRunner(self._config.flow)
+            called = chunk, sampling.policy, WORKER, floor, sampling.interruption
+            call = stages.run(sample, self._run, *called)
+            sampling.chunks[chunk] = asyncio.ensure_future(call)
 
     async def _wait(self, sampling: _Sampling) -> None:
         """Wait for a chunk to end, or for a moment. Raises what a chunk failed by."""

@@ -117,7 +117,7 @@ class AsynchronyConfig(Section):
     )
     commit_every_s: Seconds | None = Field(
         default=None,
-        description="windowed: groups of a chunk that end within so many seconds are committed as "
+        description="windowed: groups of a chunk that end within this time are committed as "
         "one object, which a killed worker loses with those under way; null: each is an object of "
         "its own, as soon as it ends",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},

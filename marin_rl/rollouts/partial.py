@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -29,6 +30,8 @@ from marin_rl.types import Message, Rollout, RolloutGroup, Sampling, ServedPolic
 from schemas.rollouts import UNFINISHED
 
 GOES_ON = (LENGTH, "abort")  # finish reasons of a piece; an endpoint that aborts gives what it has
+
+REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
 
@@ -128,7 +131,7 @@ class PartialSampling:
         Raises InputError for an endpoint that does not go on from ids.
         """
         if self.proves and requests:
-            await _prove_continuation(client, policy, requests[0])
+            await _proofs_here().prove(client, policy, requests[0])
         names = [request.group_id for request in requests]
         chains = await asyncio.to_thread(self.groups.read, names)
         return PiecewiseClient(self, client, policy, requests, chains)
@@ -225,7 +228,11 @@ class PiecewiseClient:
         if not len(member.tokens):
             return await self._client.chat(messages, 1, own, session=group_id)
         ids = member.ids
-        answer = await self._client.chat(messages, 1, own, prompt_ids=ids, session=group_id)
+        try:
+            answer = await self._client.chat(messages, 1, own, prompt_ids=ids, session=group_id)
+        except REFUSALS:
+            _proofs_here().forget(self._policy)  # another server may have taken its place
+            raise
         check_prompt(answer, ids)
         return answer
 
@@ -340,6 +347,36 @@ def _added(timings: Sequence[ServerTimings]) -> ServerTimings:
     )
 
 
+@dataclass(slots=True)
+class _Proofs:
+    """Endpoints of a policy that have gone on from ids, as far as this event loop knows."""
+
+    proven: set[tuple[str, ...]] = field(default_factory=set[tuple[str, ...]])
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # shards begin at the same time
+
+    async def prove(self, client: ChatClient, policy: ServedPolicy, request: GroupRequest) -> None:
+        """Ask an endpoint once for each policy. Raises as `_prove_continuation`."""
+        async with self.lock:
+            if _of_policy(policy) not in self.proven:
+                await _prove_continuation(client, policy, request)
+                self.proven = {_of_policy(policy)}
+
+    def forget(self, policy: ServedPolicy) -> None:
+        """Have the endpoints of a policy asked again before the next shard."""
+        self.proven.discard(_of_policy(policy))
+
+
+_proofs: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Proofs]" = WeakKeyDictionary()
+
+
+def _proofs_here() -> _Proofs:
+    return _proofs.setdefault(asyncio.get_running_loop(), _Proofs())
+
+
+def _of_policy(policy: ServedPolicy) -> tuple[str, ...]:
+    return policy.model, *policy.endpoints
+
+
 async def _prove_continuation(
     client: ChatClient, policy: ServedPolicy, request: GroupRequest
 ) -> None:
@@ -351,7 +388,7 @@ async def _prove_continuation(
     try:
         answer = await client.chat(messages, 1, token, prompt_ids=ids, session=session)
         check_prompt(answer, ids)
-    except (NoSuchRoute, RequestRejected, BadResponse) as error:
+    except REFUSALS as error:
         raise InputError(
             f"asynchrony.partial_rollout: the endpoint of {policy.model} does not go on from token "
             f"ids ({error}): expected one that takes them at /v1/chat/completions/tokens or "

@@ -6,7 +6,7 @@ round takes of the stream (`storage.tables.intakes`).
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from threading import Lock
@@ -65,8 +65,8 @@ class Claimant:
     busy: Collection[int] = ()
 
 
-def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int | None:
-    """The first chunk that a worker may sample now; None where there is no room.
+def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
+    """Yield the chunks that a worker may sample now, in order, as long as there is room.
 
     Chunks with a live claim of another worker are left out, as are those that this worker samples
     already. A worker that starts again goes on with its own claims.
@@ -75,16 +75,20 @@ def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int
     # Counted from claims and intakes alone, so that a restart changes nothing.
     chunk, counted = settled.floor // chunk_size(config), 0
     while counted < claimant.most:
-        claim = stream.claims.get(chunk)
-        if not is_finished(stream, settled, chunk):
+        claim, left = stream.claims.get(chunk), settled.left(numbers_of(config, chunk))
+        if not stream.has(left):
             others = claim is not None and claim.worker != claimant.worker
             live = others and claim is not None and claim.is_live(claimant.now, _claim_s(config))
             if not (live or chunk in claimant.busy):
-                return chunk
+                yield chunk
         if claim is None or claim.policy_version >= claimant.oldest:
-            counted += sum(number not in settled for number in numbers_of(config, chunk))
+            counted += len(left)
         chunk += 1
-    return None
+
+
+def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int | None:
+    """The first chunk that a worker may sample now; None where there is no room."""
+    return next(open_chunks(stream, settled, claimant), None)
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
@@ -101,8 +105,7 @@ def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
 
 def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
     """True if every group of a chunk is committed, or was settled."""
-    numbers = numbers_of(stream.run.config, chunk)
-    return all(number in stream.numbers or number in settled for number in numbers)
+    return stream.has(settled.left(numbers_of(stream.run.config, chunk)))
 
 
 def under_way(stream: GroupStream, settled: Settled, now: datetime) -> list[int]:
@@ -221,7 +224,7 @@ class _Packing(_Committing):
 def _committing(
     run: Run, chunk: int, policy: ServedPolicy, worker: str, environment: Environment
 ) -> _Committing:
-    """What commits the groups of a chunk, as the run's configuration says."""
+    """Return the committer of a chunk's groups that the run's configuration asks for."""
     decided = stream_fingerprint(
         run.config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
     )

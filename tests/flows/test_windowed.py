@@ -92,11 +92,14 @@ PIECES = (
 )
 
 
+PACKS = "asynchrony.commit_every_s=0.05"
+
+
 def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
     api: str, tmp_path: Path
 ) -> None:
-    """The speed of the machine decides how many groups a checkpoint comes upon."""
-    config = windowed(tmp_path, *PIECES)
+    """The speed of the machine decides how many groups a checkpoint comes upon, and a pack has."""
+    config = windowed(tmp_path, *PIECES, PACKS)
     start(config)
     run = checked(config)
     versions = [
@@ -116,12 +119,17 @@ def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
 def test_a_killed_sampler_is_followed_by_one_that_goes_on(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """Killed as it commits a part, and right after it."""
-    faults = {
-        f"create whole/rollouts/.stream/partial-group-{number:08d}-00.parquet #1": kind
-        for number, kind in ((0, "kill-after"), (3, "kill-before"))
+    """Killed as it commits a part or a pack, and right after it."""
+    names = {
+        "partial-group-00000000-00": "kill-after",
+        "partial-group-00000003-00": "kill-before",
+        "groups-00000000-00000001-00": "kill-before",
+        "groups-00000002-00000003-00": "kill-after",
     }
-    config = windowed(tmp_path, *PIECES)
+    faults = {
+        f"create whole/rollouts/.stream/{name}.parquet #1": kind for name, kind in names.items()
+    }
+    config = windowed(tmp_path, *PIECES, PACKS)
     starts, left = fork_server.run_until_all_came(config, faults)
     assert left == []
     assert starts > 2

@@ -22,7 +22,7 @@ from marin_rl.analysis.verify import verify_run
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.errors import CommitConflict, ConfigError, InputError
+from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLError
 from marin_rl.inference.client.protocol import ChatAnswer, Completion, served_model_id
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import (
@@ -474,6 +474,33 @@ def test_an_endpoint_that_cannot_go_on_from_ids_is_refused_before_sampling(tmp_p
         with pytest.raises(InputError, match="does not go on from token ids"):
             asyncio.run(generate_shard(run, 0, 0, served_policy(server.url, MODEL)))
         assert len(server.requests) == 3, "a token, and the next one by two routes"
+
+
+def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_path: Path) -> None:
+    """Two shards at the same time, one after a server that cannot go on took the place."""
+    with FakePolicyServer(MODEL, lambda _text, _seed: "eight of") as server:
+        items = [f"root={tmp_path}", *PIECES, f"inference.endpoints=[{server.url}]"]
+        run = Run.create_or_open(load_config(DEBUG, [*items, "sampling.max_tokens=12"]))
+        policy = served_policy(server.url, MODEL)
+
+        def single_tokens() -> int:
+            asked = sum(body["max_tokens"] == 1 for body in server.requests)
+            server.requests.clear()
+            return asked
+
+        async def shards() -> None:
+            await asyncio.gather(*(generate_shard(run, 0, shard, policy) for shard in (0, 1)))
+            assert single_tokens() == 2
+            await generate_shard(run, 1, 0, policy)
+            assert single_tokens() == 0
+            server.fault = lambda body: "route" if "tokens" in body or "prompt" in body else None
+            with pytest.raises(MarinRLError):
+                await generate_shard(run, 1, 1, policy)
+            with pytest.raises(InputError, match="does not go on from token ids"):
+                await generate_shard(run, 1, 1, policy)
+            assert single_tokens() == 3, "a token, and the next one by two routes"
+
+        asyncio.run(shards())
 
 
 @pytest.mark.parametrize(

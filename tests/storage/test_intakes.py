@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run_factories import checkpoint, configuration, group, policy
+from support.run_factories import group, policy
+from support.streams import Streaming, settings
 
 from marin_rl.batching.build import build_round
-from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, CorruptObject
 from marin_rl.rollouts.streaming import (
     Claimant,
@@ -29,29 +28,20 @@ from marin_rl.storage.tables.intakes import (
     Entry,
     Seen,
     Settled,
-    collect_shard,
     commit_intake,
     decide,
     read_intake,
     settled_before,
 )
-from marin_rl.storage.tables.rollouts import iter_shards, seal_round
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.tables.stream import GroupStream, numbers_of
 from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, retire
 from marin_rl.storage.upkeep.streams import waiting_rollouts
-from marin_rl.types import SlotRef
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
-
-
-def settings(root: str = "memory://none", groups: int = 2, **asynchrony: Any) -> Config:
-    window = {"max_staleness": 1, "sampler": "windowed", **asynchrony}
-    return configuration(
-        root, groups=groups, rollouts={"group_size": 2}, asynchrony=window, shards=1
-    )
 
 
 def streamed(number: int, version: int, *, differs: bool = True) -> StreamedGroup:
@@ -197,35 +187,6 @@ def test_clocks_that_are_a_day_apart_cost_work_and_nothing_else(tmp_path: Path) 
         assert stream.claim(0, f"worker{days}", 0, moment)
     stream.look()
     assert stream.claims[0].number == 1
-
-
-class Streaming:
-    """A run whose groups are put into the stream by hand."""
-
-    def __init__(self, root: Path, **asynchrony: Any) -> None:
-        self.run = Run.create_or_open(settings(str(root), **asynchrony))
-        self.stream = GroupStream(self.run, fingerprint="f" * 64)
-        self.start = checkpoint(self.run, 0)
-
-    def put(self, *placed: tuple[int, int]) -> None:
-        """Commit groups by number and policy version."""
-        for number, version in placed:
-            made = group(group_id_of(number), [0.0, 1.0], version=version)
-            self.stream.commit(number, made, policy(version), "w")
-
-    def seen(self, round: int) -> Seen:
-        self.stream.look()
-        self.stream.read(settled_before(self.run, round))
-        return Seen(groups=self.stream.groups.values())
-
-    def take(self, round: int) -> SlotRef:
-        settled = settled_before(self.run, round)
-        intake = decide(round, self.seen(round), settled, self.run.config)
-        assert intake is not None
-        return commit_intake(self.run, intake)
-
-    def sealed(self, round: int, intake: SlotRef) -> SlotRef:
-        return seal_round(self.run, round, [collect_shard(self.run, round, 0, intake)], [intake])
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ class WindowedPlayer(Player):
         if chunk is None or not (stream.claim(chunk, self.process.name, version, now) or must):
             return False
         numbers = numbers_of(config, chunk)
-        left = [n for n in numbers if n not in settled and n not in stream.numbers]
+        left = [n for n in numbers if n not in settled and not stream.has({n})]
         if self.world.packs:
             samples_packs(self, chunk, left, version)
         else:

@@ -8,7 +8,7 @@ oldest policy and their number, never of arrival.
 
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.layout import STREAM, intake_slot, pack_of
+from marin_rl.storage.layout import STREAM, intake_slot, pack_of, stream_group_of
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import load_present, verified
@@ -75,6 +75,10 @@ class Settled:
 
     def __len__(self) -> int:
         return self.floor + len(self.above)
+
+    def left(self, numbers: range) -> set[int]:
+        """Those of `numbers` that no intake has taken or dropped."""
+        return {*range(max(numbers.start, self.floor), numbers.stop)} - self.above
 
     def with_numbers(self, numbers: Iterable[int]) -> "Settled":
         """These and further numbers."""
@@ -263,18 +267,23 @@ def _recorded_groups(extra: Mapping[str, Any]) -> tuple[Entry, ...]:
         return tuple(Entry(int(n), str(sha), int(v), str(why)) for n, sha, v, why in groups)
     if version != PACKED_VERSION:
         raise ValueError(f"expected version {VERSION} or {PACKED_VERSION}, found {version!r}")
-    objects = [(str(name), str(sha256)) for name, sha256 in extra["objects"]]
-    entries = list[Entry]()
-    for place, first, count, policy, reason in groups:
-        name, sha256 = objects[place]
-        numbers = pack_of(f"{STREAM}/{name}")
-        pack = "" if numbers is None else name
-        for number in range(int(first), int(first) + int(count)):
-            entry = Entry(number, sha256, int(policy), str(reason), pack)
-            if (numbers is not None and number not in numbers) or not entry.key.endswith(name):
-                raise ValueError(f"expected group {number} in an object of its own, found {name}")
-            entries.append(entry)
-    return tuple(entries)
+    objects = dict(enumerate(extra["objects"]))
+    return tuple(entry for each in groups for entry in _entries(objects, *each))
+
+
+def _entries(
+    objects: Mapping[int, Any], place: int, first: int, count: int, version: int, reason: str
+) -> Iterator[Entry]:
+    """Yield the groups of a range. Raises KeyError, TypeError, ValueError."""
+    name, sha256 = map(str, objects[place])
+    own, numbers = stream_group_of(f"{STREAM}/{name}"), pack_of(f"{STREAM}/{name}")
+    if own is not None:
+        numbers = range(own, own + 1)
+    if numbers is None or first not in numbers or not 0 < count <= numbers.stop - first:
+        raise ValueError(f"{name} cannot have {count} groups from number {first} on")
+    pack = "" if own is not None else name
+    for number in range(first, first + count):
+        yield Entry(number, sha256, int(version), str(reason), pack)
 
 
 def _parents(run: Run, round: int) -> tuple[Parent, ...]:

@@ -32,7 +32,7 @@ from schemas.migrations import Ladder
 ROW_GROUP_ROWS = 1000
 PART_BYTES_MAX = 32 * 2**20
 FETCHES_MAX = 64  # small objects that are fetched from elsewhere at once
-PARTS_MAX = 8  # parts, of PART_BYTES_MAX at most
+PARTS_MAX = 8  # parts of PART_BYTES_MAX
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -298,6 +298,15 @@ def in_order(
             under_way.append(pool.submit(work, item))
         while under_way:
             yield under_way.popleft().result()
+
+
+def fetches_at_once(bytes_max: int) -> int:
+    """Number of parts of at most `bytes_max` bytes that are fetched from elsewhere at once.
+
+    They take as much memory as PARTS_MAX parts of full size.
+    """
+    fit = PARTS_MAX * PART_BYTES_MAX // max(bytes_max, 1)
+    return min(max(fit, PARTS_MAX), FETCHES_MAX)
 
 
 def load_present(store: ObjectStore, keys: Sequence[str]) -> list[pa.Buffer | None]:

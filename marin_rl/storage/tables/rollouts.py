@@ -36,6 +36,7 @@ from marin_rl.storage.tables.parquet import (
     TableReader,
     TableWriter,
     digest_of,
+    fetches_at_once,
     in_order,
     load,
     open_part,
@@ -304,7 +305,8 @@ def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
     def opened(part: Part) -> TableReader:
         return open_part(run.store, manifest.slot, part, LADDER)
 
-    return in_order(run.store, opened, manifest.parts, PARTS_MAX)
+    largest = max((part.bytes for part in manifest.parts), default=0)
+    return in_order(run.store, opened, manifest.parts, fetches_at_once(largest))
 
 
 def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:

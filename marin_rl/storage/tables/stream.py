@@ -102,22 +102,27 @@ class GroupStream:
     """
 
     run: Run
-    numbers: frozenset[int] = frozenset()  # of the groups that were listed
+    numbers: frozenset[int] = frozenset()  # of groups that were listed as objects of their own
     groups: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
     claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
     fingerprint: str | None = None
     patience: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of commits, for tests
-    _packed: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
+    packs: Packs = field(default_factory=Packs)  # that were listed and read
+    packed: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
 
     def look(self) -> None:
         """List the stream: which groups are finished, and claims. Raises as `read`."""
         keys = self.run.store.list(STREAM)
-        packed = self._read_packs([key for key in keys if pack_of(key) is not None])
         listed = (stream_group_of(key) for key in keys)
         self.numbers = frozenset(number for number in listed if number is not None)
-        self._packed = {group.number: group for group in packed if group.number not in self.numbers}
-        self.numbers |= self._packed.keys()
+        self._read_packs([key for key in keys if pack_of(key) is not None])
         self._read_claims(keys)
+
+    def has(self, numbers: set[int]) -> bool:
+        """Return True if these groups are finished, as far as was listed."""
+        if numbers <= self.packed.keys():
+            return True
+        return all(number in self.numbers or number in self.packed for number in numbers)
 
     def read(self, settled: Container[int]) -> None:
         """Read what was listed and is new; forget groups that are `settled`.
@@ -126,11 +131,12 @@ class GroupStream:
         NewerSchema, StoreUnavailable.
         """
         for number in [*self.groups]:
-            if number in settled or number not in self.numbers:
+            if number in settled or not (number in self.numbers or number in self.packed):
                 del self.groups[number]
-        new = {n for n in self.numbers if n not in settled and n not in self.groups}
-        self.groups |= {number: self._packed[number] for number in new & self._packed.keys()}
-        keys = [stream_key(number) for number in sorted(new - self._packed.keys())]
+        packed = (item for item in self.packed.items() if item[0] not in settled)
+        self.groups |= {number: group for number, group in packed if number not in self.groups}
+        new = [n for n in sorted(self.numbers) if n not in settled and n not in self.groups]
+        keys = [stream_key(number) for number in new]
         for key, item in zip(keys, self._load(keys), strict=True):
             if item is not None:
                 self.groups |= {group.number: group for group in self._decoded(key, item)}
@@ -138,15 +144,19 @@ class GroupStream:
     def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
         return load_present(self.run.store, keys)
 
-    def _read_packs(self, keys: Sequence[str]) -> Iterator[StreamedGroup]:
-        """Yield the groups of packs; of those that were not read before, a few at a time."""
-        packs = _packs.setdefault(self.run.store, {}).setdefault(self.fingerprint, {})
-        for key in {*packs} - {*keys}:
-            packs.pop(key, None)  # gc took it
-        new = [key for key in keys if key not in packs]
-        packs |= {key: groups for key, groups in zip(new, self._each(new), strict=True) if groups}
-        for key in keys:
-            yield from packs.get(key, ())
+    def _read_packs(self, keys: Sequence[str]) -> None:
+        """Read the packs that were not read before, a few at a time; forget those that are gone."""
+        listed = {*keys}
+        known = _packs.setdefault(self.run.store, {}).setdefault(self.fingerprint, {})
+        for key in [key for key in self.packs if key not in listed]:
+            for group in self.packs.pop(key):
+                self.packed.pop(group.number, None)
+            known.pop(key, None)
+        new = [key for key in keys if key not in self.packs]
+        unread = [key for key in new if key not in known]
+        known |= zip(unread, self._each(unread), strict=True)
+        self.packs |= {key: known[key] for key in new}
+        self.packed |= {group.number: group for key in new for group in known[key]}
 
     def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
         """Groups of each object, none where it is gone."""

@@ -39,7 +39,7 @@ class StreamedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What groups must be of: the run, and the settings of its workers where they are known."""
+    """The run whose groups these are, and the settings of its workers where they are known."""
 
     run_id: str
     fingerprint: str | None
