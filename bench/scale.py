@@ -40,8 +40,8 @@ from marin_rl.storage.tables.intakes import (
     read_intake,
 )
 from marin_rl.storage.tables.packs import PackChain
-from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX
-from marin_rl.storage.tables.rollouts import commit_shard, seal_round
+from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, fetches_at_once
+from marin_rl.storage.tables.rollouts import commit_shard, rollouts_manifest, seal_round
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.streams import delete_all
@@ -150,11 +150,12 @@ def in_order(table: Table, options: argparse.Namespace) -> None:
         times=times,
         at_once=PARTS_MAX,
     )
+    largest = max(part.bytes for part in rollouts_manifest(run, 0).parts)
     table.measure(
         "batches, dispositions and metrics",
         lambda: build_round(run, 0, sealed),
         times=times,
-        at_once=PARTS_MAX,
+        at_once=fetches_at_once(largest),
     )
 
 

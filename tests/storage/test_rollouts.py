@@ -36,7 +36,7 @@ from marin_rl.errors import (
 )
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.stores.filesystem import MemoryStore
-from marin_rl.storage.tables.parquet import PARTS_MAX
+from marin_rl.storage.tables.parquet import PARTS_MAX, fetches_at_once
 from marin_rl.storage.tables.rollouts import (
     commit_shard,
     decode_shard,
@@ -380,3 +380,8 @@ def test_shards_in_a_bucket_are_read_side_by_side_and_stay_in_order(
     seal_round(run, 0, refs, [CHECKPOINT])
     rows = pa.concat_tables(iter_shards(run, 0, ["group_id"]))
     assert rows["group_id"].to_pylist() == names
+
+
+def test_small_parts_are_fetched_more_at_once_within_the_same_memory() -> None:
+    at_once = [fetches_at_once(size) for size in (0, 2**20, 8 * 2**20, 32 * 2**20, 2**30)]
+    assert at_once == [64, 64, 32, 8, 8]
