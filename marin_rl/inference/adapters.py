@@ -11,7 +11,7 @@ Axes: L layers, r rank of an adapter, n adapters; `in` and `out` are those of a 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,12 @@ from marin_rl.lora import Adapter, a_name, b_name, module_name
 
 # Adapters times rank up to which a decode step applies all of them to every sequence. Measured on
 # one core (width 256, 64 slots): 6 to 13 % of a step for 32, 14 to 17 % for 64, where reading each
-# sequence's own costs 27 to 49 %.
+# sequence's own costs 27 to 49 %. Those that no sequence of a lane is on can be left out (`used`).
 MASKED_RANKS_MAX = 64
 
 Bank = tuple[LayerAdapters, ...]
+Rows = Int32[np.ndarray, " _"]
+Tree = TypeVar("Tree")
 
 # Modules by the matrix that a layer joins them in, in the order of its parts.
 MODULES: Mapping[str, Sequence[str]] = {
@@ -50,6 +52,11 @@ class BankSizes:
     def masked(self) -> bool:
         """True if a decode step applies all adapters to every sequence."""
         return self.adapters * self.rank <= MASKED_RANKS_MAX
+
+    @property
+    def few(self) -> int:
+        """Adapters up to which a chunk is decoded with half of the bank."""
+        return (self.adapters + 1) // 2
 
 
 def bank_shapes(
@@ -82,6 +89,13 @@ def with_bank(decoder: Decoder, bank: Bank | None) -> Decoder:
     return decoder._replace(layers=tuple(layer._replace(adapters=own) for layer, own in layers))
 
 
+@jax.jit
+def some_rows(bank: Tree, rows: Int32[Array, " m"]) -> Tree:
+    """The adapters in these rows of a bank, counted from 1, as a bank of their own."""
+    # the axis is that of `write_row`
+    return jax.tree.map(lambda all: jnp.take(all, rows - 1, axis=all.ndim - 3, mode="clip"), bank)
+
+
 @partial(jax.jit, donate_argnames="bank")
 def write_row(bank: Bank, rows: Bank, row: Int32[Array, ""]) -> Bank:
     """The bank with the adapter of `rows` in row `row`, counted from 1; written in place."""
@@ -93,6 +107,14 @@ def write_row(bank: Bank, rows: Bank, row: Int32[Array, ""]) -> Bank:
     return jax.tree.map(put, bank, rows)
 
 
+class _Half(NamedTuple):
+    """Copies of `rows` of the bank, as it was when its arrays were `of`."""
+
+    of: Bank
+    rows: Rows
+    bank: Bank
+
+
 class AdapterBank:
     """The arrays of an engine's bank, at first all zeros: adapters that add nothing.
 
@@ -101,6 +123,7 @@ class AdapterBank:
 
     def __init__(self, shapes: Bank, put: Callable[[Any], Any]) -> None:
         self._shapes, self._put = shapes, put
+        self._halves: dict[int, _Half] = {}
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         self.arrays: Bank = put(zeros)
 
@@ -111,6 +134,26 @@ class AdapterBank:
     def write(self, row: int, rows: Bank) -> None:
         """Write an adapter into its row. On the engine's thread, between two programs."""
         self.arrays = jax.block_until_ready(write_row(self.arrays, rows, np.int32(row)))
+        self._halves.clear()
+
+    def used(self, lane: int, sizes: BankSizes, row_S: Rows) -> tuple[Bank, Rows]:
+        """A bank with the rows that a lane's slots use, and where each slot's own is in it.
+
+        It is half of the bank where that is room enough, else all of it. The half is kept for the
+        lane's next chunk.
+        """
+        wanted = np.unique(row_S[row_S > 0])
+        if len(wanted) > sizes.few or sizes.few == sizes.adapters:
+            return self.arrays, row_S
+        half = self._halves.get(lane)
+        if half is None or half.of is not self.arrays or not np.isin(wanted, half.rows).all():
+            others = np.setdiff1d(np.arange(1, sizes.adapters + 1), wanted)
+            rows = np.concatenate([wanted, others]).astype(np.int32)[: sizes.few]
+            half = _Half(self.arrays, rows, some_rows(self.arrays, rows))
+            self._halves[lane] = half
+        places = np.zeros(sizes.adapters + 1, np.int32)
+        places[half.rows] = np.arange(1, sizes.few + 1)
+        return half.bank, places[row_S]
 
 
 def rows_of(shapes: Bank, adapter: Adapter) -> Bank:

@@ -3,10 +3,8 @@
 Programs of fixed shapes make that likely, and no more: which row of a product is added up in which
 order is the matrix library's choice, by instruction set and shape. So the engine proves it on the
 machine at hand, with the programs and shapes that it will use, and uses only what is proven. Owns
-the proofs, and the record of each next to the compiled programs. Leaves out what an engine does
-without them (`runner`).
-
-Axes: S slots of a lane, R prompts of a prefill tile, P positions of a prompt bucket.
+what is proven, and the record of it next to the compiled programs. Leaves out the trials
+(`invariance_trials`), and what an engine does without a proof (`runner`).
 """
 
 import hashlib
@@ -14,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -25,16 +23,8 @@ import jax
 import numpy as np
 
 from marin_rl.compilation import programs_folder
-from marin_rl.cpu_streams import Lanes
-from marin_rl.inference import decoder
-from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.generation import TOP_LOGPROBS_MAX
-from marin_rl.inference.kv_cache import Cache, cache_length, empty_cache
-from marin_rl.inference.logits_state import ExtraRows
-from marin_rl.inference.logprobs import ReportRequest
-from marin_rl.inference.pieces import Extension, packed, piece_size
-from marin_rl.inference.programs import ChunkInputs, Limits, Sampled, decode_chunk, extend_slots
-from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
+from marin_rl.inference.kv_cache import Cache, empty_cache
+from marin_rl.inference.weights import DecoderSpec
 from marin_rl.machine import machine_facts
 
 FORMAT = "marin-rl/batch-invariance"
@@ -42,11 +32,8 @@ FORMAT = "marin-rl/batch-invariance"
 # What is proven, and how: a record of another version is proven again.
 VERSION = 2
 
-# Steps of a trial: the second one reads what the first one wrote.
-STEPS = 3
-
-# Steps whose tokens are computed once more as pieces: more than one piece of each slot.
-CONTINUED_STEPS = 12
+# The same of products with adapters, for engines that have room for some.
+ADAPTERS_VERSION = 2
 
 _log = logging.getLogger(__name__)
 _known: dict[Path | str, "Invariance"] = {}
@@ -62,6 +49,7 @@ class Invariance:
     however that is cut; only engines with a prefix cache try it, and where it fails
     try pieces of one position each: `continued_singly`. `adapters`: a sequence on an adapter,
     whatever is in the other rows of the bank; only engines with room for adapters try it.
+    `few_adapters`: the same, computed with half of the bank or with all of it.
     """
 
     slots: bool
@@ -70,6 +58,7 @@ class Invariance:
     continued: bool = False
     continued_singly: bool = False
     adapters: bool = False
+    few_adapters: bool = False
 
 
 # On a mesh nothing is proven, so nothing is promised.
@@ -135,9 +124,11 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
         del shape_facts["adapters"], shape_facts["adapter_rank"]
     if not shapes.own:
         del shape_facts["own"]
+    adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,
+        **adapters,
         "machine": machine_facts(),
         "libraries": {name: version(name) for name in ("jax", "jaxlib")},
         "settings": {name: str(jax.config.values[name]) for name in settings},
@@ -160,8 +151,9 @@ def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
     try:
         record = json.loads(file.read_bytes())
         names = {item.name for item in fields(Invariance)}
-        # records of engines without adapters do not have this one
-        outcome, facts = {"adapters": False} | record["equal"], record["facts"]
+        # records of engines without adapters do not have these
+        absent = {"adapters": False, "few_adapters": False}
+        outcome, facts = absent | record["equal"], record["facts"]
         valid = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
         if valid and all(type(value) is bool for value in outcome.values()):
             return facts, Invariance(**outcome)
@@ -187,271 +179,3 @@ def _write(file: Path, facts: Mapping[str, Any], outcome: Invariance, seconds: f
         _log.warning("%s cannot be written (%s): the next process proves it again", file, error)
         with suppress(OSError):
             temporary.unlink()
-
-
-class Prover:
-    """Trials of the engine's own programs, on a cache of random numbers that lives as long as one.
-
-    `put` commits arrays to the engine's device. Weights may be random: which order sums are taken
-    in depends on shapes alone, and weights of zero would show nothing.
-    """
-
-    def __init__(
-        self,
-        shapes: Shapes,
-        fused: Decoder,
-        rotary: Rotary,
-        buckets: Sequence[int],
-        put: Callable[[Any], Any],
-    ) -> None:
-        self._shapes = shapes
-        self._fused, self._rotary, self._put = fused, rotary, put
-        self._buckets = buckets
-        self._length = cache_length(shapes.cache)
-        self._rng = np.random.default_rng(0)
-        S, V = shapes.slots, shapes.spec.vocabulary
-        rows = ExtraRows(Lanes(1, S), self._length, V, put)
-        request = ReportRequest(np.ones(S, np.bool_), np.full(S, TOP_LOGPROBS_MAX, np.int32))
-        self._extras = rows.on_device(0)._replace(request=put(request))
-        adapters = bool(shapes.adapters)
-        self._inputs = RunningBatch(S, V, None, rows, has_adapters=adapters).inputs
-        self._steps = min(STEPS, shapes.chunk_steps)
-        shape = lambda leaf: (1, *leaf.shape[1:])
-        self._columns = jax.tree.map(lambda leaf: self._rng.normal(size=shape(leaf)), shapes.cache)
-
-    def prove(self) -> Invariance:
-        """Run every trial."""
-        wanted, size = self._shapes.prefix_cache, piece_size(self._shapes.slots)
-        continued = wanted and self._continued_alike(size)
-        return Invariance(
-            slots=self._slots_alike(),
-            prompts=self._prompts_alike(),
-            shared=self._shapes.sharing and self._shared_alike(),
-            continued=continued,
-            continued_singly=wanted and not continued and self._continued_alike(1),
-            adapters=self._shapes.adapters > 0 and self._adapters_alike(),
-        )
-
-    def _slots_alike(self) -> bool:
-        """One sequence in all slots; then several, of which each is also computed alone.
-
-        The one is on adapter 1, the several on one each; those that are not computed are on none.
-        """
-        S, last = self._shapes.slots, self._length - self._steps - 1
-        same = self._run(np.full(S, 1), np.full(S, last), adapter_S=np.full(S, 1))
-        if not all(_equal(slot, same[0]) for slot in same):
-            return False
-        positions_S = last - np.arange(S) % 3
-        positions_S[S // 2] = min(5, last)  # blocks past its end are read for the others alone
-        tokens_S = self._tokens(S)
-        rows_S = self._rows(S)
-        together = self._run(tokens_S, positions_S, adapter_S=rows_S)
-        alone = sorted({0, S // 2, S - 1})
-        return all(
-            _equal(
-                self._run(
-                    tokens_S,
-                    positions_S,
-                    only=slot,
-                    adapter_S=np.where(np.arange(S) == slot, rows_S, 0),
-                )[slot],
-                together[slot],
-            )
-            for slot in alone
-        )
-
-    def _adapters_alike(self) -> bool:
-        """One sequence on the first row of the bank and on the last, others in the other rows."""
-        S, last = self._shapes.slots, self._length - self._steps - 1
-        random = self._fused
-        try:
-            for row in {1, self._shapes.adapters}:
-                run = lambda row=row: self._run(
-                    np.full(S, 1), np.full(S, last), adapter_S=np.full(S, row)
-                )
-                self._fused = random
-                before = run()
-                self._fused = self._with_others_than(row)
-                if not all(_equal(*pair) for pair in zip(run(), before, strict=True)):
-                    return False
-        finally:
-            self._fused = random
-        return True
-
-    def _with_others_than(self, row: int) -> Decoder:
-        """The weights with twice the numbers in all rows of the bank but this one."""
-
-        def changed(leaf: Any) -> Any:
-            array = np.array(leaf)
-            # adapters are on axis 1 behind the parts, else on axis 0
-            by_adapter = np.moveaxis(array, array.ndim - 3, 0)
-            by_adapter[np.arange(len(by_adapter)) != row - 1] *= array.dtype.type(2)
-            return self._put(array)
-
-        layers = self._fused.layers
-        changed_layers = (
-            layer._replace(adapters=jax.tree.map(changed, layer.adapters)) for layer in layers
-        )
-        return self._fused._replace(layers=tuple(changed_layers))
-
-    def _rows(self, count: int, first: int = 0) -> np.ndarray:
-        """Rows of the bank for `count` sequences, in turn, from `first` on, counted from 0."""
-        return 1 + (first + np.arange(count)) % max(1, self._shapes.adapters)
-
-    def _shared_alike(self) -> bool:
-        """The same steps with every whole block shared, and with none."""
-        S, last = self._shapes.slots, self._length - self._steps - 1
-        tokens_S, positions_S = self._tokens(S), last - np.arange(S) % 3
-        apart = self._run(tokens_S, positions_S)
-        shared = self._run(tokens_S, positions_S, shared=int(positions_S.min()))
-        return all(_equal(one, other) for one, other in zip(apart, shared, strict=True))
-
-    def _prompts_alike(self) -> bool:
-        """For each tile of several prompts: one in all rows, then among others.
-
-        Only products are tried, as all else works on one position at a time.
-        """
-        products = jax.jit(decoder.prompt_products, static_argnums=0)
-        first = self._fused.all_layers(self._shapes.spec)[0]
-        for bucket in self._buckets:
-            tile = decoder.prefill_tile(self._shapes.prefill_rows, bucket)
-            if tile == 1:
-                continue
-            shape = tile, bucket, self._shapes.spec.width
-            others_RPD = self._rng.normal(size=shape).astype(self._shapes.dtype)
-            same_RPD = np.repeat(others_RPD[-1:], tile, axis=0)
-            # the last one is on adapter 1 both times
-            rows_R = self._rows(tile)[::-1]
-            same, others = (
-                products(self._shapes.spec, first, self._put(x_RPD), row_R)
-                for x_RPD, row_R in (
-                    (same_RPD, self._adapter(np.full(tile, 1))),
-                    (others_RPD, self._adapter(rows_R)),
-                )
-            )
-            for alike, mixed in zip(map(np.asarray, same), map(np.asarray, others), strict=True):
-                if not (_equal(alike, alike[:1].repeat(tile, 0)) and _equal(mixed[-1], alike[0])):
-                    return False
-        return True
-
-    def _continued_alike(self, size: int) -> bool:
-        """Tokens that were decoded, then as pieces of prompts; a long prompt, cut in two ways."""
-        S, steps = self._shapes.slots, min(CONTINUED_STEPS, self._shapes.chunk_steps)
-        last = self._length - steps - 1
-        positions_S = np.linspace(0, last, S).astype(np.int32)
-        tokens_S = self._tokens(S)
-        decoded, sampled = self._decode(
-            tokens_S, positions_S, np.full(S, True), steps=steps, adapter_S=self._rows(S)
-        )
-        tokens_CS = np.concatenate([tokens_S[None], np.asarray(sampled.tokens_CS)[: steps - 1]])
-        again = [Extension(slot, int(positions_S[slot]), tokens_CS[:, slot]) for slot in range(S)]
-        prompt = [Extension(S // 2, 0, self._tokens(min(self._length, 2 * S + 3)))]
-        return _equal(self._extend(again, size, size), decoded) and _equal(
-            self._extend(prompt, size, size), self._extend(prompt, size, max(1, size // 2 - 1))
-        )
-
-    def _extend(self, extensions: Sequence[Extension], size: int, first: int) -> Cache:
-        """The cache after these extensions, whose first pieces have `first` positions."""
-        shapes, cache = self._shapes, self._cache()
-        rows_S = self._adapter(self._rows(shapes.slots))
-        for pieces in packed(extensions, shapes.slots, size, first):
-            cache = extend_slots(shapes.spec, self._fused, self._rotary, cache, pieces, rows_S)
-        return cache
-
-    def _adapter(self, rows: np.ndarray | None) -> np.ndarray | None:
-        """Rows of the bank as programs take them: None in an engine without adapters."""
-        if not self._shapes.adapters:
-            return None
-        return (np.zeros(self._shapes.slots) if rows is None else rows).astype(np.int32)
-
-    def _tokens(self, count: int) -> np.ndarray:
-        return self._rng.integers(0, self._shapes.spec.vocabulary, count).astype(np.int32)
-
-    def _run(
-        self,
-        tokens_S: np.ndarray,
-        positions_S: np.ndarray,
-        *,
-        shared: int = 0,
-        only: int | None = None,
-        adapter_S: np.ndarray | None = None,
-    ) -> Sequence[list[np.ndarray]]:
-        """Results of a chunk by slot: tokens, logprobs, reports, and the cache that it left.
-
-        All slots take part, or `only` one.
-        """
-        shapes = self._shapes
-        active_S = np.ones(shapes.slots, np.bool_)
-        if only is not None:
-            active_S = np.arange(shapes.slots) == only
-        cache, sampled = self._decode(
-            tokens_S,
-            positions_S,
-            active_S,
-            steps=self._steps,
-            shared=shared,
-            adapter_S=adapter_S,
-        )
-        by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
-        by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
-        # the last layer depends on all others: its first block and its last
-        blocks = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
-        return [[array[row] for array in (*by_row, *blocks)] for row in range(shapes.slots)]
-
-    def _decode(
-        self,
-        tokens_S: np.ndarray,
-        positions_S: np.ndarray,
-        active_S: np.ndarray,
-        *,
-        steps: int,
-        shared: int = 0,
-        adapter_S: np.ndarray | None = None,
-    ) -> tuple[Cache, Sampled]:
-        """The cache after a chunk of `steps` steps, and what it sampled."""
-        shapes = self._shapes
-        inputs = self._inputs._replace(
-            token_S=tokens_S.astype(np.int32),
-            position_S=positions_S.astype(np.int32),
-            remaining_S=np.where(active_S, steps, 0).astype(np.int32),
-            adapter_S=self._adapter(adapter_S),
-        )
-        limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
-        return decode_chunk(
-            self._fused,
-            self._rotary,
-            self._cache(),
-            ChunkInputs(inputs, self._extras, limits),
-            spec=shapes.spec,
-            steps=shapes.chunk_steps,
-            sharing=shapes.sharing,
-        )
-
-    def _cache(self) -> Cache:
-        """The same random numbers in every slot: as if all had begun with one prompt."""
-        dtype = np.dtype(self._shapes.dtype)
-        fill = lambda leaf, column: self._put(
-            np.ascontiguousarray(np.broadcast_to(column.astype(dtype), leaf.shape))
-        )
-        return jax.tree.map(fill, self._shapes.cache, self._columns)
-
-
-def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:
-    """Arrays of these shapes that keep activations at about one."""
-    rng = np.random.default_rng(1)
-
-    def fill(leaf: Any) -> Any:
-        if np.issubdtype(leaf.dtype, np.integer):  # codes of weights that lie quantised
-            limits = np.iinfo(leaf.dtype)
-            return put(rng.integers(limits.min, limits.max, leaf.shape, leaf.dtype, endpoint=True))
-        deviation = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1.0
-        normal = np.asarray(rng.standard_normal(leaf.shape, np.float32) * deviation)
-        return put(normal.astype(leaf.dtype))
-
-    return jax.tree.map(fill, fused)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Bit by bit, so that NaN and signs of zeros count."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

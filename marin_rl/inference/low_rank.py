@@ -57,13 +57,20 @@ def additions(
 
 
 def _masked(adapters: LowRank, x_ND: Array, row_N: Array) -> list[Array]:
+    # Ranks first and sequences last: every part is contiguous, and the products have one width
+    # whatever n is. On a CPU that takes a quarter less time than sequences first, and a sequence's
+    # bits are the same however many adapters there are.
     p, n, R, size = adapters.a.shape
-    z = jax.lax.dot_general(x_ND, adapters.a.reshape(p * n * R, size), (((1,), (1,)), ((), ())))
-    own_Nn = jnp.arange(1, n + 1) == row_N[:, None]
+    z = jax.lax.dot_general(adapters.a.reshape(p * n * R, size), x_ND, (((1,), (1,)), ((), ())))
+    own_nN = jnp.arange(1, n + 1)[:, None] == row_N
     # `where` and not a product: another adapter may make an infinity of these numbers
-    z = jnp.where(own_Nn[:, None, :, None], z.reshape(-1, p, n, R), 0)
-    parts = z.reshape(-1, p, n * R)
-    return [parts[:, i] @ b.reshape(n * R, -1) for i, b in enumerate(adapters.b)]
+    z = jnp.where(own_nN[:, None], z.reshape(p, n, R, -1), 0)
+    parts = z.reshape(p, n * R, -1)
+    rank_first = (((0,), (0,)), ((), ()))
+    return [
+        jax.lax.dot_general(part, b.reshape(n * R, -1), rank_first)
+        for part, b in zip(parts, adapters.b, strict=True)
+    ]
 
 
 def _gathered(adapters: LowRank | GatheredLowRank, x: Array, row_N: Array) -> list[Array]:

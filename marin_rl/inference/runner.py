@@ -43,12 +43,11 @@ from marin_rl.inference.batch import Chunk, SlotInputs, WeightsKey
 from marin_rl.inference.batch_invariance import (
     UNPROVEN,
     Invariance,
-    Prover,
     Shapes,
     invariance_of,
-    random_weights,
 )
 from marin_rl.inference.generation import PromptScores
+from marin_rl.inference.invariance_trials import Prover, random_weights
 from marin_rl.inference.kv_cache import Cache, cache_length, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import prompt_scores, score_tokens
@@ -247,9 +246,12 @@ class Runner:
         """Number of programs that `warm_up` compiles.
 
         A chunk, a copy, and for each bucket one that scores and, without a prefix cache, one that
-        prefills; with it, one that extends.
+        prefills; with it, one that extends. With adapters also one that copies half of the bank,
+        and a chunk with that half.
         """
-        return 3 + len(self.buckets) if self.keeps_prefixes else 2 + 2 * len(self.buckets)
+        buckets = len(self.buckets)
+        halves = 2 if self.invariance.few_adapters and self.bank_sizes.adapters > 1 else 0
+        return halves + (3 + buckets if self.keeps_prefixes else 2 + 2 * buckets)
 
     def warm_up(self, policy: Policy, inputs: SlotInputs, extras: ExtraRows) -> None:
         """Compile every program, for every bucket; changes nothing.
@@ -262,6 +264,8 @@ class Runner:
         self._wake()
         self._compile_without_caches(policy, inputs, extras, nothing)
         self.decode(policy, inputs, extras, nothing)
+        if self.bank is not None:
+            self.decode(policy, self._on_all_adapters(inputs), extras, nothing)
         if self.keeps_prefixes:
             nowhere = Extension(0, -1, np.zeros(1, np.int32))
             self.extend(policy, [nowhere], inputs.adapter_S)
@@ -274,6 +278,12 @@ class Runner:
             give_back_freed_memory()
         self.copy([(0, 0)])
         self.release_memory()
+
+    def _on_all_adapters(self, inputs: SlotInputs) -> SlotInputs:
+        """Inputs whose slots use as many adapters as they can, which takes another program."""
+        slots = np.arange(self._config.slots)
+        row_S = (1 + slots % self.bank_sizes.adapters).astype(np.int32)
+        return inputs._replace(adapter_S=row_S, remaining_S=np.ones_like(row_S))
 
     def _compile_without_caches(
         self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
@@ -398,12 +408,14 @@ class Runner:
         """A chunk of at most `limits.steps` steps in every lane, side by side."""
         self._wake()
         fused = self._decoder(policy)
+        own = [self._lane_inputs(lane, inputs) for lane in range(self.lanes.count)]
         on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
 
         def run(lane: int) -> Sampled:
-            chunk = ChunkInputs(self.lanes.part(lane, inputs), on_device[lane], limits)
+            bank, slots = own[lane]
+            chunk = ChunkInputs(slots, on_device[lane], limits)
             self._caches[lane], sampled = decode_chunk(
-                fused, self._rotary, self._caches[lane], chunk, **self._chunk_sizes
+                with_bank(fused, bank), self._rotary, self._caches[lane], chunk, **self._chunk_sizes
             )
             # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
@@ -418,6 +430,18 @@ class Runner:
             parameters_digest=policy.parameters_digest,
             reports=tuple(one.reports for one in sampled),
         )
+
+    def _lane_inputs(self, lane: int, inputs: SlotInputs) -> tuple[Bank | None, SlotInputs]:
+        """A lane's inputs, and the adapters that its sequences use, of which they name the rows."""
+        slots = self.lanes.part(lane, inputs)
+        if self.bank is None or slots.adapter_S is None:
+            return None, slots
+        if not self.invariance.few_adapters:
+            return self.bank.arrays, slots
+        # a slot may keep the row of a sequence that has ended
+        row_S = np.where(slots.remaining_S > 0, slots.adapter_S, 0)
+        bank, row_S = self.bank.used(lane, self.bank_sizes, row_S)
+        return bank, slots._replace(adapter_S=row_S)
 
     @property
     def _chunk_sizes(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ def engine(adapter_engine: Engine) -> Engine:
 
 
 def test_other_slots_adapters_change_no_bit(engine, model):
+    # alone by half of the bank where that is proven, together by the whole of it
     adapters = [adapter_for(model, seed) for seed in range(3)]
     numbers = [load(engine, adapter) for adapter in adapters]
     requests = [

@@ -1,7 +1,10 @@
 """Adapters in the engine: each sequence with its own, whatever the others have."""
 
 import threading
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engine_adapters import NATS, adapter_for, check_logprobs, load, merged
@@ -9,8 +12,15 @@ from support.engines import amid, bits, engine_of, request_of, result_of, togeth
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
-from marin_rl.inference.adapters import AdapterGone, AdapterTable, BankSizes, LoadedAdapter
+from marin_rl.inference.adapters import (
+    AdapterBank,
+    AdapterGone,
+    AdapterTable,
+    BankSizes,
+    LoadedAdapter,
+)
 from marin_rl.inference.engine import Engine
+from marin_rl.inference.low_rank import LayerAdapters, LowRank
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -188,6 +198,35 @@ def test_an_engine_without_room_says_so(model):
     roomy.close()
     with pytest.raises(InferenceError, match="the engine is closed"):
         load(roomy, adapter_for(model))
+
+
+def test_a_lane_on_few_adapters_gets_half_of_the_bank():
+    leaf: Any = jax.ShapeDtypeStruct((5, 1, 2), np.dtype(np.float32))
+    sizes, ones = BankSizes(adapters=5, rank=1), LowRank(leaf, (leaf,))
+    bank = AdapterBank((LayerAdapters(ones, ones, ones, ones),), lambda arrays: arrays)
+    values = jnp.arange(1.0, 6.0, dtype=np.float32)
+    bank.arrays = jax.tree.map(lambda array: array + values[:, None, None], bank.arrays)
+
+    def own_values(rows):
+        """The half or the whole, and the number in the row that each slot is given."""
+        chosen, places = bank.used(0, sizes, np.array(rows, np.int32))
+        of_bank = np.asarray(chosen[0].down.b[0])[:, 0, 0]
+        return chosen, [0 if place == 0 else of_bank[place - 1] for place in places]
+
+    half, values_of = own_values([5, 0, 2, 5])
+    assert values_of == [5, 0, 2, 5]
+    assert len(half[0].down.b[0]) == 3
+    # no other copy while the same rows do
+    again, values_of = own_values([0, 2, 2, 0])
+    assert again is half
+    assert values_of == [0, 2, 2, 0]
+    assert own_values([3, 4, 0, 5])[1] == [3, 4, 0, 5]
+    whole, values_of = own_values([5, 4, 3, 1])
+    assert values_of == [5, 4, 3, 1]
+    assert whole is bank.arrays
+    # a row that is written is read by the next chunk
+    bank.write(5, jax.tree.map(lambda array: 7 + 0 * array[:1], bank.arrays))
+    assert own_values([5, 0, 2, 5])[1] == [7, 0, 2, 7]
 
 
 def test_the_table_never_gives_a_row_that_is_in_use():

@@ -23,12 +23,11 @@ from marin_rl.inference import batch_invariance
 from marin_rl.inference.attention import SHARE, times_cached
 from marin_rl.inference.batch_invariance import (
     Invariance,
-    Prover,
     Shapes,
     invariance_of,
-    random_weights,
     recorded_proofs,
 )
+from marin_rl.inference.invariance_trials import Prover, random_weights
 from marin_rl.inference.kv_cache import BLOCK_MIN
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.weights import DecoderSpec

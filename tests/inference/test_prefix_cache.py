@@ -255,7 +255,7 @@ def test_without_the_key_nothing_is_kept(engine):
 
 def test_without_the_proof_turns_are_prefilled_from_their_start(model, monkeypatch, caplog):
     monkeypatch.setattr(
-        "marin_rl.inference.batch_invariance.Prover._continued_alike", lambda *_: False
+        "marin_rl.inference.invariance_trials.Prover._continued_alike", lambda *_: False
     )
     monkeypatch.setattr("marin_rl.inference.batch_invariance._known", {})
     monkeypatch.setattr("marin_rl.inference.batch_invariance.programs_folder", lambda: None)

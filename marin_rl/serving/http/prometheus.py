@@ -63,7 +63,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "1 where proven here: bits do not depend on neighbours (slots, prompts), nor on whether a "
         "prompt's cache is read once (shared), nor, with a prefix cache, on whether a position was "
-        "decoded or prefilled (continued), nor, with adapters, on the others (adapters)",
+        "decoded or prefilled (continued), nor, with adapters, on the others (adapters), computed "
+        "or not (few_adapters)",
         "what",
     ),
     _spec("prompts_shared", "gauge", "1 where slots of one prompt read its cache once"),
