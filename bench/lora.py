@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--install-peers", action="store_true", help="first install TRL and PEFT")
     parser.add_argument("--peer-microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--commits", type=int, default=9, help="commits that are timed")
-    parser.add_argument("--engine-rounds", type=int, default=7)
+    parser.add_argument("--engine-rounds", type=int, default=11)
     parser.add_argument("--slots", type=int, default=64, help="slots of the engine")
     parser.add_argument("--loads", type=int, default=10, help="adapters loaded in the engine")
     parser.add_argument("--cores", type=int, default=2)
