@@ -18,6 +18,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from prefect import flow, get_client, task
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Completed, Pending, Running
 from pydantic import TypeAdapter
 from support.faults import outcome
 from support.fleet_servers import RegisteredServer
@@ -28,15 +33,15 @@ from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from flows.server import free_port
-from marin_rl.config import Config, load_config, parse_config
+from marin_rl.config import Config, FlowConfig, load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import WorkPool, fanning_out
+from tasks.fan_out import WorkPool, fanning_out, play_on_pool
 from tasks.generate import generate
-from tasks.options import open_run
+from tasks.options import STAGE, StageRunner, open_run
 
 CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
 ROUNDS = 2
@@ -284,3 +289,56 @@ def test_shards_are_divided_among_flow_runs() -> None:
     ]
     single = WorkPool(flow.model_copy(update={"shards_per_flow_run": 5}))
     assert [len(part) for part in single.chunks(calls)] == [5, 2]
+
+
+PENDING = {"pending_timeout_s": 1, "retries": 1, "retry_delay_s": 0, "deployment": "pending"}
+
+
+@task(**STAGE)
+async def given_out(flow: FlowConfig) -> None:
+    """A stage that a worker of a pool plays."""
+    await play_on_pool("never-begun", flow, "shards", {})
+
+
+async def next_flow_run(client: PrefectClient, *earlier: FlowRun) -> FlowRun:
+    """A flow run of the pool that no worker has taken, once there is one."""
+    while True:
+        found = await client.get_scheduled_flow_runs_for_work_pool("pending")
+        for each in found:
+            if each.flow_run.id not in {run.id for run in earlier}:
+                return each.flow_run
+        await asyncio.sleep(0.05)
+
+
+async def worker_that_dies_once() -> tuple[FlowRun, FlowRun]:
+    """Take a flow run and never begin it, then play another to its end; both as they are then."""
+    async with get_client() as client:
+        first = await next_flow_run(client)
+        await client.set_flow_run_state(first.id, Pending())
+        second = await next_flow_run(client, first)
+        for state in (Running(), Completed()):
+            await client.set_flow_run_state(second.id, state)
+        return await client.read_flow_run(first.id), await client.read_flow_run(second.id)
+
+
+def test_a_flow_run_that_its_worker_never_begins_is_given_out_again(api: str) -> None:
+    """A worker that dies between taking a flow run and beginning it costs `pending_timeout_s`."""
+    config = parse_config({"flow": PENDING}).flow
+
+    @flow(persist_result=False)
+    async def trainer() -> tuple[FlowRun, FlowRun]:
+        worker = asyncio.ensure_future(worker_that_dies_once())
+        await StageRunner(config).run(given_out, config)
+        return await worker
+
+    async def play() -> tuple[FlowRun, FlowRun]:
+        async with get_client() as client:
+            await client.create_work_pool(WorkPoolCreate(name="pending", type="process"))
+            flow_id = await client.create_flow_from_name("never-begun")
+            await client.create_deployment(flow_id, "pending", work_pool_name="pending")
+        return await trainer()
+
+    first, second = asyncio.run(play())
+    assert (first.name, second.name) == ("shards", "shards")
+    assert first.state_type in (StateType.CANCELLING, StateType.CANCELLED)
+    assert second.state_type == StateType.COMPLETED
