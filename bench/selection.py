@@ -10,8 +10,6 @@ all that was finished, and the share of sampled tokens that is not trained on.
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -20,6 +18,9 @@ from typing import Any
 import yaml
 from machine import print_head
 
+from flows.rl_loop import start
+from flows.server import prefect_api
+from marin_rl.config import load_config
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.metrics import read_metrics
 
@@ -63,13 +64,7 @@ def configuration(folder: Path, options: argparse.Namespace) -> Path:
 
 def played(config: Path, way: str) -> list[dict[str, Any]]:
     """Play a run that selects in one way; the metrics of its rounds."""
-    command = [
-        sys.executable, "-m", "marin_rl", "run", str(config), "--run-id", way,
-        "--set", f"asynchrony.select={way}",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+    start(load_config(config, [f"run_id={way}", f"asynchrony.select={way}"]))
     return read_metrics(Run.open(str(config.parent / "runs"), way)).to_pylist()
 
 
@@ -99,7 +94,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="selection-"))
     try:
         config = configuration(folder, options)
-        results = [measured(way, played(config, way)) for way in WAYS]
+        with prefect_api():
+            results = [measured(way, played(config, way)) for way in WAYS]
     finally:
         shutil.rmtree(folder)
     for result in results:
