@@ -12,7 +12,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run
 
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
-ROUNDS = 10  # a quarter of them, after which it spells nine in ten words
+ROUNDS = 8  # a fifth of them, after which it spells nine in ten words
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from marin_rl.environments.games.guess import optimal_mean_guesses
 from marin_rl.storage.runs import Run
 
 GAME = Path(__file__).parents[2] / "configs/game.yaml"
-ROUNDS = 30  # half of them
+ROUNDS = 25  # half of them, after which it has fallen by 2.4 turns with the worst of three seeds
 
 
 @pytest.fixture(scope="module", autouse=True)
