@@ -142,7 +142,7 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
     ) as home:
         port = free_port()
         url = f"http://127.0.0.1:{port}/api"
-        database, template = Path(home) / DATABASE, _template()
+        database, template = Path(home) / DATABASE, database_template()
         if template.exists():
             shutil.copyfile(template, database)
         connection = ApiConnection(url, temporary=True)
@@ -152,18 +152,18 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
             _wait_until_healthy(process, connection, Path(home) / LOG)
             answered.set()
             if not connection.lost and not template.exists():
-                _save_template(database, template)
+                save_database_template(database, template)
             yield url
 
 
-def _template() -> Path:
+def database_template() -> Path:
     """Path of a migrated, empty database of this Prefect: migrating a new one takes seconds."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises where there is no home
     cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
     return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
 
 
-def _save_template(database: Path, template: Path) -> None:
+def save_database_template(database: Path, template: Path) -> None:
     """Copy the database for the next start, which takes longer without one."""
     partial = template.with_name(f".{template.name}.{os.getpid()}")
     try:

@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from support.prefect_server import PrefectServer
 from support.quick_programs import drop_quick_programs, quick_programs
 from xdist.scheduler import LoadFileScheduling
 
@@ -67,6 +68,15 @@ def itself_compiled_quickly() -> Iterator[None]:
     """A test whose programs are compiled quickly, after those of its file that use users' own."""
     with quick_programs():
         yield
+
+
+@pytest.fixture(scope="session")
+def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The API of one Prefect server that commands report to: one of its own costs each 6 s."""
+    server = PrefectServer(tmp_path_factory.mktemp("prefect"))
+    server.start()
+    yield server.url
+    server.kill()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,28 +122,31 @@ ROOMS = (
 # that `make test-slow`, where a process takes a file at a time, does not end with one at work.
 LONGEST = (
     "test_bench.py",
-    "flows/test_runners.py",
     "test_doc_stories.py",
     "flows/test_every_operation.py",
+    "flows/test_runners.py",
     "flows/test_stack.py",
-    "flows/test_many_kills.py",
     "training/test_recipes.py",
-    "test_doc_commands.py",
-    "test_wheel.py",
-    "flows/test_game.py",
-    "flows/test_reward_model.py",
     "flows/test_demo.py",
+    "flows/test_game.py",
+    "flows/test_many_kills.py",
     "flows/test_server_dies.py",
-    "flows/test_hardships.py",
-    "flows/test_kill.py",
+    "flows/test_ahead.py",
+    "test_wheel.py",
+    "analysis/test_verify.py",
+    "flows/test_reward_model.py",
+    "test_doc_commands.py",
     "test_notebooks.py",
-    "inference/test_families.py",
-    "inference/test_engine.py",
-    "training/test_step.py",
-    "inference/test_engine_load.py",
-    "training/test_logprobs.py",
+    "flows/test_windowed.py",
     "training/test_replay.py",
-    "training/test_mesh.py",
+    "flows/test_fleet.py",
+    "flows/test_own_code.py",
+    "attacks/test_bodies.py",
+    "flows/test_dynamic_sampling.py",
+    "pages/test_browser.py",
+    "serving/test_standalone.py",
+    "attacks/test_templates.py",
+    "serving/test_life.py",
 )
 TOP = Path(__file__).parent
 

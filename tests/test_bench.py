@@ -6,12 +6,12 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.forked_commands import ForkedCommands
+from support.quick_programs import quick_programs
 from support.sandboxes import reason_to_skip
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,6 @@ SCRIPTS_RUN = {
     "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora.py", "lora_curves.py",
     "selection.py", "weights.py", "learning.py", "scale.py",
 }  # fmt: skip
-RUN_S_MAX = 1800  # against hanging, on a machine with much else to do
 OURS = ("marin_rl", "flows", "tasks", "schemas")
 
 
@@ -230,10 +229,19 @@ MODES = {
 UNTRIED = {"--install-peers"}
 
 
+@pytest.fixture(scope="module")
+def forked(prefect_url, tmp_path_factory):
+    """Scripts in processes of their own, compiled quickly, which report to one Prefect server."""
+    log = tmp_path_factory.mktemp("forked") / "said"
+    with quick_programs():
+        forked = ForkedCommands(log, **{**CACHES, **os.environ, "PREFECT_API_URL": prefect_url})
+    with forked:
+        yield forked
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("itself_compiled_quickly")
 @pytest.mark.parametrize("name", MODES)
-def test_a_benchmark_runs_at_its_smallest_size(name, tmp_path):
+def test_a_benchmark_runs_at_its_smallest_size(name, forked, tmp_path):
     mode = MODES[name]
     if mode.peer is not None and not mode.peer.is_file():
         pytest.skip(f"{mode.peer.parent.parent.name} is not installed: --install-peers makes it")
@@ -244,19 +252,13 @@ def test_a_benchmark_runs_at_its_smallest_size(name, tmp_path):
         (tmp_path / "recipes.json").write_text(json.dumps([EARLIER]))
     if script in WRITERS:
         options += ["--results", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(BENCH / script), *options],
-        cwd=ROOT,
-        env={**CACHES, **os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=RUN_S_MAX,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert done.stdout.startswith("machine: "), done.stdout[:200]
+    output = tmp_path / "printed"
+    code = forked.run_script(BENCH / script, ROOT, *options, output=output, HOME=str(tmp_path))
+    printed = output.read_text()
+    assert code == 0, printed[-4000:] + forked.said()
+    assert printed.startswith("machine: "), printed[:200]
     for text in mode.shows:
-        assert text in done.stdout, f"expected {text!r} in:\n{done.stdout[-4000:]}"
+        assert text in printed, f"expected {text!r} in:\n{printed[-4000:]}"
 
 
 def test_every_command_of_the_readme_is_tried():

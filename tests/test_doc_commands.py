@@ -9,8 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -22,7 +20,7 @@ import pytest
 import yaml
 from support.forked_commands import ForkedCommands
 from support.imports import missing_imports
-from support.prefect_server import PrefectServer
+from support.quick_programs import quick_programs
 from support.run_factories import shown_run
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -158,14 +156,14 @@ def test_a_reading_command_runs(command: Command, demo: Path, monkeypatch: pytes
     assert shown.exit_code == 0, (shown.output, shown.exception)
 
 
-@pytest.fixture
-def forked(itself_compiled_quickly: None, tmp_path: Path) -> Iterator[ForkedCommands]:
-    """Commands in processes of their own, which report to one Prefect server."""
-    server = PrefectServer(tmp_path / "prefect")
-    server.start()
-    with ForkedCommands(tmp_path / "said", PREFECT_API_URL=server.url) as commands:
+@pytest.fixture(scope="module")
+def forked(prefect_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommands]:
+    """Commands in processes of their own, compiled quickly, which report to one Prefect server."""
+    log = tmp_path_factory.mktemp("forked") / "said"
+    with quick_programs():
+        forked = ForkedCommands(log, PREFECT_API_URL=prefect_url)
+    with forked as commands:
         yield commands
-    server.kill()
 
 
 @pytest.mark.slow
@@ -184,7 +182,7 @@ def test_the_commands_of_tools_run_one_after_the_other(forked: ForkedCommands, t
 
 
 @pytest.mark.slow
-def test_the_commands_of_sft_run_one_after_the_other(tmp_path: Path):
+def test_the_commands_of_sft_run_one_after_the_other(forked: ForkedCommands, tmp_path: Path):
     """The configuration of docs/sft.md and the commands on it, over rows as those shown there."""
     page = "docs/sft.md"
     (config,) = [block for block in blocks(page, "yaml") if block.startswith("# add.yaml")]
@@ -195,19 +193,8 @@ def test_the_commands_of_sft_run_one_after_the_other(tmp_path: Path):
     lines = "".join(json.dumps(each) + "\n" for each in sums)
     (tmp_path / "add.jsonl").write_text(lines, encoding="utf-8")
     for each in [each.words for each in ALL if each.page == "docs/sft.md"]:
-        shell(tmp_path, (*each, "--rounds", "2") if each[0] == "run" else each)
-
-
-def shell(folder: Path, words: tuple[str, ...]) -> None:
-    """Run a command in a process of its own, in `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "marin_rl", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        words = (*each, "--rounds", "2") if each[0] == "run" else each
+        assert forked.run(tmp_path, *words) == 0, (each, forked.said())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 from support.forked_commands import ForkedCommands
-from support.prefect_server import PrefectServer
 from test_doc_commands import ALL, PAGES, Command, blocks
 
 Value = TypeVar("Value")
@@ -212,20 +211,19 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, compiled_quickly: None) -> Iterator[Reader]:
+def reader(
+    tmp_path_factory: pytest.TempPathFactory, compiled_quickly: None, prefect_url: str
+) -> Iterator[Reader]:
     """A reader with the demo's run, as `make demo` leaves it, and a model folder."""
     folder = tmp_path_factory.mktemp("reader")
     prepare(folder)
-    server = PrefectServer(tmp_path_factory.mktemp("prefect"))
-    server.start()
     keys = {"MARIN_RL_API_KEY": "a-token-of-the-tests", "XDG_STATE_HOME": str(folder / "state")}
-    with ForkedCommands(folder / "said", PREFECT_API_URL=server.url, **keys) as commands:
+    with ForkedCommands(folder / "said", PREFECT_API_URL=prefect_url, **keys) as commands:
         reader = Reader(folder, commands)
         runs = ("run", "configs/demo.yaml"), ("run", "spell.yaml")
         for words in (*runs, ("export", "demo", "--hf", "hf")):
             assert commands.run(folder, *words) == 0, commands.said()
         yield reader
-    server.kill()
 
 
 @pytest.mark.slow

@@ -61,8 +61,8 @@ def test_no_home_for_the_servers_database_goes_unnoticed(
         monkeypatch.chdir(tmp_path)
     database = tmp_path / "prefect.db"
     database.write_bytes(b"")
-    server._save_template(database, server._template())
-    assert server._template().exists() == (home is None)
+    server.save_database_template(database, server.database_template())
+    assert server.database_template().exists() == (home is None)
 
 
 @pytest.mark.parametrize("home", HOMES[:3])

@@ -61,9 +61,11 @@ def api() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks runs that report to the API of this folder's tests."""
     log = tmp_path_factory.mktemp("fork_server") / "said"
-    with ForkServer(log, PREFECT_API_URL=api) as fork_server:
+    with quick_programs():
+        fork_server = ForkServer(log, PREFECT_API_URL=api)
+    with fork_server:
         yield fork_server

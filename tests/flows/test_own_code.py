@@ -20,7 +20,7 @@ def block(page: str, start: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_with_own_code_goes_on_without_its_files(tmp_path: Path) -> None:
+def test_a_run_with_own_code_goes_on_without_its_files(api: str, tmp_path: Path) -> None:
     """Every command as a process in the user's folder; later with the copies alone."""
     for name in TRAPS:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported by mistake')\n")
@@ -34,7 +34,8 @@ def test_a_run_with_own_code_goes_on_without_its_files(tmp_path: Path) -> None:
     tree |= yaml.safe_load(block("objectives.md", "objective:\n  loss"))
     tree |= {"rounds": 2, "filters": {"zero_signal": False}, "inference": {"engine": {"slots": 16}}}
     (tmp_path / "counting.yaml").write_text(yaml.safe_dump(tree))
-    state = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "COLUMNS": "200"}
+    state = os.environ | {"PREFECT_API_URL": api, "COLUMNS": "200"}
+    state |= {"XDG_STATE_HOME": str(tmp_path / "state")}
     program = [str(Path(sys.executable).parent / "marin-rl")]
 
     def command(*arguments: str, code: int = 0, env: dict[str, str] = state) -> str:

@@ -9,6 +9,7 @@ fork is a process like any other to `kill -9`, to file locks and to JAX, which s
 lifetime is counted in its own processor time: on a busy machine it gets as far as on an idle one.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -213,6 +214,8 @@ def main() -> None:
     """Import, then fork a run per line of standard input and print how each ended."""
     for name in ROOMS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or a fork would write to, and so copy, all that is imported
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(_watched(order)), flush=True)

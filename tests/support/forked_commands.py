@@ -1,21 +1,27 @@
-"""Commands of marin-rl in processes of their own that are forked: a start costs 7 s of imports.
+"""Commands of marin-rl in processes of their own that are forked: a start costs 5 s of imports.
 
     with ForkedCommands(log) as commands:
         code = commands.run(folder, "status", "demo")
         code = commands.run(folder, "serve", "demo", until="http://")
+        code = commands.run_script(Path("bench/fsck.py"), folder, output=folder / "printed")
 
 One child process imports what commands need, starts no thread and touches no device. A fork of it
 has a folder, standard streams and an end of its own, and JAX and Prefect's services start in it.
 What a start from a shell adds, tests of single commands and of the wheel show.
 """
 
+import atexit
+import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +55,7 @@ class ForkedCommands:
         self._environment = {**os.environ, **environment}
 
     def __enter__(self) -> Self:
+        self.log.touch()
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self.log)],
             cwd=REPOSITORY,
@@ -66,17 +73,34 @@ class ForkedCommands:
         """Run `marin-rl WORDS` in `folder`; returns its exit code, or minus a signal.
 
         A command that goes on, such as a server, is interrupted as by Ctrl-C once it has printed
-        `until`.
+        `until`. What libraries read from the environment as they are imported, such as Prefect's
+        address, they have read already.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        printed = self.log.stat().st_size if self.log.exists() else 0
-        order = {"folder": str(folder), "words": words, "environment": environment}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        pid = int(self._process.stdout.readline())
+        printed = self.log.stat().st_size
+        pid = self._fork(folder=str(folder), words=words, environment=environment)
         if until is not None:
             self._interrupt(pid, until.encode(), printed)
+        return self._ended()
+
+    def run_script(
+        self, script: Path, folder: Path, *words: str, output: Path, **environment: str
+    ) -> int:
+        """Run a Python script in the same way, with its standard output in the file `output`."""
+        started = {"script": str(script.absolute()), "output": str(output)}
+        self._fork(folder=str(folder), words=words, environment=environment, **started)
+        return self._ended()
+
+    def _fork(self, **order: Any) -> int:
+        """Process id of a command that now runs."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def _ended(self) -> int:
+        """Exit code of the command, once it has ended."""
+        assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
     def _interrupt(self, pid: int, until: bytes, printed: int) -> None:
@@ -99,26 +123,57 @@ def main() -> None:
     del sys.path[0]  # this folder, whose modules have plain names
     for name in ROOMS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or a fork would write to, and so copy, all that is imported
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             _live(json.loads(line))
-            return
         print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _live(order: dict[str, Any]) -> None:
-    """Body of a fork: the command line, in its folder."""
+    """Body of a fork: the command line or script, in its folder, and an end as Python's own.
+
+    But what is imported is not taken apart, which takes a second.
+    """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    output = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for descriptor, file in ((1, order.get("output", sys.argv[1])), (2, sys.argv[1])):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
-    sys.argv = ["marin-rl", *order["words"]]
-    importlib.import_module("marin_rl.cli").main()
+    script = order.get("script")
+    sys.argv = [script or "marin-rl", *order["words"]]
+    code = 1
+    try:
+        if script:
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            importlib.import_module("marin_rl.cli").main()
+        code = 0
+    except SystemExit as end:
+        code = _code_of(end)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 - it is what ends the command
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _code_of(end: SystemExit) -> int:
+    """The exit code of a process that ends by it; a text is printed, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """A Prefect server in a process of its own, which commands that tests start report to."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from flows.server import free_port, healthy
+from flows.server import database_template, free_port, healthy
 
 REPOSITORY = Path(__file__).parents[2]
 START_S_MAX = 900.0  # where other programs have the most of a machine
@@ -24,12 +25,15 @@ class PrefectServer:
     def start(self) -> None:
         """Start, and wait until it answers."""
         self._home.mkdir(exist_ok=True)
+        database, template = self._home / "p.db", database_template()
+        if template.exists() and not database.exists():  # to migrate an empty one takes seconds
+            shutil.copyfile(template, database)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
             env={
                 **os.environ,
                 "PREFECT_HOME": str(self._home),
-                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home}/p.db",
+                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
                 "PREFECT_UI_ENABLED": "false",
             },
             stdin=subprocess.PIPE,
