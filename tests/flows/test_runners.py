@@ -193,11 +193,31 @@ def stream_of(run: Run) -> GroupStream:
     return stream
 
 
-@pytest.mark.slow
-@pytest.mark.bits
-@pytest.mark.skipif(
+needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("prefect_ray") is None, reason="needs the extra: marin-rl[ray]"
 )
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_node_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
+    """Chunks are claimed by the flow, sampled on nodes, and sampled by another where one dies."""
+    cluster = RayCluster(tmp_path, free_port())
+    ended.callback(cluster.end)
+    second = cluster.add("second")
+    ray = ("flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5")
+    machines = Machines(tmp_path, ended, *ray, *WINDOW)
+    machines.serve("endpoint")
+    flow = machines.play(cluster.environment)
+    wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
+    second.kill()
+    machines.finish(flow)
+    checked(machines.config)
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@needs_ray
 def test_two_nodes_of_a_ray_cluster(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
     cluster = RayCluster(tmp_path, free_port())
     ended.callback(cluster.end)
