@@ -8,6 +8,7 @@ tokens is in logprobs.py.
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -108,6 +109,8 @@ def _hf_architecture(path: Path) -> tuple[LevanterConfig, int]:
     return config, hf_config.vocab_size
 
 
+# Tracing a module's `init` takes longer than reading a small checkpoint, and each read needs it.
+@lru_cache(maxsize=16)
 def _template(config: LevanterConfig, vocab_size: int) -> LmHeadModel:
     """The module with shapes in place of arrays."""
     vocab = Axis("vocab", vocab_size)
@@ -211,7 +214,7 @@ def load_hf(folder: str | Path) -> LmHeadModel:
     config, vocab_size = _hf_architecture(path)
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, vocab_size)
-    _check_tensors(_template(config, vocab_size), path)
+    _check_tensors(_exported_shapes(config, vocab_size), path)
     converter = HFCheckpointConverter(
         type(config),
         reference_checkpoint=str(path),
@@ -236,12 +239,15 @@ def _exported(model: LmHeadModel) -> dict[str, Any]:
     return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
 
 
-def _check_tensors(template: LmHeadModel, path: Path) -> None:
-    """Raise InputError unless the folder's tensors have the names and shapes of the template's."""
-    expected = {
-        name: tuple(array.shape)
-        for name, array in eqx.filter_eval_shape(_exported, template).items()
-    }
+@lru_cache(maxsize=16)
+def _exported_shapes(config: LevanterConfig, vocab_size: int) -> Mapping[str, tuple[int, ...]]:
+    """Hugging Face's names and shapes of the parameters of such a model."""
+    exported = eqx.filter_eval_shape(_exported, _template(config, vocab_size))
+    return {name: tuple(array.shape) for name, array in exported.items()}
+
+
+def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raise InputError unless the folder's tensors have these names and shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
         try:

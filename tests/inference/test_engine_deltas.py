@@ -294,6 +294,7 @@ def test_an_engine_that_dies_fails_every_waiting_request(model, monkeypatch):
     engine.close()
 
 
+@pytest.mark.usefixtures("itself_compiled_quickly")
 def test_scores_of_a_prompt_are_those_of_the_reported_weights(model):
     engine, other = engine_of(model, slots=1), tiny_model(seed=9)
     told: list[Delta] = []

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import equinox as eqx
-import haliax as hax
 import jax
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 from support.cases import others_slow
 from support.engines import PROGRAMS
-from support.models import uneven
+from support.models import uneven_model
 from support.quick_programs import QUICK_FLAG
 
 from marin_rl.config import EngineConfig, MeshConfig
@@ -51,8 +50,7 @@ def model_of(seed: int) -> LmHeadModel:
         gradient_checkpointing=False,
         attn_backend=AttentionBackend.VANILLA,
     )
-    vocabulary = hax.Axis("vocab", VOCABULARY)
-    return uneven(LlamaLMHeadModel.init(vocabulary, config, key=jax.random.key(seed)), seed)
+    return uneven_model(LlamaLMHeadModel, config, VOCABULARY, seed)
 
 
 def on_mesh(model: LmHeadModel, **sizes: int) -> LmHeadModel:

@@ -22,12 +22,15 @@ class Bytes:
         self.pieces += [rng.choice(CHARACTERS).encode() + b"a" for _ in range(4)]
         self.pieces += ["".join(rng.choices(CHARACTERS, k=4)).encode()[1:] for _ in range(8)]
         self.pieces += [b""]
+        self.starting: dict[int, list[int]] = {}
+        for i, piece in enumerate(self.pieces[:-1]):
+            self.starting.setdefault(piece[0], []).append(i)
 
     def ids_of(self, text: str, rng: random.Random) -> list[int]:
         """The text's bytes, some as whole pieces and some one by one."""
         data, ids = text.encode(), []
         while data:
-            fitting = [i for i, p in enumerate(self.pieces) if p and data.startswith(p)]
+            fitting = [i for i in self.starting[data[0]] if data.startswith(self.pieces[i])]
             ids.append(rng.choice(fitting))
             data = data[len(self.pieces[ids[-1]]) :]
             if rng.random() < 0.05:

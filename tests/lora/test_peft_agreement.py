@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def scored(model: Any, tokens: list[int], adapter: Adapter | None = None) -> np.
     positions = jnp.arange(len(tokens))[None]
     segments = jnp.ones_like(ids)
     mask = positions > 0
-    scores = token_logprobs(policy_module(model, parameters), ids, segments, positions, mask)
+    module = policy_module(model, parameters)
+    scores = jax.jit(token_logprobs)(module, ids, segments, positions, mask)
     return np.asarray(scores.logprobs)[0, 1:]
 
 

@@ -1,6 +1,9 @@
 """Two-layer Levanter models with sharp, uneven weights, and their full forward as the truth."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +18,8 @@ from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 from levanter.models.mistral import MistralConfig, MistralLMHeadModel
 from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel, QwenConfig, QwenLMHeadModel
+
+from marin_rl.training.model import is_matrix
 
 VOCABULARY = 103
 LENGTH = 128
@@ -68,21 +73,46 @@ def tiny_model(family: str = "llama-gqa", seed: int = 0, **options: Any) -> LmHe
             **options,
         }
     )
-    vocab = hax.Axis("vocab", VOCABULARY)
-    model = kind.model.init(vocab, config, key=jax.random.key(seed))
-    return uneven(model, seed)
+    return uneven_model(kind.model, config, VOCABULARY, seed)
 
 
-def uneven(model: LmHeadModel, seed: int) -> LmHeadModel:
-    """Matrices half as large again, and norms that are not all ones."""
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    leaves, tree = jax.tree.flatten(arrays)
+def uneven_model(kind: Any, config: Any, vocabulary: int, seed: int) -> LmHeadModel:
+    """Weights half as large again as those that keep a variance, and norms that are not all ones.
+
+    NumPy's, because JAX compiles a program for each shape of each operation.
+    """
     rng = np.random.default_rng(seed)
-    changed = [
-        leaf * 1.5 if np.std(leaf) > 0 else leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32)
-        for leaf in leaves
-    ]
-    return eqx.combine(jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in changed]), rest)
+
+    def fill(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, hax.NamedArray):
+            return leaf
+        name = "/".join(str(getattr(part, "name", part)) for part in path)
+        values = rng.standard_normal([axis.size for axis in leaf.axes], np.float32)
+        if is_matrix(name, leaf):
+            weights = values * np.float32(1.5 * _deviation(name, leaf.axes))
+        else:
+            ones = not name.endswith("/bias") and not isinstance(config, GemmaConfig)
+            weights = np.float32(ones) + np.float32(0.2) * values
+        return hax.named(jnp.asarray(weights), leaf.axes)
+
+    template = _template(kind, config, vocabulary)
+    is_named = lambda node: isinstance(node, hax.NamedArray)
+    return jax.tree_util.tree_map_with_path(fill, template, is_leaf=is_named)
+
+
+@cache
+def _template(kind: Any, config: Any, vocabulary: int) -> LmHeadModel:
+    """The module with shapes in place of arrays."""
+    vocab = hax.Axis("vocab", vocabulary)
+    return eqx.filter_eval_shape(kind.init, vocab, config, key=jax.random.key(0))
+
+
+def _deviation(path: str, axes: Sequence[hax.Axis]) -> float:
+    """The deviation of a matrix by the number of its inputs, as Levanter begins."""
+    names = [axis.name for axis in axes]
+    inputs = axes[names.index("embed") + 1 :] or axes[-1:]
+    size = math.prod(axis.size for axis in inputs)
+    return 1 / size if path.startswith("embeddings/") else size**-0.5
 
 
 def full_logits(model: LmHeadModel, token_ids: np.ndarray) -> np.ndarray:

@@ -37,11 +37,12 @@ from marin_rl.training.step_types import StepSettings
 
 SPEC = LoraSpec(rank=3, alpha=6.0)
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4", "policy.lora.rank=4")
+compiled_logprobs = jax.jit(token_logprobs)
 
 
 def scored(model, parameters) -> np.ndarray:
     """Logprobs of a batch's tokens by these parameters."""
-    scores = token_logprobs(policy_module(model, _device(parameters)), *rows_of(random_batch(3)))
+    scores = compiled_logprobs(policy_module(model, _device(parameters)), *rows_of(random_batch(3)))
     return np.asarray(scores.logprobs)
 
 
@@ -223,8 +224,8 @@ def test_engines_serve_the_merged_policy_which_the_adapter_next_to_its_base_prov
     for name, array in named_parameters(loaded.model).items():
         np.testing.assert_allclose(array, served[name], atol=1e-6)
     rows = rows_of(random_batch(3))
-    trained = token_logprobs(trainer.model, *rows).logprobs
-    np.testing.assert_allclose(trained, token_logprobs(loaded.model, *rows).logprobs, atol=2e-5)
+    trained, read = (compiled_logprobs(m, *rows).logprobs for m in (trainer.model, loaded.model))
+    np.testing.assert_allclose(trained, read, atol=2e-5)
 
 
 def test_a_merged_checkpoint_is_exported_as_a_model_folder(played, tmp_path):
