@@ -138,6 +138,19 @@ def policy_source(config: Config) -> str:
     return policy.hf_path or policy.init
 
 
+def adapter(config: Config) -> str:
+    """Check that the base can have the adapter: its modules, ranks, and where it begins."""
+    lora, architecture = config.policy.lora, architecture_of(config)
+    if lora is None or architecture is None:
+        return "none configured"
+    if lora.init_from is not None and rounds_trained(config) is not None:
+        return "as the run began"  # which needs the folder no more
+    from marin_rl.lora import configured_modules
+
+    modules = configured_modules(lora, architecture.linear_shapes)
+    return f"{len(modules)} modules of rank {max(module.rank for module in modules.values())}"
+
+
 def tokenizer_files(config: Config) -> str:
     """Check the tokenizer by its files; load it where only transformers knows how it is built."""
     built = read_tokenizer(config.policy)
@@ -178,9 +191,9 @@ def own_loss(config: Config) -> str:
 
 BEFORE_ENGINES: dict[str, tuple[Check, ...]] = {
     "rl-loop": (
-        storage, policy_source, tokenizer_files, reward_model_slot, environment, prompts, tools,
-        canary, own_reward, own_loss, endpoints,
+        storage, policy_source, adapter, tokenizer_files, reward_model_slot, environment, prompts,
+        tools, canary, own_reward, own_loss, endpoints,
     ),
-    "sft": (storage, policy_source, tokenizer_files, environment, demonstrations, prompts),
-    "reward-model": (storage, policy_source, tokenizer_files, pairs),
+    "sft": (storage, policy_source, adapter, tokenizer_files, environment, demonstrations, prompts),
+    "reward-model": (storage, policy_source, adapter, tokenizer_files, pairs),
 }  # fmt: skip

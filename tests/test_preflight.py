@@ -58,6 +58,9 @@ def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
     [
         ("policy.tokenizer=/nowhere", InputError, "no tokenizer folder at /nowhere"),
         ("policy.model.vocab_size=50", InputError, "expected ids below 50"),
+        ("policy.lora.rank=33", InputError, "is 33: expected 1 to 32"),
+        ("policy.lora={rank: 4, modules: [wq]}", InputError, "no linear layer matches 'wq'"),
+        ("policy.lora.init_from=/nowhere", InputError, "no adapter at /nowhere"),
         ("environment.options={letters_min: 90, letters_max: 95}", InputError, "leaves 56"),
         ("environment.name=ecko", ConfigError, "did you mean echo"),
         ("environment={name: 'envs:Mine'}", InputError, "with its suffix, envs.py:Mine"),

@@ -34,6 +34,7 @@ from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, follo
 from marin_rl.serving.weights.registration import Announcement
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.state import identity_of
@@ -146,6 +147,10 @@ def test_followers_serve_each_version_by_its_name(followed):
     follower.look()
     assert follower.round == 2
     assert server.model_id == served_id(run, 2)
+    # Its row follows from its version, whatever was loaded before.
+    loaded = server.adapters.get(served_id(run, 2))
+    assert loaded is not None
+    assert loaded.row == 1
     status, _, refused = talk(server, "POST", CHAT, long)
     assert (status, refused["error"]["code"]) == (404, "model_not_found")
     assert talk(server, "POST", CHAT, chat_body())[2]["model"] == served_id(run, 2)
@@ -228,6 +233,8 @@ def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does
     assert all(names[1] in row["adapters"] for row in rows)
     base = read_version(run, 0).base_digest
     assert {row["base_digest"] for row in rows} == {base}
+    shards = [table["model"].to_pylist() for table in iter_shards(run, 1, ("model",))]
+    assert {model for models in shards for model in models} == {names[1]}
     assert {row["model"] for row in rows} == {names[1]}
     # The adapter alone is sent, to those that were there in time; the base once, where it can be.
     sent = read_version(run, 1).adapter.arrays.values()
