@@ -1,5 +1,6 @@
 """Models whose base lies quantised: what they compute, in training and in the engine."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,6 +28,7 @@ from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
 SPEC = LoraSpec(rank=3, alpha=6.0)
+compiled_logprobs = jax.jit(token_logprobs)
 
 
 @pytest.fixture(scope="module", params=["int8", "nf4"])
@@ -47,7 +49,7 @@ def scored(model, parameters) -> np.ndarray:
     mask = (batch.loss_mask != 0) & (batch.positions > 0)
     rows = map(jnp.asarray, (batch.token_ids, batch.segment_ids, batch.positions, mask))
     module = policy_module(model, {name: jnp.asarray(array) for name, array in parameters.items()})
-    return np.asarray(token_logprobs(module, *rows).logprobs)
+    return np.asarray(compiled_logprobs(module, *rows).logprobs)
 
 
 def test_a_quantised_base_computes_what_its_dequantised_weights_compute(world):
