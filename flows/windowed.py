@@ -100,11 +100,15 @@ class _WindowedRounds(Rounds):
             await asyncio.gather(*sampling.chunks.values(), return_exceptions=True)
 
     async def _newest_policy(self, sampling: _Sampling) -> None:
-        """Serve the latest checkpoint, once what earlier ones sample is finished."""
+        """Serve the latest checkpoint, once what earlier ones sample is finished.
+
+        With `in_flight_updates` at once: what is under way goes on with it.
+        """
         version = round_after(self._latest)
         if version == sampling.version:
             return
-        await self._drain(sampling)
+        if not self._config.in_flight_updates:
+            await self._drain(sampling)
         await self._evaluate_until(version)
         stages = StageRunner(self._config.flow)
         sampling.policy = await self._served(stages, version, needed=True)

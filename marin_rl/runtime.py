@@ -385,7 +385,8 @@ class RunRuntime:
         if self._server is not None and not self._server.engine.alive:
             self.close()  # an engine that ended by itself answers no request any more
         if self._server is not None:
-            self._server.swap(model, version, digest)
+            again = self._run.config.recompute_kv_cache
+            self._server.swap(model, version, digest, recompute_kv_cache=again)
             return self._server
         policy = self._run.config.policy
         server = PolicyServer(

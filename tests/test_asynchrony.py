@@ -92,6 +92,9 @@ def test_the_recipe_dapo_samples_until_a_round_has_its_groups() -> None:
 
 
 REPLAY = "asynchrony.replay.max_uses=2"
+WINDOW = ("asynchrony.max_staleness=1", "asynchrony.sampler=windowed")
+IN_FLIGHT = (*WINDOW, "asynchrony.in_flight_updates=true")
+REMOTE = ("inference.endpoints=[http://host/v1]",)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,37 @@ REPLAY = "asynchrony.replay.max_uses=2"
             "groups that are 5 rounds old, and nothing older than 2",
         ),
         (["asynchrony.replay.max_uses=1"], "greater than or equal to 2"),
+        (
+            ["asynchrony.in_flight_updates=true", "asynchrony.max_staleness=1"],
+            "there the policy of a round follows from its number",
+        ),
+        ([*WINDOW, "asynchrony.recompute_kv_cache=false"], "a setting of in_flight_updates"),
+        (
+            [*IN_FLIGHT, "objective.surrogate=reinforce"],
+            "tokens of several policies, but objective.surrogate reinforce .* set "
+            "objective.importance_correction to truncated or masked",
+        ),
+        (
+            [*IN_FLIGHT, *REMOTE, "inference.publish=pull"],
+            r"endpoints that come and go \(http://host/v1, publish pull\)",
+        ),
+        (
+            [*IN_FLIGHT, *REMOTE, "inference.publish=vllm_reload"],
+            "do not answer with the policy of each token",
+        ),
+        (
+            [
+                *IN_FLIGHT,
+                *REMOTE,
+                "inference.publish=update_weights_from_disk",
+                "inference.route=sglang",
+            ],
+            "inference.route sglang: these endpoints do not answer",
+        ),
+        (
+            [*IN_FLIGHT, "policy.lora.rank=4", "inference.serve_merged=false"],
+            "requests end on the adapter that they began with",
+        ),
         (
             [REPLAY, "batching.staleness_rounds_max=1", "rollouts.source=pushed"],
             "expected replay null",
@@ -201,3 +235,19 @@ def test_groups_that_are_used_again_are_planned_for() -> None:
     assert again.model_dump()["asynchrony"] == {
         "max_staleness": 0, "replay": {"max_uses": 2, "window_rounds": 1}
     }  # fmt: skip
+
+
+def test_weights_that_change_in_flight_are_a_choice_of_the_window() -> None:
+    chosen = configured(*IN_FLIGHT)
+    assert (chosen.in_flight_updates, chosen.recompute_kv_cache, chosen.mixes_policies) == (
+        True, True, True,
+    )  # fmt: skip
+    assert configured(*IN_FLIGHT, "asynchrony.recompute_kv_cache=true") == chosen
+    kept = configured(*IN_FLIGHT, "asynchrony.recompute_kv_cache=false")
+    assert not kept.recompute_kv_cache
+    plain = configured(*WINDOW)
+    assert configured(*WINDOW, "asynchrony.in_flight_updates=false") == plain
+    assert fingerprint_fields(plain)["asynchrony"] == {"max_staleness": 1, "sampler": "windowed"}
+    assert not plain.recompute_kv_cache
+    endpoints = configured(*IN_FLIGHT, *REMOTE, "inference.publish=update_weights_from_disk")
+    assert endpoints.in_flight_updates

@@ -351,7 +351,7 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
     digests = {part.name: part.sha256 for part in sealed.parts}
     wanted = set(names)
     rows: dict[str, dict[str, Any]] = {}
-    by_token = run.config.piece_tokens is not None
+    by_token = run.config.mixes_policies
     columns = (*ROLLOUT_COLUMNS, *(TOKEN_VERSIONS if by_token else ()))
     for table in iter_shards(run, round, columns):
         for place, name in enumerate(table["rollout_id"].to_pylist()):

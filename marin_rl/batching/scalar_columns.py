@@ -42,7 +42,7 @@ def columns_read(config: Config) -> tuple[str, ...]:
 
 def versions_of(config: Config) -> tuple[str, ...]:
     """Columns that say which policy sampled which token, where that is not one of each rollout."""
-    return VERSIONS if config.piece_tokens is not None else ()
+    return VERSIONS if config.mixes_policies else ()
 
 
 def with_version_sums(table: pa.Table) -> pa.Table:
@@ -151,7 +151,7 @@ def mode_metrics(
     """Metrics of a round that takes some of the groups that are sampled, else none."""
     kept_N, result = disposition_N == "consumed", dict[str, float]()
     length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
-    if config.windowed or config.piece_tokens is not None:
+    if config.windowed or config.mixes_policies:
         result |= _ages(scalars.filter(pa.array(kept_N)), round)
     if config.windowed or config.selects_groups:
         result |= waste_metrics(length_N, disposition_N, reason_N)

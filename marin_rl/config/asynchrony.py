@@ -42,8 +42,9 @@ CURRICULUM_CHOICES = 4
 CURRICULUM_WINDOW_ROUNDS = 8
 
 _SPELLED = {
-    "curriculum": "none", "dynamic_sampling": "none", "over_staleness": "drop",
-    "partial_rollout": False, "sampler": "in_order", "select": "index",
+    "curriculum": "none", "dynamic_sampling": "none", "in_flight_updates": False,
+    "over_staleness": "drop", "partial_rollout": False, "recompute_kv_cache": True,
+    "sampler": "in_order", "select": "index",
     "shared_device": "time_sliced",
 }  # fmt: skip
 
@@ -121,6 +122,16 @@ class AsynchronyConfig(Section):
         "one object, which a killed worker loses with those under way; null: each is an object of "
         "its own, as soon as it ends",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    in_flight_updates: Literal[True] | None = optional_field(
+        description="windowed: true, a new checkpoint is served while completions are sampled, "
+        "which go on with it, and each token has the version of its policy; null or false: what is "
+        "under way is finished first"
+    )
+    recompute_kv_cache: Literal[False] | None = optional_field(
+        description="in_flight_updates: null or true, the new weights compute the cache of "
+        "completions under way again; false, they go on over what the old ones left, and tokens "
+        "are of no single policy's forward"
     )
     partial_rollout: Literal[True] | None = optional_field(
         description="true: completions are sampled in pieces of partial_tokens tokens, and the "
@@ -239,6 +250,17 @@ class AsynchronyConfig(Section):
             )
 
     def _window_is_whole(self) -> None:
+        if self.recompute_kv_cache is not None and self.in_flight_updates is None:
+            raise ValueError(
+                "recompute_kv_cache is false, a setting of in_flight_updates: expected "
+                "in_flight_updates true, found false"
+            )
+        if self.in_flight_updates and self.sampler is None:
+            raise ValueError(
+                "in_flight_updates with sampler in_order: there the policy of a round follows from "
+                "its number, and here from the moment at which a checkpoint comes; expected "
+                "sampler windowed, or in_flight_updates false"
+            )
         if self.sampler is None:
             for name in ("over_staleness", "max_inflight_groups", "claim_s", "commit_every_s"):
                 if (value := getattr(self, name)) is not None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from marin_rl.config.asynchrony import AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.estimators import GROUPS_OF_ONE
+from marin_rl.config.in_flight import check_endpoints, check_objective
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
@@ -115,6 +116,22 @@ class Config(Section):
     def piece_tokens(self) -> int | None:
         """Tokens of a piece of a completion; None where completions are sampled whole."""
         return self.asynchrony.piece_tokens if self.asynchrony else None
+
+    @property
+    def in_flight_updates(self) -> bool:
+        """True if new weights are served while completions are sampled, which go on with them."""
+        return self.asynchrony is not None and bool(self.asynchrony.in_flight_updates)
+
+    @property
+    def recompute_kv_cache(self) -> bool:
+        """True if new weights compute the cache of completions under way again."""
+        chosen = self.asynchrony.recompute_kv_cache if self.asynchrony else None
+        return self.in_flight_updates and chosen is None
+
+    @property
+    def mixes_policies(self) -> bool:
+        """True if the tokens of a rollout may be of several policies."""
+        return self.in_flight_updates or self.piece_tokens is not None
 
     @property
     def inflight_groups_max(self) -> int:
@@ -307,26 +324,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_may_change(self) -> "Config":
+        if self.in_flight_updates:
+            check_objective(self.objective)
+            check_endpoints(self.inference)
+        return self
+
+    @model_validator(mode="after")
     def _pieces_can_be_joined(self) -> "Config":
-        """Refuse what samples nothing, and stop strings, which may lie across two pieces."""
-        if self.piece_tokens is None:
-            return self
-        if self.rollouts.source == "pushed":
+        if self.piece_tokens is not None and self.rollouts.source == "pushed":
             raise ValueError(
                 "asynchrony.partial_rollout keeps what the run samples: found rollouts.source "
                 "pushed; expected false"
             )
-        stops = {"sampling.stop": self.sampling.stop}
-        for place, entry in enumerate(self.environment.mixture or ()):
-            if entry.sampling is not None and entry.sampling.stop is not None:
-                stops[f"environment.{place}.sampling.stop"] = entry.sampling.stop
-        for key, stop in stops.items():
-            if stop:
-                raise ValueError(
-                    f"asynchrony.partial_rollout with {key} {list(stop)}: a stop string may lie "
-                    "across two pieces, which no endpoint sees together; expected none (the end "
-                    "token stops completions), or partial_rollout false"
-                )
         return self
 
     @model_validator(mode="after")

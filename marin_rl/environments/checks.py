@@ -9,7 +9,7 @@ import itertools
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import ChecksDemonstrations, Environment, FoldsSeeds
-from marin_rl.environments.episode import HasEpisodes
+from marin_rl.environments.episode import AsksPolicy, HasEpisodes
 from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import order_in, parts_of
 from marin_rl.environments.registry import construct, loaded_environment
@@ -66,9 +66,16 @@ def environment_of(config: Config) -> Environment:
         environment = loaded_environment(config.environment)
     if warm:
         check_demonstrations(config)
+    _check_goes_on(environment, config)
+    return environment
+
+
+def _check_goes_on(environment: Environment, config: Config) -> None:
+    """Raise ConfigError for environments whose rollouts no other policy can go on with."""
     if config.piece_tokens is not None:
         _check_one_turn(environment, config.environment)
-    return environment
+    if config.in_flight_updates:
+        _check_asks_nothing(environment, config.environment)
 
 
 def _check_one_turn(environment: Environment, config: EnvironmentConfig) -> None:
@@ -82,6 +89,18 @@ def _check_one_turn(environment: Environment, config: EnvironmentConfig) -> None
                 "later process or policy cannot go on with an unfinished one; expected "
                 "environments of one turn, or partial_rollout false (rollouts.commit_groups keeps "
                 "the members of dialogues that have ended)"
+            )
+
+
+def _check_asks_nothing(environment: Environment, config: EnvironmentConfig) -> None:
+    """Raise ConfigError for environments that ask for a policy by the name of its version."""
+    for part in parts_of(environment, config):
+        asks = isinstance(part.environment, AsksPolicy) and part.environment.asks_policy
+        if asks or isinstance(part.environment, ReturnsRollouts):
+            raise ConfigError(
+                f"asynchrony.in_flight_updates with environment {part.environment.name}, which "
+                "asks the policy by itself: the version that it was given is gone once new weights "
+                "are served; expected other environments, or in_flight_updates false"
             )
 
 

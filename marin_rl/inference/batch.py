@@ -293,6 +293,25 @@ class RunningBatch:
         inputs.sampling.seed_S2[seq_slot] = seed_words(job.seed + index)
         self.extras.assign(seq_slot, job.request)
 
+    def outdated(self, weights: WeightsKey) -> list[CachedPrefix]:
+        """Sequences whose cache other weights began, each with all tokens that are in it.
+
+        From now on they count as computed by `weights`, which the caller does next.
+        """
+        prefixes: list[CachedPrefix] = []
+        for seq_slot, running in enumerate(self._running):
+            if running is None or running.prefix is None or running.prefix.key.weights is weights:
+                continue
+            # the token at the position itself goes through the next step
+            length = int(self.inputs.position_S[seq_slot])
+            ids = np.concatenate([running.job.request.prompt_ids, running.tokens])[:length]
+            # an owner of its own: siblings have other tokens, and other shapes computed them
+            key = PrefixKey(object(), weights, running.prefix.key.adapter)
+            running.prefix = running.prefix._replace(token_ids=ids.astype(np.int32), key=key)
+            self._prefixes[seq_slot] = running.prefix
+            prefixes.append(running.prefix)
+        return prefixes
+
     def cached(self, key: PrefixKey) -> list[CachedPrefix]:
         """Prefixes with this key in the slots that are in use."""
         return [

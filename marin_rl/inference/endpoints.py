@@ -82,7 +82,8 @@ def publish(
     if inference.publish == "update_weights_from_disk" or inference.publish == "vllm_reload":
         folder = str(_exported(run, version, digest, save, _is_complete))
         weights = Publisher(kind=inference.publish, folder=folder, version=version, digest=digest)
-        weights = replace(weights, saved=saved)
+        again = run.config.recompute_kv_cache
+        weights = replace(weights, saved=saved, recompute_kv_cache=again)
         endpoints = asyncio.run(_send(inference, endpoints, weights))
     model = asyncio.run(_model_id(inference, endpoints, version, digest))
     return Published(endpoints=endpoints, model=model, weights=folder)

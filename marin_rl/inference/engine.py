@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
@@ -214,15 +215,27 @@ class Engine:
         job.future.add_done_callback(self._in_flight.note_cancelled)
         return job.future
 
-    def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> None:
+    def swap(
+        self,
+        model: LmHeadModel,
+        weight_version: int,
+        parameters_digest: str,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> None:
         """Sample with another model's arrays from the next chunk on: no copy, no wait.
 
-        Requests that are queued or running go on. Raises, and keeps the old weights: InputError for
-        a model of another shape, or where adapters are loaded on other weights; VersionInUse for
-        other weights of the same version while requests run, which could not tell the tokens of one
-        from those of the other.
+        Requests that are queued or running go on. Running sequences keep the keys and values of
+        their earlier positions; with `recompute_kv_cache` a prefill computes them again before the
+        next chunk, as if all tokens so far were a prompt. Raises, and keeps the old weights:
+        InputError for a model of another shape, or where adapters are loaded on other weights;
+        VersionInUse for other weights of the same version while requests run, which could not tell
+        the tokens of one from those of the other.
         """
-        policy = self._runner.policy(model, weight_version, parameters_digest)
+        policy = replace(
+            self._runner.policy(model, weight_version, parameters_digest),
+            recompute_kv_cache=recompute_kv_cache,
+        )
         with self._changed:
             self._check_version(policy)
             self._check_adapters(policy)

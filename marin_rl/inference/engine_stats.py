@@ -10,7 +10,8 @@ class EngineStats:
     `tokens` were sampled and kept, `slot_steps` are the steps of all sequence slots, empty ones
     too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error. Of
     prompts, `prefilled_tokens` were computed and `cached_tokens` read from what earlier requests
-    left, by `continued_prompts`; `evicted_prefixes` were left, and lost to other requests.
+    left, by `continued_prompts`; `evicted_prefixes` were left, and lost to other requests. After
+    swaps, `recomputed_tokens` of `recomputed_sequences` that were running were computed again.
     """
 
     requests: int = 0
@@ -26,6 +27,8 @@ class EngineStats:
     cached_tokens: int = 0
     continued_prompts: int = 0
     evicted_prefixes: int = 0
+    recomputed_sequences: int = 0
+    recomputed_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     swaps: int = 0

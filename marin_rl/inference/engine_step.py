@@ -18,9 +18,10 @@ from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import Delta, GenerationResult
 from marin_rl.inference.in_flight import InFlight
+from marin_rl.inference.pieces import Extension
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
-from marin_rl.inference.scheduler import Schedule, schedule
+from marin_rl.inference.scheduler import Prompts, Schedule, schedule
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
 # prefill would make the running sequences wait.
@@ -64,6 +65,8 @@ class EngineStep:
         self._notify_scheduled(plan, policy)
         try:
             self._score(policy, [job for job in plan.to_score if not job.ended])
+            if policy.recompute_kv_cache:
+                self._recompute(policy)
             self._prefill(policy, plan)
             for job, error in self._batch.constrain():
                 self._in_flight.fail([job], "its constraint failed", error)
@@ -125,6 +128,27 @@ class EngineStep:
         )
         job.scored_by = policy.key
         self._stats.scored_prompts += 1
+
+    def _recompute(self, policy: Policy) -> None:
+        """Compute the caches of running sequences as those of prompts, where other weights did."""
+        outdated = self._batch.outdated(policy.key)
+        prefixes = [prefix for prefix in outdated if len(prefix.token_ids)]
+        if not prefixes:
+            return
+        started, adapter_S = time.monotonic(), self._batch.inputs.adapter_S
+        if self._runner.keeps_prefixes:
+            extensions = [Extension(one.seq_slot, 0, one.token_ids) for one in prefixes]
+            self._runner.extend(policy, extensions, adapter_S)
+        else:
+            prompts: Prompts = {}
+            for one in prefixes:
+                place = self._runner.bucket(len(one.token_ids)), one.lane
+                prompts.setdefault(place, []).append((one.token_ids, [one.seq_slot]))
+            self._runner.prefill(policy, prompts, adapter_S)
+        self._runner.wait()
+        self._stats.prefill_s += time.monotonic() - started
+        self._stats.recomputed_sequences += len(prefixes)
+        self._stats.recomputed_tokens += sum(len(one.token_ids) for one in prefixes)
 
     def _prefill(self, policy: Policy, plan: Schedule) -> None:
         """Run each new prompt once in a lane, and copy its cache to where else it starts."""

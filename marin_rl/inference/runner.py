@@ -83,13 +83,17 @@ SlotAdapters = Int32[np.ndarray | jax.Array, " S"]  # rows of the bank
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """Loaded weights: references to the model's arrays, and the identity of this load."""
+    """Loaded weights: references to the model's arrays, and the identity of this load.
+
+    With `recompute_kv_cache`, sequences that other weights began have their caches computed again.
+    """
 
     weights: Weights
     weight_version: int
     parameters_digest: str
     key: WeightsKey
     adapter_name: str = ""  # empty: the base model
+    recompute_kv_cache: bool = False
 
     def with_adapter(self, adapter: LoadedAdapter | None) -> "Policy":
         """The policy of requests on an adapter: its identity, over the same weights."""

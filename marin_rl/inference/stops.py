@@ -78,6 +78,19 @@ class StopWatch:
         return False
 
 
+def text_before_stop(decode: Decode, ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The text of a sample that a stop string ended, cut before it.
+
+    It ends at the token that completes the string, so it is looked for there: from the last
+    character on that this token cannot have changed.
+    """
+    text = decode(ids)
+    before = len(decode(ids[:-1]).rstrip(UNFINISHED))
+    from_here = max(0, before - max(map(len, stop), default=0))
+    places = [text.find(string, from_here) for string in stop]
+    return text[: min((at for at in places if at >= 0), default=len(text))]
+
+
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
     """Index of the earliest stop string in the text, or None."""
     return min((at for at in map(text.find, stop) if at >= 0), default=None)

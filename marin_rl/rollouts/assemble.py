@@ -230,7 +230,7 @@ class RolloutMaker:
                 logprobs=turn.completion.logprobs,
                 inference_metadata=InferenceMetadata(
                     model=turn.answer.model,
-                    weight_version=self._policy.weight_version,
+                    weight_version=_last_version(turn.completion, self._policy),
                     sampling=turn.sampling,
                     request_id=turn.answer.request_id,
                     finish_reason=turn.completion.finish_reason,
@@ -238,6 +238,12 @@ class RolloutMaker:
                 timing=turn.timing,
             )
             messages = turn.result.messages
+
+
+def _last_version(completion: Completion, policy: ServedPolicy) -> int:
+    """The policy of a completion's last token."""
+    versions = completion.policy_versions
+    return int(versions[-1]) if versions is not None and len(versions) else policy.weight_version
 
 
 def _total(seconds: Sequence[float | None]) -> float | None:

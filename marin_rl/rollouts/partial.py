@@ -5,7 +5,9 @@ was sampled. A token's random number follows from the seed and its position, so 
 one request would have brought. After each piece the unfinished completions of a group are committed
 (`storage.tables.partials`). There they may be interrupted, and there another process, or the next
 policy, goes on. Borders are at multiples of the piece's length in every process: a run that was
-killed asks for what an undisturbed one asks for. Leaves out scores and finished groups (`sampler`).
+killed asks for what an undisturbed one asks for. A stop string may begin in one piece and end in
+the next, where no endpoint sees it whole: it is looked for here, and what was sampled after it is
+left out. Leaves out scores and finished groups (`sampler`).
 """
 
 import asyncio
@@ -17,20 +19,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Int32
 
 from marin_rl.config import Config
 from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
 from marin_rl.inference.client.protocol import ChatAnswer, Completion, ServerTimings
+from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
 from marin_rl.rollouts.episode import ChatClient, all_of, check_identity, check_prompt
+from marin_rl.rollouts.partial_members import GOES_ON, Member, members_of
 from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
 from marin_rl.storage.tables.partials import PartialGroups
-from marin_rl.types import Message, Rollout, RolloutGroup, Sampling, ServedPolicy
-from schemas.rollouts import UNFINISHED
+from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
 
-GOES_ON = (LENGTH, "abort")  # finish reasons of a piece; an endpoint that aborts gives what it has
-
+STOP = "stop"  # finish reason of a completion that an end token or a stop string ended
 REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
@@ -49,41 +51,6 @@ class Interruption:
     def request(self) -> None:
         """Have all who sample end after the piece that they wait for."""
         self.requested = True
-
-
-@dataclass(slots=True, kw_only=True)
-class _Member:
-    """A completion so far: its prompt's ids, and what each piece added."""
-
-    index: int
-    seed: int
-    prompt: Int32[np.ndarray, " P"] = field(default_factory=lambda: np.zeros(0, np.int32))
-    tokens: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: Float32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
-    digest: str = ""  # of the policy that sampled the last token
-    finish_reason: str = LENGTH
-    text: str | None = None  # where one piece was all
-
-    @property
-    def ids(self) -> Int32[np.ndarray, " n"]:
-        """Prompt and what was sampled: the prompt of the next piece."""
-        return np.concatenate([self.prompt, self.tokens])
-
-    def is_unfinished(self, tokens_max: int) -> bool:
-        """True if a further piece is to be asked for."""
-        return self.finish_reason in GOES_ON and len(self.tokens) < tokens_max
-
-    def add(self, part: SampledPart) -> None:
-        """Append what a piece sampled; a part with a prompt begins the member again."""
-        if len(part.prompt):
-            self.prompt, self.text = part.prompt, None
-            self.tokens, self.logprobs, self.versions = part.tokens, part.logprobs, part.versions
-        else:
-            self.tokens = np.concatenate([self.tokens, part.tokens])
-            self.logprobs = np.concatenate([self.logprobs, part.logprobs])
-            self.versions = np.concatenate([self.versions, part.versions])
-        self.digest, self.finish_reason = part.digest, part.finish_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +90,17 @@ class PartialSampling:
             proves=bool(config.inference.endpoints),
         )
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return self.decode(ids, LENGTH)
+
+    def finished_text(self, ids: Sequence[int], reason: str, stop: Sequence[str]) -> str:
+        """The text of a completion, without its end token, and cut before a stop string."""
+        text = self.decode(ids, reason)
+        if reason != STOP or not stop or text != self.text_of(ids):
+            return text
+        return text_before_stop(self.text_of, ids, stop)
+
     async def client(
         self, client: ChatClient, policy: ServedPolicy, requests: Sequence[GroupRequest]
     ) -> "PiecewiseClient":
@@ -153,7 +131,7 @@ class PiecewiseClient:
         self._settings, self._client, self._policy = settings, client, policy
         self._requests = {request.group_id: request for request in requests}
         self._kept = {
-            group_id: _members_of(chain, self._requests[group_id], settings.oldest)
+            group_id: members_of(chain, self._requests[group_id], settings.oldest)
             for group_id, chain in chains.items()
         }
 
@@ -183,16 +161,16 @@ class PiecewiseClient:
             if any(member.is_unfinished(sampling.max_tokens) for member in asked):
                 await self._commit(session, asked, parts)
         self._kept.pop(session, None)
-        return self._answer(members, timings)
+        return self._answer(members, timings, sampling.stop)
 
-    def _members(self, n: int, sampling: Sampling, group_id: str) -> list[_Member]:
+    def _members(self, n: int, sampling: Sampling, group_id: str) -> list[Member]:
         first = sampling.seed
         assert first is not None, "members are known by their seeds"
         base = self._requests[group_id].sampling.seed
         assert base is not None, "see above"
         kept = self._kept.get(group_id, {})
         return [
-            kept.get(seed) or _Member(index=seed - base, seed=seed)
+            kept.get(seed) or Member(index=seed - base, seed=seed)
             for seed in range(first, first + n)
         ]
 
@@ -201,7 +179,7 @@ class PiecewiseClient:
         messages: Sequence[Message],
         sampling: Sampling,
         group_id: str,
-        asked: Sequence[_Member],
+        asked: Sequence[Member],
         timings: list[ServerTimings],
     ) -> list[SampledPart]:
         """The next piece of each member; those that begin together share a request."""
@@ -216,12 +194,12 @@ class PiecewiseClient:
         timings.append(answers[0].timings)
         pairs = [(answer, each) for answer in answers for each in answer.completions]
         return [
-            self._part(member, answer, completion)
+            self._part(member, answer, self._until_stop(member, completion, sampling.stop))
             for member, (answer, completion) in zip(asked, pairs, strict=True)
         ]
 
     async def _next(
-        self, messages: Sequence[Message], sampling: Sampling, group_id: str, member: _Member
+        self, messages: Sequence[Message], sampling: Sampling, group_id: str, member: Member
     ) -> ChatAnswer:
         """The next piece of one member."""
         own = replace(sampling, seed=member.seed, max_tokens=self._piece(member, sampling))
@@ -236,11 +214,31 @@ class PiecewiseClient:
         check_prompt(answer, ids)
         return answer
 
-    def _piece(self, member: _Member, sampling: Sampling) -> int:
+    def _piece(self, member: Member, sampling: Sampling) -> int:
         sampled, piece = len(member.tokens), self._settings.tokens
         return min(piece - sampled % piece, sampling.max_tokens - sampled)
 
-    def _part(self, member: _Member, answer: ChatAnswer, completion: Completion) -> SampledPart:
+    def _until_stop(
+        self, member: Member, completion: Completion, stop: Sequence[str]
+    ) -> Completion:
+        """A further piece up to a stop string, which may have begun in an earlier one."""
+        before, decode = member.tokens.tolist(), self._settings.text_of
+        if not stop or not before:  # of a first piece, the endpoint has seen all
+            return completion
+        ids = [*before, *completion.token_ids.tolist()]
+        end = StopWatch(decode, stop).first_end(ids, len(before))
+        if end is None:
+            return completion
+        kept, versions = end - len(before), completion.policy_versions
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:kept],
+            logprobs=completion.logprobs[:kept],
+            policy_versions=None if versions is None else versions[:kept],
+            finish_reason=STOP,
+        )
+
+    def _part(self, member: Member, answer: ChatAnswer, completion: Completion) -> SampledPart:
         versions, sampled = completion.policy_versions, len(completion.token_ids)
         if versions is None:
             versions = np.full(sampled, self._policy.weight_version, np.int32)
@@ -256,12 +254,12 @@ class PiecewiseClient:
             tokens=completion.token_ids,
             logprobs=completion.logprobs,
             versions=versions,
-            digest=self._policy.parameters_digest,
+            digest=completion.parameters_digest or self._policy.parameters_digest,
             finish_reason=reason,
         )
 
     async def _commit(
-        self, group_id: str, members: Sequence[_Member], parts: Sequence[SampledPart]
+        self, group_id: str, members: Sequence[Member], parts: Sequence[SampledPart]
     ) -> None:
         """Commit what a piece added, so that it can be gone on with."""
         request = self._requests[group_id]
@@ -277,60 +275,30 @@ class PiecewiseClient:
         }  # fmt: skip
         await asyncio.to_thread(self._settings.groups.append, group)
 
-    def _answer(self, members: Sequence[_Member], timings: Sequence[ServerTimings]) -> ChatAnswer:
+    def _answer(
+        self, members: Sequence[Member], timings: Sequence[ServerTimings], stop: Sequence[str]
+    ) -> ChatAnswer:
         return ChatAnswer(
             model=self._policy.model,
             prompt_token_ids=members[0].prompt,
-            completions=tuple(map(self._completion, members)),
+            completions=tuple(self._completion(member, stop) for member in members),
             timings=_added(timings),
         )
 
-    def _completion(self, member: _Member) -> Completion:
+    def _completion(self, member: Member, stop: Sequence[str]) -> Completion:
         ids, versions = member.tokens, member.versions
         constant = (versions == self._policy.weight_version).all()
         # an endpoint's abort at the limit is that limit's end
         reason = LENGTH if member.finish_reason in GOES_ON else member.finish_reason
         text = member.text
         return Completion(
-            text=self._settings.decode(ids.tolist(), reason) if text is None else text,
+            text=self._settings.finished_text(ids.tolist(), reason, stop) if text is None else text,
             token_ids=ids,
             logprobs=member.logprobs,
             finish_reason=reason,
             policy_versions=None if constant else versions,
             parameters_digest=member.digest,
         )
-
-
-def _members_of(
-    chain: Sequence[RolloutGroup], request: GroupRequest, oldest: int
-) -> dict[int, _Member]:
-    """Members of a group by their seeds, as a chain has them."""
-    base, members = request.sampling.seed or 0, dict[int, _Member]()
-    for rollout in (rollout for group in chain for rollout in group.rollouts):
-        index = rollout.index_in_group
-        member = members.setdefault(index, _Member(index=index, seed=base + index))
-        member.add(_part_of(rollout))
-    # One may have ended without a token, where an endpoint leaves the end token out.
-    kept = (m for m in members.values() if m.versions.min(initial=oldest) >= oldest)
-    return {member.seed: member for member in kept}
-
-
-def _part_of(rollout: Rollout) -> SampledPart:
-    """The part that a row of a chain is."""
-    sampled, ids = rollout.loss_mask == 1, rollout.token_ids
-    versions = rollout.policy_versions
-    if versions is None:
-        versions = np.full(len(ids), rollout.policy_version_min, np.int32)
-    reason = rollout.finish_reason
-    return SampledPart(
-        index=rollout.index_in_group,
-        prompt=ids[~sampled],
-        tokens=ids[sampled],
-        logprobs=rollout.logprobs[sampled],
-        versions=versions[sampled],
-        digest=rollout.policy_digest or "",
-        finish_reason=LENGTH if reason == UNFINISHED else reason,
-    )
 
 
 def _added(timings: Sequence[ServerTimings]) -> ServerTimings:

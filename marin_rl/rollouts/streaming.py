@@ -18,6 +18,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import sampling_for
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.in_flight import in_flight_client
 from marin_rl.rollouts.partial import Interruption, PartialSampling
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
@@ -274,6 +275,7 @@ async def sample_chunk(
         environment,
         requests,
         progress,
+        connect=in_flight_client(run, policy),
         pieces=committing,
         partial_sampling=partial,
     )

@@ -212,12 +212,21 @@ class PolicyServer:
                 source=source, bytes=update.bytes, seconds=update.seconds
             )
 
-    def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
+    def swap(
+        self,
+        model: LmHeadModel,
+        weight_version: int,
+        parameters_digest: str,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> str:
         """Serve another model's arrays from the next chunk on, without a copy; the new model id.
 
         Raises, and goes on with the old weights, as `Engine.swap` does.
         """
-        self.updater.swap(model, weight_version, parameters_digest)
+        self.updater.swap(
+            model, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
+        )
         return self.model_id
 
     def drain(self, timeout_s: float | int | None = None) -> bool:

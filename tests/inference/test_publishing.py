@@ -206,3 +206,19 @@ def test_others_are_sent_the_digest_without_a_pause(folder: Path, models: Any) -
     publish("update_weights_from_disk", folder, server)
     assert server.paths == ["/v1/models", "/update_weights_from_disk"]
     assert server.asked[1][2]["parameters_digest"] == "0123456789" * 6
+
+
+def test_our_own_servers_are_asked_to_compute_caches_again_where_weights_change_in_flight() -> None:
+    bodies: list[dict[str, Any]] = []
+    for again in (False, True):
+        server = Server()
+        weights = Publisher(
+            kind="update_weights_from_disk",
+            folder="folder",
+            version=3,
+            digest="ab" * 32,
+            recompute_kv_cache=again,
+        )
+        asyncio.run(weights.publish(server.send))
+        bodies.append(server.asked[-1][2])
+    assert [body.get("recompute_kv_cache") for body in bodies] == [None, True]

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -106,20 +107,27 @@ class ScriptedClient:
         if len(self.asked) >= self.pieces_max:
             self.interruption.request()
         made = [
-            _completion(prompt, (sampling.seed or 0) + i, sampling.max_tokens) for i in range(n)
+            _completion(prompt, (sampling.seed or 0) + i, sampling.max_tokens, sampling.stop)
+            for i in range(n)
         ]
         return ChatAnswer(model=MODEL, prompt_token_ids=prompt, completions=tuple(made))
 
 
-def _completion(prompt: np.ndarray, seed: int, tokens_max: int) -> Completion:
-    ids = list[int]()
-    while len(ids) < tokens_max and END not in ids:
+def _completion(
+    prompt: np.ndarray, seed: int, tokens_max: int, stop: Sequence[str] = ()
+) -> Completion:
+    """As an endpoint answers, which sees no more of a text than what it samples itself."""
+    ids, text = list[int](), ""
+    ends = list[int]()
+    while len(ids) < tokens_max and END not in ids and not ends:
         ids.append(token_at(seed, len(prompt) + len(ids)))
+        text = text_of(ids, "")
+        ends = [at for at in map(text.find, stop) if at >= 0]
     return Completion(
-        text=text_of(ids, ""),
+        text=text[: min(ends, default=len(text))],
         token_ids=np.array(ids, np.int32),
-        logprobs=np.array([-1 / (2 + i) for i in ids], np.float32),
-        finish_reason="stop" if END in ids else "length",
+        logprobs=np.array([-1 / (2 + i + len(prompt)) for i in range(len(ids))], np.float32),
+        finish_reason="stop" if END in ids or ends else "length",
     )
 
 
@@ -146,10 +154,16 @@ def chains_of(run: Run, version: int = 0, fingerprint: str = "f") -> PartialGrou
 
 
 def sampled(
-    run: Run, client: ScriptedClient, version: int = 0, *, piece: int = PIECE, oldest: int = 0
+    run: Run,
+    client: ScriptedClient,
+    version: int = 0,
+    *,
+    piece: int = PIECE,
+    oldest: int = 0,
+    stop: tuple[str, ...] = (),
 ) -> ChatAnswer:
     """Group 0, sampled in pieces from what is committed of it on. Raises Interrupted."""
-    request = request_of(run)
+    request = stopping(request_of(run), stop)
     partial = PartialSampling(
         groups=chains_of(run, version),
         tokens=piece,
@@ -166,8 +180,12 @@ def sampled(
     return asyncio.run(sample())
 
 
-def whole(run: Run) -> ChatAnswer:
-    request = request_of(run)
+def stopping(request: GroupRequest, stop: tuple[str, ...]) -> GroupRequest:
+    return replace(request, sampling=replace(request.sampling, stop=stop))
+
+
+def whole(run: Run, stop: tuple[str, ...] = ()) -> ChatAnswer:
+    request = stopping(request_of(run), stop)
     return asyncio.run(ScriptedClient().chat((), 4, request.sampling))
 
 
@@ -197,6 +215,32 @@ def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
         raise AssertionError("it never ended")
     assert all(map(same, answer.completions, whole(run).completions))
     assert all(each.policy_versions is None for each in answer.completions)
+
+
+@hypothesis_settings(max_examples=15)
+@given(st.data())
+def test_a_stop_string_ends_a_completion_wherever_pieces_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Strings of the texts themselves, which may begin in one piece and end in the next."""
+    run = Run.create_or_open(settings(tmp_path_factory.mktemp("stops")))
+    texts = [each.text for each in whole(run).completions]
+    text = data.draw(st.sampled_from([text for text in texts if len(text) > 3]))
+    begin = data.draw(st.integers(0, len(text) - 2))
+    stop = (text[begin : begin + data.draw(st.integers(2, 4))], "zz")
+    expected = whole(run, stop).completions
+    assert any(each.text == text[:begin] for each in expected)
+    piece = data.draw(st.integers(1, TOKENS_MAX))
+    for _ in range(2 * TOKENS_MAX):
+        client = ScriptedClient(pieces_max=data.draw(st.sampled_from([1, 3, 1000])))
+        try:
+            answer = sampled(run, client, piece=piece, stop=stop)
+        except Interrupted:
+            continue
+        break
+    else:
+        raise AssertionError("it never ended")
+    assert all(map(same, answer.completions, expected))
 
 
 def test_borders_are_at_multiples_of_the_piece_in_every_process(run: Run) -> None:
@@ -390,6 +434,24 @@ def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
         assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
 
 
+def test_stop_strings_of_the_engine_are_those_of_whole_completions(
+    server: PolicyServer, tmp_path: Path
+) -> None:
+    """Of two characters, each of which is a token: many lie across the pieces' borders."""
+    free = shard_of(tmp_path / "free", server)
+    texts = [rollout.turns[-1].content for rollout in free]
+    stops = {text[at : at + 2] for text in texts for at in (2, 5) if len(text) > at + 1}
+    stop = f"sampling.stop={json.dumps(sorted(stops)[:4])}"
+    expected = shard_of(tmp_path / "a", server, stop)
+    rollouts = shard_of(tmp_path / "b", server, stop, *PIECES)
+    assert any(r.finish_reason == "stop" and r.n_completion_tokens > PIECE for r in rollouts)
+    for rollout, other in zip(rollouts, expected, strict=True):
+        assert rollout.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(rollout.logprobs - other.logprobs).max() < 1e-4
+        assert (rollout.reward, rollout.finish_reason) == (other.reward, other.finish_reason)
+        assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
+
+
 @pytest.mark.bits
 def test_a_stream_that_is_interrupted_ends_in_the_same_bits(
     server: PolicyServer, tmp_path: Path
@@ -512,7 +574,11 @@ def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_pat
             {},
             "partial_rollout with select first_done",
         ),
-        ({"partial_rollout": True}, {"sampling": {"stop": ["x"]}}, "a stop string may lie across"),
+        (
+            {"partial_rollout": True},
+            {"rollouts": {"source": "pushed"}},
+            "partial_rollout keeps what the run samples",
+        ),
         ({"partial_rollout": True, "partial_tokens": 0}, {}, "partial_tokens"),
     ],
 )

@@ -92,6 +92,9 @@ def unchanged(server: PolicyServer) -> Iterator[None]:
     assert seen() == before
 
 
+SAMPLED = Sampling(max_tokens=8, seed=1)
+
+
 def update(server: PolicyServer, body: dict[str, Any], path: str = UPDATE) -> Answer:
     return talk(server, "POST", path, body)
 
@@ -485,6 +488,34 @@ def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
         release.set()
     running.result(timeout=60)
     assert update(server, body)[2]["parameters_digest"] == parameters_digest(weights(run, 2))
+
+
+def test_an_update_computes_the_cache_of_running_requests_again_where_it_says_so(
+    server: PolicyServer, run: Run
+) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(delta: Delta) -> None:
+        begun.set()
+        release.wait(60)
+
+    stats, before = server.engine.stats, server.engine.stats.recomputed_sequences
+    for again in (False, True):
+        begun.clear()
+        release.clear()
+        request = GenerationRequest(prompt_ids=np.array([4], np.int32), sampling=SAMPLED)
+        running = server.engine.submit(request, hold)
+        try:
+            assert begun.wait(60)
+            root, version = str(Path(run.store.url).parent), 20 + again
+            body = {"root": root, "run_id": "debug", "round": 2, "weight_version": version}
+            assert update(server, body | ({"recompute_kv_cache": True} if again else {}))[0] == 200
+        finally:
+            release.set()
+        (sample,) = running.result(timeout=60).samples
+        assert sample.policy_versions is not None
+        assert sample.policy_versions[-1] == version
+        assert stats.recomputed_sequences == before + again
 
 
 def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServer) -> None:

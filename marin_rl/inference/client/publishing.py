@@ -37,6 +37,7 @@ class Publisher:
     version: int
     digest: str
     saved: str | None = None
+    recompute_kv_cache: bool = False  # of what is under way; by our servers
 
     @property
     def label(self) -> str:
@@ -81,13 +82,15 @@ class Publisher:
 
     async def _update(self, send: Send) -> None:
         """SGLang's route, and ours; the digest is for ours, which verifies it."""
-        body = {
+        body: dict[str, Any] = {
             "model_path": self.folder,
             "weight_version": str(self.version),
             "parameters_digest": self.saved or self.digest,
         }
         if self.saved is not None:
             body["policy_digest"] = self.digest
+        if self.recompute_kv_cache:
+            body["recompute_kv_cache"] = True
         if not await _is_sglang(send):  # ours switches between two chunks, without a pause
             await send("POST", UPDATE_WEIGHTS_ROUTE, body)
             return

@@ -40,7 +40,8 @@ class UpdateWeightsBody(Body):
     Either a Hugging Face folder (`model_path`), or a committed checkpoint of a run (`root`,
     `run_id`, and its `round`, null for the latest). `weight_version` null: the round, else the next
     one. `parameters_digest` is what the caller was promised. `policy_digest`, with it, identifies
-    the policy that these parameters are: an adapter that was merged into its base.
+    the policy that these parameters are: an adapter that was merged into its base. With
+    `recompute_kv_cache` the cache of running requests is computed again.
     """
 
     model_path: Place | None = None
@@ -50,6 +51,7 @@ class UpdateWeightsBody(Body):
     weight_version: Version | VersionText | None = None
     parameters_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     policy_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    recompute_kv_cache: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> "UpdateWeightsBody":
@@ -170,7 +172,8 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
     """Load what is asked for. ApiError says why the old weights go on."""
     source = Places(service.limits.update_roots).only(body.source)
     try:
-        service.updater.load(source, body.version)
+        again = body.recompute_kv_cache
+        service.updater.load(source, body.version, recompute_kv_cache=again)
     except MarinRLError as error:
         raise _refusal(error, f"the old weights go on: {source.error_text(error)}") from None
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,9 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.inference.client.protocol import ServerTimings, call_body
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
+from marin_rl.inference.stops import text_before_stop
 from marin_rl.serving.http.errors import new_id
-from marin_rl.serving.text.detokenizer import (
-    UNFINISHED,
-    Detokenizer,
-    IncrementalDetokenizer,
-    Offsets,
-)
+from marin_rl.serving.text.detokenizer import Detokenizer, IncrementalDetokenizer, Offsets
 from marin_rl.tool_calls import ParsedAnswer
 from marin_rl.types import ToolCall
 
@@ -54,20 +51,13 @@ class TextDecoding:
         return text.finish(self.text(text.ids, finish_reason))
 
     def text(self, ids: Sequence[int], finish_reason: str) -> str:
-        """The text of a finished sample: without its stop token, and cut before a stop string.
-
-        A stop string ends a sample at the token that completes it, so it is looked for there: from
-        the last character on that this token cannot have changed.
-        """
+        """The text of a finished sample: without its stop token, and cut before a stop string."""
         if finish_reason != "stop" or not ids:
             return self.detokenizer.of(ids, special=self.special)
         if ids[-1] in self.stop_token_ids:
             return self.detokenizer.of(ids[:-1], special=self.special)
-        text = self.detokenizer.of(ids, special=self.special)
-        before = len(self.detokenizer.of(ids[:-1], special=self.special).rstrip(UNFINISHED))
-        from_here = max(0, before - max(map(len, self.stop), default=0))
-        places = [text.find(string, from_here) for string in self.stop]
-        return text[: min((at for at in places if at >= 0), default=len(text))]
+        decode = partial(self.detokenizer.of, special=self.special)
+        return text_before_stop(decode, ids, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,8 @@ def whole_checkpoints(updater: WeightUpdater, run: Run, api_key: str | None = No
                 lambda fetch: read_checkpoint(run, round, promised, served, fetch),
             )
 
-        return updater.load(Source(kind="watcher", place=run.store.url, read=read))
+        source = Source(kind="watcher", place=run.store.url, read=read)
+        return updater.load(source, recompute_kv_cache=run.config.recompute_kv_cache)
 
     return take
 

@@ -12,7 +12,9 @@ of positions below s stay in the cache as the old weights computed them. From po
 computed by the new weights, whose attention reads that cache. So the logprob of each of the first m
 tokens is that of the old model's full forward; that of every later one is the new model's over a
 prefix whose keys and values below s are the old model's: exactly the probability with which it was
-drawn, and the full forward of neither model. `policy_versions` tells where m is. A sample that gets
+drawn, and the full forward of neither model. With `recompute_kv_cache` positions below s are
+computed by the new weights too, before the next chunk, so that the logprob of every later token is
+that of the new model's full forward. `policy_versions` tells where m is. A sample that gets
 its slot after the switch, however long it waited, is the new model's from its first position on.
 """
 
@@ -130,17 +132,32 @@ class WeightUpdater:
         """True while an update from disk is in progress."""
         return self._update_lock.locked()
 
-    def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Update:
+    def swap(
+        self,
+        model: LmHeadModel,
+        weight_version: int,
+        parameters_digest: str,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> Update:
         """Switch to arrays that this process has already: no copy, and no wait for an update.
 
         Raises, and keeps the old weights, as `Engine.swap` does.
         """
         # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
         with self._recorded("memory", str) as record:
-            self._engine.swap(model, weight_version, parameters_digest)
+            self._engine.swap(
+                model, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
+            )
             return record(weight_version, parameters_digest, 0)
 
-    def load(self, source: Source, weight_version: int | None = None) -> Update:
+    def load(
+        self,
+        source: Source,
+        weight_version: int | None = None,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> Update:
         """Read weights, prove them, and switch to them; errors are raised as they are.
 
         Their version is the one given, else the round they are of, else the next one. Raises
@@ -157,7 +174,12 @@ class WeightUpdater:
                 # Before the swap: a model that decodes to something else is never served.
                 rehearse(loaded.model, self._canary_ids, self._config, self._dtype)
                 version = self._version(loaded, weight_version)
-                self._engine.swap(loaded.model, version, loaded.parameters_digest)
+                self._engine.swap(
+                    loaded.model,
+                    version,
+                    loaded.parameters_digest,
+                    recompute_kv_cache=recompute_kv_cache,
+                )
                 return record(version, loaded.parameters_digest, loaded.bytes)
         finally:
             self._update_lock.release()

@@ -89,6 +89,7 @@ def stream_fingerprint(
         "tokenizer": tokenizer,
         "chat_template": chat_template,
         **({} if config.piece_tokens is None else {"piece_tokens": config.piece_tokens}),
+        **({"recompute_kv_cache": config.recompute_kv_cache} if config.in_flight_updates else {}),
     }
     return fingerprint("stream", content, (), CONTENT_VERSION)
 

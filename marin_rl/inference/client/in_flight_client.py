@@ -1,0 +1,93 @@
+"""A client of endpoints whose weights change while they answer (`asynchrony.in_flight_updates`).
+
+A request names the model and no version of it, so that it is answered by whichever weights are
+loaded, and the answer says the version of every token. Leaves out when weights change.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from marin_rl.errors import InputError, StalePolicy
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import ChatAnswer, Completion, parse_served_model_id
+from marin_rl.types import Message, Sampling
+
+Digests = Callable[[int], Awaitable[str]]
+
+
+class InFlightClient(PolicyClient):
+    """`PolicyClient` that takes tokens of `version` and of every later one.
+
+    `digest_of` gives the digest of the parameters that a version must have; it raises StalePolicy
+    for a version that there is none of.
+    """
+
+    def __init__(
+        self, *, name: str, version: int, digest_of: Digests, model: str, **options: Any
+    ) -> None:
+        super().__init__(model=name, **options)
+        self._version, self._digest_of = version, digest_of
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
+    ) -> ChatAnswer:
+        """`n` samples of one conversation, each with its own policies; see `PolicyClient.chat`.
+
+        The answer itself names no parameters. Raises StalePolicy for tokens of another run's
+        policy or of an earlier one, InputError for an endpoint that names no versions.
+        """
+        answer = await super().chat(
+            messages, n, sampling, prompt_ids=prompt_ids, tools=tools, session=session
+        )
+        version = answer.weight_version
+        if version is None or answer.parameters_digest is None:
+            raise InputError(
+                "asynchrony.in_flight_updates: the endpoint does not answer with the version and "
+                "digest of its weights; expected endpoints of `marin-rl serve`, or "
+                "in_flight_updates false"
+            )
+        expected = await self._digest_of(version)
+        if answer.parameters_digest != expected:
+            raise StalePolicy(
+                f"expected samples of the parameters {expected} for version {version}, found "
+                f"{answer.parameters_digest}: the endpoint serves other weights than this run's"
+            )
+        completions = [await self._dated(each, version) for each in answer.completions]
+        return replace(
+            answer, completions=tuple(completions), weight_version=None, parameters_digest=None
+        )
+
+    async def _dated(self, completion: Completion, version: int) -> Completion:
+        """A completion with the version of each token, and the parameters of its last one."""
+        versions = completion.policy_versions
+        if versions is None:
+            versions = np.full(len(completion.token_ids), version, np.int32)
+        if int(versions.min(initial=version)) < self._version:
+            raise StalePolicy(
+                f"expected tokens of version {self._version} or later, found some of "
+                f"{versions.min()}: the endpoint went back to earlier weights"
+            )
+        last = int(versions[-1]) if len(versions) else version
+        constant = bool((versions == self._version).all())
+        return replace(
+            completion,
+            policy_versions=None if constant else versions,
+            parameters_digest=await self._digest_of(last),
+        )
+
+    def _check(self, answer: ChatAnswer, n: int) -> None:
+        served = parse_served_model_id(answer.model)
+        name = answer.model if served is None else served.name
+        # which version answered is checked by its digest
+        super()._check(replace(answer, model=name), n)

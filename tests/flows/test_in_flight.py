@@ -1,0 +1,161 @@
+"""Weights that change within completions: what each token is, and what a run makes of it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from support.engines import wait_until
+from support.flow_runs import debug
+from support.models import full_logprobs
+from support.windowed_runs import checked
+
+from flows.rl_loop import start
+from marin_rl.analysis.lineage import trace
+from marin_rl.config import Config
+from marin_rl.errors import StalePolicy
+from marin_rl.rollouts.streaming import sample_chunk
+from marin_rl.runtime import RunRuntime
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.storage.layout import stream_key
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.tables.parquet import load_present
+from marin_rl.storage.tables.rollouts import decode_shard
+from marin_rl.storage.tables.stream import groups_in, numbers_of
+from marin_rl.training.replay import replay_round
+from marin_rl.types import Rollout, RolloutGroup, ServedPolicy, SlotRef
+
+ROUNDS = 3
+CHUNK = 50  # of groups that the run itself never samples
+
+
+@pytest.fixture(scope="module")
+def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run whose checkpoints are served while completions are sampled."""
+    config = debug(
+        tmp_path_factory.mktemp("in-flight"),
+        "asynchrony.max_staleness=2",
+        "asynchrony.sampler=windowed",
+        "asynchrony.in_flight_updates=true",
+        f"rounds={ROUNDS}",
+        "policy.init=random",
+        "sampling.max_tokens=24",
+        "inference.engine.chunk_steps=1",
+    )
+    start(config)
+    return config
+
+
+def mixed(rollouts: list[Rollout]) -> list[Rollout]:
+    """Those with tokens of several policies."""
+    return [each for each in rollouts if each.policy_version_min < each.policy_version_max]
+
+
+def test_a_run_is_whole_and_knows_the_policy_of_each_token(played: Config) -> None:
+    """The speed of the machine decides how many completions a checkpoint comes upon."""
+    run = checked(played)
+    rows = read_metrics(run).to_pylist()
+    assert all(row["staleness/max"] <= 2 for row in rows)
+    assert all(row["staleness/tokens/mean"] <= row["staleness/mean"] for row in rows)
+    assert all(row["staleness/in_flight/max"] is not None for row in rows)
+    assert replay_round(run, ROUNDS - 1).equal
+    assert any(node.startswith("intakes/") for node in trace(run, 1).nodes)
+
+
+@pytest.fixture
+def served(played: Config) -> Iterator[tuple[Run, RunRuntime, ServedPolicy]]:
+    """The run with a server of checkpoint 0."""
+    run = Run.open(played.root, played.run_id)
+    with closing(RunRuntime(run)) as runtime:
+        yield run, runtime, runtime.serve(checkpoint(run, 0))
+
+
+def checkpoint(run: Run, version: int) -> SlotRef:
+    ref = committed(run, checkpoint_slot(version))
+    assert ref is not None
+    return ref
+
+
+def sampled_over(
+    run: Run, runtime: RunRuntime, policy: ServedPolicy, chunk: int, version: int
+) -> list[RolloutGroup]:
+    """The groups of a chunk whose completions are under way when a checkpoint is served."""
+    assert runtime._server is not None
+    engine, failed = runtime._server.engine, list[BaseException]()
+    before = engine.stats.tokens
+
+    def sample() -> None:
+        try:
+            asyncio.run(sample_chunk(run, chunk, policy, "test"))
+        except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+            failed.append(error)
+
+    threads = [
+        threading.Thread(target=sample),
+        threading.Thread(target=runtime.serve, args=(checkpoint(run, version),)),
+    ]
+    threads[0].start()
+    wait_until(lambda: engine.stats.tokens > before or bool(failed))
+    engine.pause()
+    threads[1].start()
+    wait_until(lambda: engine.policy.weight_version == version)
+    engine.resume()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return groups_in(run, numbers_of(run.config, chunk))
+
+
+def digests_of(run: Run, chunk: int) -> dict[str, str]:
+    """The policy digest of each rollout of a chunk, as its object names it."""
+    keys = [stream_key(number) for number in numbers_of(run.config, chunk)]
+    tables = [decode_shard(data) for data in load_present(run.store, keys) if data is not None]
+    rows = [row for table in tables for row in table.to_pylist()]
+    return {row["rollout_id"]: row["policy_digest"] for row in rows}
+
+
+def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(
+    served: tuple[Run, RunRuntime, ServedPolicy],
+) -> None:
+    run, runtime, policy = served
+    groups = sampled_over(run, runtime, policy, CHUNK, 2)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    models = {version: read_checkpoint(run, version) for version in (0, 2)}
+    digests = digests_of(run, CHUNK)
+    assert mixed(rollouts)
+    for rollout in rollouts:
+        sampled = rollout.loss_mask == 1
+        versions = rollout.policy_versions
+        if versions is None:
+            versions = np.full(len(sampled), rollout.policy_version_min)
+        of_sampled = versions[sampled].tolist()
+        assert all(first <= then for first, then in pairwise(of_sampled))
+        assert (rollout.policy_version_min, rollout.policy_version_max) == (
+            of_sampled[0], of_sampled[-1],
+        )  # fmt: skip
+        assert digests[rollout.rollout_id] == models[of_sampled[-1]].parameters_digest
+        prompt, completion = rollout.token_ids[~sampled], rollout.token_ids[sampled]
+        for version, loaded in models.items():
+            expected = full_logprobs(loaded.model, prompt, completion)
+            own = versions[sampled] == version
+            gap = np.abs(rollout.logprobs[sampled] - expected)[own].max(initial=0)
+            assert gap < 1e-4
+        turn = rollout.turns[-1].inference_metadata
+        assert turn is not None
+        assert turn.weight_version == of_sampled[-1]
+    assert runtime._server is not None
+    assert runtime._server.engine.stats.recomputed_sequences > 0
+
+
+def test_weights_that_go_back_are_refused(
+    served: tuple[Run, RunRuntime, ServedPolicy],
+) -> None:
+    run, runtime, _ = served
+    later = runtime.serve(checkpoint(run, 1))
+    with pytest.raises(StalePolicy, match="expected tokens of version 1 or later, found some of 0"):
+        sampled_over(run, runtime, later, CHUNK + 1, 0)
