@@ -1,8 +1,9 @@
 """Checks of a run by its files, before Prefect, JAX and transformers are imported.
 
 Owns the checks that read files alone, and whether a run is locked, finished, or of another content.
-A loss of the user's own is called too, which takes JAX but no Prefect. The checks of `doctor` that
-need the other libraries come after that, at the start of a flow.
+A loss of the user's own is called too, and a mesh of several devices compared with those that are
+there, which takes JAX but no Prefect. The checks of `doctor` that need the other libraries come
+after that, at the start of a flow.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from marin_rl.doctor.checks import Check, preflight
 from marin_rl.doctor.data import demonstrations, environment, pairs, storage
 from marin_rl.doctor.policy import canary, loss, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import trials
-from marin_rl.doctor.surroundings import endpoints
+from marin_rl.doctor.surroundings import endpoints, mesh
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import InputError
 from marin_rl.machine import share_one_heap
@@ -192,8 +193,11 @@ def own_loss(config: Config) -> str:
 BEFORE_ENGINES: dict[str, tuple[Check, ...]] = {
     "rl-loop": (
         storage, policy_source, adapter, tokenizer_files, reward_model_slot, environment, prompts,
-        tools, canary, own_reward, own_loss, endpoints,
+        tools, canary, own_reward, mesh, own_loss, endpoints,
     ),
-    "sft": (storage, policy_source, adapter, tokenizer_files, environment, demonstrations, prompts),
-    "reward-model": (storage, policy_source, adapter, tokenizer_files, pairs),
+    "sft": (
+        storage, policy_source, adapter, tokenizer_files, environment, demonstrations, prompts,
+        mesh,
+    ),
+    "reward-model": (storage, policy_source, adapter, tokenizer_files, pairs, mesh),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from marin_rl.config import Config, load_config
 from marin_rl.doctor.checks import ALL, BEFORE_A_REWARD_MODEL, examine, preflight
 from marin_rl.doctor.data import storage
 from marin_rl.doctor.rewards import TRIALS, reward
+from marin_rl.doctor.surroundings import mesh
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
@@ -101,6 +102,9 @@ def test_a_mesh_larger_than_the_machine_is_an_error(tmp_path: Path) -> None:
     )
     assert not found.passed
     assert "does not fit 2 devices" in found.detail
+    with pytest.raises(ConfigError, match="does not fit 2 devices"):
+        preflight(debug(tmp_path, "mesh.data=64"))
+    assert mesh(debug(tmp_path, "mesh.data=-1")) == "fits any number of devices"
 
 
 def test_pairs_are_read_to_the_end_before_a_reward_model_is_begun(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from marin_rl.doctor.data import (
 )
 from marin_rl.doctor.policy import canary, loss, model, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import reward
-from marin_rl.doctor.surroundings import devices, endpoints, machine, orchestrator
+from marin_rl.doctor.surroundings import devices, endpoints, machine, mesh, orchestrator
 from marin_rl.errors import MarinRLError
 
 Check = Callable[[Config], str]
@@ -46,8 +46,9 @@ ALL: tuple[tuple[str, Check], ...] = (
 
 BEFORE_A_RUN: tuple[Check, ...] = (
     storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss, group_filter,
+    mesh,
 )  # fmt: skip
-BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs)
+BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs, mesh)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import urllib.request
 from marin_rl.config import REGISTERED, Config, InferenceConfig
 from marin_rl.doctor.event_loop import await_apart
 from marin_rl.errors import ConfigError, EndpointUnavailable, StalePolicy
+from marin_rl.machine import share_one_heap
 
 HEALTH_TIMEOUT_S = 3.0
 ENDPOINT_TIMEOUT_S = 10.0
@@ -28,6 +29,14 @@ def devices(config: Config) -> str:
             f"{len(visible)} devices: make their product divide the device count"
         )
     return f"{len(visible)} x {visible[0].device_kind}"
+
+
+def mesh(config: Config) -> str:
+    """Check that a mesh of several devices fits the machine; only for that JAX is started."""
+    if max(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) <= 1:
+        return "fits any number of devices"
+    share_one_heap()  # as a flow does, before JAX starts its threads
+    return devices(config)
 
 
 def machine(config: Config) -> str:
