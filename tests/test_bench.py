@@ -85,6 +85,9 @@ WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.
            "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py")  # fmt: skip
 
 
+LATENCY = ("--latency", "0.01")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     """A command line of a benchmark, what its output has in it, and the interpreter it needs."""
@@ -204,7 +207,7 @@ MODES = {
         shows=("first_done", "length_bias"),
     ),
     "scale": Mode(
-        command=("scale.py", "--groups", "10", "--workers", "5", "--tokens", "4"),
+        command=("scale.py", "--groups", "10", "--workers", "5", "--tokens", "4", *LATENCY),
         shows=("the round is sealed", "the intake is decided"),
     ),
     "fsck": Mode(

@@ -254,10 +254,16 @@ class Forgetful(WeightUpdater):
     first: LmHeadModel
     renames: bool
 
-    def load(self, source: Source, weight_version: int | None = None) -> Update:
+    def load(
+        self,
+        source: Source,
+        weight_version: int | None = None,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> Update:
         """The new id for the old arrays where it `renames`, else nothing at all."""
         before = self._engine.policy
-        update = super().load(source, weight_version)
+        update = super().load(source, weight_version, recompute_kv_cache=recompute_kv_cache)
         now = self._engine.policy if self.renames else before
         self._engine.swap(self.first, now.weight_version, now.parameters_digest)
         return update

@@ -105,8 +105,8 @@ def test_verl_plays_our_episodes_to_the_same_tokens_and_rewards(
     played = [episode for episode in seen["episodes"] if sum(episode["mask"])]
     assert sum(episode["reward"] for episode in seen["episodes"] if episode not in played) == 0.0
     # Which member begins first, and so takes the first way, is verl's to say.
-    in_order = sorted(whole, key=lambda rollout: rollout.token_ids.tolist())
-    played.sort(key=lambda episode: episode["ids"])
+    in_order = sorted(whole, key=lambda rollout: (rollout.token_ids.tolist(), rollout.reward))
+    played.sort(key=lambda episode: (episode["ids"], episode["reward"]))
     for rollout, episode in zip(in_order, played, strict=True):
         assert episode["ids"] == rollout.token_ids.tolist()
         assert episode["mask"] == rollout.loss_mask.tolist()

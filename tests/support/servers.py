@@ -105,9 +105,18 @@ class Deaf(PolicyServer):
 
     first: LmHeadModel
 
-    def swap(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> str:
+    def swap(
+        self,
+        model: LmHeadModel,
+        weight_version: int,
+        parameters_digest: str,
+        *,
+        recompute_kv_cache: bool = False,
+    ) -> str:
         """The new id for the old arrays."""
-        return super().swap(self.first, weight_version, parameters_digest)
+        return super().swap(
+            self.first, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
+        )
 
 
 def deaf_server(run: Run, round: int) -> Deaf:
