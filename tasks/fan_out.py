@@ -23,6 +23,7 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.context import FlowRunContext
 from prefect.deployments.flow_runs import arun_deployment
+from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 from prefect.settings import get_current_settings
@@ -38,7 +39,7 @@ from marin_rl.storage.runs import RunRef
 from marin_rl.storage.stores.filesystem import open_store
 
 POLL_S = 1.0
-LOOKS = 10  # of a flow run that is taken and has not begun, for one look at its worker
+LOOKS = 10  # of a flow run that a worker has taken, for one look at the worker
 PATIENCE_S = 60.0  # until a line says that no worker has taken a flow run
 
 # Flows of `flows.stages`.
@@ -264,7 +265,10 @@ async def play_on_pool(
 
 
 async def _ended(run_id: UUID, name: str, pending_s: float) -> FlowRun:
-    """The flow run once it has ended. Raises WorkerLost where its worker never began it."""
+    """The flow run once it has ended.
+
+    Raises WorkerLost where its worker never began it, or died before the run's first heartbeat.
+    """
     waits: Counter[StateType] = Counter()  # looks that saw it so
     async with get_client() as client:
         while True:
@@ -281,15 +285,36 @@ async def _ended(run_id: UUID, name: str, pending_s: float) -> FlowRun:
                     PATIENCE_S,
                     run.work_pool_name,
                 )
-            # It has no heartbeat yet by which the server would see that its worker died.
-            pending = waits[StateType.PENDING] if run.state.type == StateType.PENDING else 0
-            late = pending * POLL_S > pending_s
-            if late or (pending % LOOKS == 1 and await _worker_is_gone(client, run)):
+            looks = waits[run.state.type]
+            pending = run.state.type == StateType.PENDING
+            late = pending and looks * POLL_S > pending_s
+            if late or (looks % LOOKS == 1 and await _is_abandoned(client, run)):
                 await _cancel(run_id)
-                raise WorkerLost(
-                    f"a worker took flow run {name} and never began it: given out again"
-                )
+                did = "never began it" if pending else "died as it began"
+                raise WorkerLost(f"a worker took flow run {name} and {did}: given out again")
             await asyncio.sleep(POLL_S)
+
+
+async def _is_abandoned(client: PrefectClient, run: FlowRun) -> bool:
+    """True once the worker of a flow run is gone, and nothing else would tell that the run is.
+
+    The server's automation marks silent runs as crashed from their first heartbeat on. One that has
+    such a heartbeat may outlive its worker, and is left to it.
+    """
+    if run.state is None or run.state.type not in (StateType.PENDING, StateType.RUNNING):
+        return False
+    if not await _worker_is_gone(client, run):
+        return False
+    return run.state.type == StateType.PENDING or not await _has_heartbeat(client, run)
+
+
+async def _has_heartbeat(client: PrefectClient, run: FlowRun) -> bool:
+    """True if a flow run has sent a heartbeat."""
+    of_run = EventFilter(
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
+    )
+    return bool((await client.read_events(of_run, limit=1)).events)
 
 
 async def _worker_is_gone(client: PrefectClient, run: FlowRun) -> bool:

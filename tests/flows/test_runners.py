@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from uuid import UUID
 
 import httpx
 import pytest
@@ -21,7 +22,8 @@ import yaml
 from prefect import flow, get_client, task
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events import emit_event
 from prefect.states import Completed, Pending, Running
 from pydantic import TypeAdapter
 from support.faults import outcome
@@ -39,7 +41,7 @@ from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import WorkPool, fanning_out, play_on_pool
+from tasks.fan_out import WorkPool, _is_abandoned, fanning_out, play_on_pool
 from tasks.generate import generate
 from tasks.options import STAGE, StageRunner, open_run
 
@@ -330,35 +332,76 @@ async def next_flow_run(client: PrefectClient, *earlier: FlowRun) -> FlowRun:
         await asyncio.sleep(0.05)
 
 
-async def worker_that_dies_once() -> tuple[FlowRun, FlowRun]:
-    """Take a flow run and never begin it, then play another to its end; both as they are then."""
+async def worker_that_dies_once(*states: State) -> tuple[FlowRun, FlowRun]:
+    """Bring a flow run into `states` and die, then play another to its end; both as they are."""
     async with get_client() as client:
+        await client.send_worker_heartbeat("pending", "mortal", heartbeat_interval_seconds=1)
         first = await next_flow_run(client)
-        await client.set_flow_run_state(first.id, Pending())
+        await client.update_flow_run_labels(first.id, {"prefect.worker.name": "mortal"})
+        for state in states:
+            await client.set_flow_run_state(first.id, state)
         second = await next_flow_run(client, first)
         for state in (Running(), Completed()):
             await client.set_flow_run_state(second.id, state)
         return await client.read_flow_run(first.id), await client.read_flow_run(second.id)
 
 
-def test_a_flow_run_that_its_worker_never_begins_is_given_out_again(api: str) -> None:
-    """A worker that dies between taking a flow run and beginning it costs `pending_timeout_s`."""
-    config = parse_config({"flow": PENDING}).flow
+async def deploy_never_begun(client: PrefectClient) -> UUID:
+    """The deployment whose flow runs no process plays."""
+    await client.create_work_pool(WorkPoolCreate(name="pending", type="process"), overwrite=True)
+    flow_id = await client.create_flow_from_name("never-begun")
+    return await client.create_deployment(flow_id, "pending", work_pool_name="pending")
+
+
+@pytest.mark.parametrize(
+    ("states", "pending_s"),
+    [
+        ((Pending(),), 1),
+        # waits until the server has missed the worker
+        pytest.param((Pending(), Running()), 600, marks=pytest.mark.slow),
+    ],
+)
+def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
+    api: str, states: tuple[State, ...], pending_s: int
+) -> None:
+    """A worker dies before it begins a flow run, or before the run's first heartbeat."""
+    config = parse_config({"flow": PENDING | {"pending_timeout_s": pending_s}}).flow
 
     @flow(persist_result=False)
     async def trainer() -> tuple[FlowRun, FlowRun]:
-        worker = asyncio.ensure_future(worker_that_dies_once())
+        worker = asyncio.ensure_future(worker_that_dies_once(*states))
         await StageRunner(config).run(given_out, config)
         return await worker
 
     async def play() -> tuple[FlowRun, FlowRun]:
         async with get_client() as client:
-            await client.create_work_pool(WorkPoolCreate(name="pending", type="process"))
-            flow_id = await client.create_flow_from_name("never-begun")
-            await client.create_deployment(flow_id, "pending", work_pool_name="pending")
+            await deploy_never_begun(client)
         return await trainer()
 
     first, second = asyncio.run(play())
     assert (first.name, second.name) == ("shards", "shards")
     assert first.state_type in (StateType.CANCELLING, StateType.CANCELLED)
     assert second.state_type == StateType.COMPLETED
+
+
+@pytest.mark.slow
+def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
+    async def until_abandoned(client: PrefectClient, run: FlowRun, *, expected: bool) -> None:
+        while await _is_abandoned(client, run) != expected:
+            await asyncio.sleep(0.2)
+
+    async def play() -> None:
+        async with get_client() as client:
+            run = await client.create_flow_run_from_deployment(await deploy_never_begun(client))
+            await client.send_worker_heartbeat("pending", "short", heartbeat_interval_seconds=1)
+            await client.update_flow_run_labels(run.id, {"prefect.worker.name": "short"})
+            for state in (Pending(), Running()):
+                await client.set_flow_run_state(run.id, state)
+            run = await client.read_flow_run(run.id)
+            await until_abandoned(client, run, expected=True)  # once the worker counts as offline
+            resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}"}
+            emit_event("prefect.flow-run.heartbeat", resource=resource)
+            await until_abandoned(client, run, expected=False)  # once the event is written
+            await client.set_flow_run_state(run.id, Completed())
+
+    asyncio.run(asyncio.wait_for(play(), 300))
