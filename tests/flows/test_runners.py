@@ -387,7 +387,9 @@ def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
     async def until_abandoned(client: PrefectClient, run: FlowRun, *, expected: bool) -> None:
-        while await _is_abandoned(client, run) != expected:
+        while True:
+            if await _is_abandoned(client, run) == expected:
+                return
             await asyncio.sleep(0.2)
 
     async def play() -> None:
