@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -38,6 +38,7 @@ from marin_rl.errors import (
     RewardFault,
     StalePolicy,
 )
+from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
@@ -75,26 +76,6 @@ Bridge = Callable[
 Ended = Callable[[int, Trajectory], Awaitable[None]]
 # Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
 Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
-
-
-@runtime_checkable
-class ChatClient(Protocol):
-    """Client of a policy; `gives_ids` is False for endpoints of texts."""
-
-    gives_ids: bool
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Tool] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation; see `PolicyClient.chat`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from marin_rl.errors import (
     RewardFault,
     ToolFault,
 )
+from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -37,7 +38,7 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
-from marin_rl.rollouts.episode import Bridge, ChatClient, EpisodeDriver, all_of
+from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.partial import Interrupted, PartialSampling
 from marin_rl.rollouts.pushed import pushed_groups

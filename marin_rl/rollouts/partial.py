@@ -19,14 +19,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from jaxtyping import Int32
 
 from marin_rl.config import Config
 from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
-from marin_rl.inference.client.protocol import ChatAnswer, Completion, ServerTimings
+from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    ServerTimings,
+)
 from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
-from marin_rl.rollouts.episode import ChatClient, all_of, check_identity, check_prompt
+from marin_rl.rollouts.episode import all_of, check_identity, check_prompt
 from marin_rl.rollouts.partial_members import GOES_ON, Member, members_of
 from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
 from marin_rl.storage.tables.partials import PartialGroups
@@ -115,10 +120,8 @@ class PartialSampling:
         return PiecewiseClient(self, client, policy, requests, chains)
 
 
-class PiecewiseClient:
+class PiecewiseClient(ChatClient):
     """Client of a policy that asks for completions in pieces, and commits unfinished ones."""
-
-    gives_ids = True
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class PiecewiseClient:
         requests: Sequence[GroupRequest],
         chains: Mapping[str, Sequence[RolloutGroup]],
     ) -> None:
+        self.model = policy.model
         self._settings, self._client, self._policy = settings, client, policy
         self._requests = {request.group_id: request for request in requests}
         self._kept = {
@@ -135,33 +139,22 @@ class PiecewiseClient:
             for group_id, chain in chains.items()
         }
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation, from what is committed of them on.
-
-        Raises Interrupted at a border of pieces, and as `PolicyClient.chat`.
-        """
-        assert prompt_ids is None, "groups of one turn"
-        assert not tools, "groups of one turn"
-        members, timings = self._members(n, sampling, session), list[ServerTimings]()
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer from what is committed of the samples on. Raises Interrupted between pieces."""
+        assert request.prompt_ids is None, "groups of one turn"
+        assert not request.tools, "groups of one turn"
+        sampling, session = request.sampling, request.session
+        members, timings = self._members(request.n, sampling, session), list[ServerTimings]()
         while asked := [each for each in members if each.is_unfinished(sampling.max_tokens)]:
             if self._settings.interruption.requested:
                 raise Interrupted
-            parts = await self._sampled(messages, sampling, session, asked, timings)
+            parts = await self._sampled(request.messages, sampling, session, asked, timings)
             for member, part in zip(asked, parts, strict=True):
                 member.add(part)
             if any(member.is_unfinished(sampling.max_tokens) for member in asked):
                 await self._commit(session, asked, parts)
         self._kept.pop(session, None)
-        return self._answer(members, timings, sampling.stop)
+        return self._joined(members, timings, sampling.stop)
 
     def _members(self, n: int, sampling: Sampling, group_id: str) -> list[Member]:
         first = sampling.seed
@@ -275,11 +268,11 @@ class PiecewiseClient:
         }  # fmt: skip
         await asyncio.to_thread(self._settings.groups.append, group)
 
-    def _answer(
+    def _joined(
         self, members: Sequence[Member], timings: Sequence[ServerTimings], stop: Sequence[str]
     ) -> ChatAnswer:
         return ChatAnswer(
-            model=self._policy.model,
+            model=self.model,
             prompt_token_ids=members[0].prompt,
             completions=tuple(self._completion(member, stop) for member in members),
             timings=_added(timings),

@@ -19,7 +19,7 @@ A call ends with {"id": 1, "answer": {...}} or {"id": 1, "error": TEXT}. Leaves 
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -36,7 +36,8 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import part_for, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import BadResponse, MarinRLError
-from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
@@ -46,7 +47,7 @@ from marin_rl.rollouts.group_scores import score_group
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.tokenizers import end_token_ids, tokenizer_for
-from marin_rl.types import Example, Message, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
 
 LINE_BYTES_MAX = 64 << 20
 MODEL = "relayed"
@@ -67,37 +68,29 @@ _POLICY = ServedPolicy(
 )
 
 
-class RelayClient:
+class RelayClient(ChatClient):
     """Client of a policy that the parent samples from; prompts are rendered here."""
 
-    gives_ids = True
+    model = MODEL
 
     def __init__(self, relay: "Relay", ask: Ask) -> None:
         self._relay, self._ask = relay, ask
         self.prompt: Int32[np.ndarray, " P"] | None = None  # of the first turn
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
         """A completion of the parent. Raises BadResponse for one that cannot be trained on."""
-        assert n == 1, "members are played one at a time"
+        assert request.n == 1, "members are played one at a time"
+        prompt_ids = request.prompt_ids
         if prompt_ids is None:
-            prompt_ids = self._relay.template.prompt(messages, tools)
+            prompt_ids = self._relay.template.prompt(request.messages, request.tools)
         if self.prompt is None:
             self.prompt = prompt_ids
         room = self._relay.config.policy.context_length - len(prompt_ids)
         if room < 1:
             raise BadResponse(f"the prompt has {len(prompt_ids)} ids: no room for a completion")
-        asked = {"prompt_ids": prompt_ids, "max_tokens": min(sampling.max_tokens, room)}
+        asked = {"prompt_ids": prompt_ids, "max_tokens": min(request.sampling.max_tokens, room)}
         completion = self._relay.completion(await self._ask(asked))
-        return ChatAnswer(model=MODEL, prompt_token_ids=prompt_ids, completions=(completion,))
+        return ChatAnswer(model=self.model, prompt_token_ids=prompt_ids, completions=(completion,))
 
 
 class Relay:

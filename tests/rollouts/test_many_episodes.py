@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
 from support.fakes import served_policy
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.inference.client.protocol import ChatAnswer, Completion, served_model_id
+from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion, served_model_id
 from marin_rl.rollouts.episode import EpisodeDriver, all_of
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.types import Example, Message, Sampling, Turn
@@ -57,29 +57,22 @@ class Guest:
         pass
 
 
-class OneToken:
+class OneToken(ChatClient):
     """A client whose completions are one token."""
 
-    gives_ids = True
+    model = POLICY.model
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Tool] = (),
-        session: str = "",
-    ) -> ChatAnswer:
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
         sample = Completion(
             text="a",
             token_ids=np.ones(1, np.int32),
             logprobs=np.zeros(1, np.float32),
             finish_reason="stop",
         )
-        ids = np.ones(3, np.int32) if prompt_ids is None else prompt_ids
-        return ChatAnswer(model=POLICY.model, prompt_token_ids=ids, completions=(sample,) * n)
+        ids = np.ones(3, np.int32) if request.prompt_ids is None else request.prompt_ids
+        return ChatAnswer(
+            model=POLICY.model, prompt_token_ids=ids, completions=(sample,) * request.n
+        )
 
 
 def test_thousands_of_episodes_wait_side_by_side() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLError
-from marin_rl.inference.client.protocol import ChatAnswer, Completion, served_model_id
+from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion, served_model_id
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import (
     generate_shard,
@@ -52,7 +53,7 @@ from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
 from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
-from marin_rl.types import Message, Rollout, RolloutGroup, Sampling, ServedPolicy
+from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
 
 END = 1
 MODEL = served_model_id("policy", 0, "ab" * 32)
@@ -73,12 +74,12 @@ def token_at(seed: int, position: int) -> int:
 
 
 @dataclass
-class ScriptedClient:
+class ScriptedClient(ChatClient):
     """A policy whose tokens are `token_at`; counts requests, and interrupts after some of them."""
 
+    model = MODEL
     interruption: Interruption = field(default_factory=Interruption)
     pieces_max: int = 1000
-    gives_ids: bool = True
     asked: list[tuple[int, int]] = field(default_factory=list)  # prompt's length, max_tokens
 
     def connect(self, **_: Any) -> "ScriptedClient":
@@ -91,24 +92,16 @@ class ScriptedClient:
     async def __aexit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: np.ndarray | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """Sample `n` completions."""
-        prompt = np.arange(5, dtype=np.int32) if prompt_ids is None else prompt_ids
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Sample completions."""
+        ids, sampling = request.prompt_ids, request.sampling
+        prompt = np.arange(5, dtype=np.int32) if ids is None else ids
         self.asked.append((len(prompt), sampling.max_tokens))
         if len(self.asked) >= self.pieces_max:
             self.interruption.request()
         made = [
             _completion(prompt, (sampling.seed or 0) + i, sampling.max_tokens, sampling.stop)
-            for i in range(n)
+            for i in range(request.n)
         ]
         return ChatAnswer(model=MODEL, prompt_token_ids=prompt, completions=tuple(made))
 
@@ -284,10 +277,10 @@ def test_parts_that_no_round_could_take_are_sampled_again(run: Run) -> None:
 class FirstIsSilent(ScriptedClient):
     """The first member ends without a token, as at endpoints that leave the end token out."""
 
-    async def chat(self, *messages: Any, **options: Any) -> ChatAnswer:
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
         """Sample completions, of which the first of a new request has no tokens."""
-        answer = await super().chat(*messages, **options)
-        if options.get("prompt_ids") is not None:
+        answer = await super()._answer(request)
+        if request.prompt_ids is not None:
             return answer
         none = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}
         first = replace(answer.completions[0], text="", finish_reason="stop", **none)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import (
     ChatAnswer,
+    ChatRequest,
     Completion,
     message_body,
     served_model_id,
@@ -26,7 +27,7 @@ from marin_rl.rollouts.generate import sample_groups, shard_requests
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy, SlotRef
+from marin_rl.types import Message, RolloutGroup, ServedPolicy, SlotRef
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 DIGEST = "ab" * 32
@@ -73,25 +74,17 @@ class ScriptedClient(PolicyClient):
         """Take the place of `PolicyClient`."""
         return self
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: np.ndarray | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """Answer with `n` turns of the script."""
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer with turns of the script."""
+        prompt_ids, messages = request.prompt_ids, request.messages
         if prompt_ids is None:
-            template = ChatTemplate.of(self._tokenizer, tools=bool(tools))
+            template = ChatTemplate.of(self._tokenizer, tools=bool(request.tools))
             bodies = [message_body(message) for message in messages]
-            offered = [dict(tool) for tool in tools] or None
+            offered = [dict(tool) for tool in request.tools] or None
             conversation = Conversation(messages=bodies, tools=offered, opening=True)
             prompt_ids = np.array(self._encoded(template.render(conversation).text), np.int32)
         self.prompts.append(str(self._tokenizer.decode(prompt_ids)))
-        said = [self._script(messages, index) for index in range(n)]
+        said = [self._script(messages, index) for index in range(request.n)]
         return ChatAnswer(
             model=MODEL, prompt_token_ids=prompt_ids, completions=tuple(map(self._sampled, said))
         )

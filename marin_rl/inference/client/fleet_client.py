@@ -139,7 +139,7 @@ class FleetClient(PolicyClient):
             left_s = self._fleet_timeout_s - self._empty_s()
             if left_s <= 0:
                 raise FleetEmpty(
-                    f"no endpoint served {self._model} for {self._fleet_timeout_s:g} s "
+                    f"no endpoint served {self.model} for {self._fleet_timeout_s:g} s "
                     f"(inference.fleet_timeout_s): {self._fleet.state_lines()}. To go on, "
                     f"{self._source.advice} and run again: nothing is lost"
                 )
@@ -228,7 +228,7 @@ class FleetClient(PolicyClient):
 
     def _joined(self, member: Member) -> None:
         if member.state == "new":
-            _log.info("endpoint %s serves %s", member.url, self._model)
+            _log.info("endpoint %s serves %s", member.url, self.model)
         else:
             _log.warning("endpoint %s is back", member.url)
         member.state, member.reason = "ready", ""
@@ -243,9 +243,9 @@ class FleetClient(PolicyClient):
         if self._weights is not None:
             await self._send_weights(member, self._weights, first=first)
             served = model_ids(await self._probe(member, "GET", "/models"))
-        if self._model not in served:
+        if self.model not in served:
             shown = ", ".join(sorted(served)) or "no model"
-            raise StalePolicy(f"serves {shown:.200}, not {self._model}")
+            raise StalePolicy(f"serves {shown:.200}, not {self.model}")
         if self._canary is not None and not first:
             await self._prove(member, self._canary)
 
@@ -279,7 +279,7 @@ class FleetClient(PolicyClient):
         sampling = Sampling(
             temperature=canary.temperature, max_tokens=len(canary.token_ids), seed=CANARY_SEED
         )
-        request = ChatRequest(model=self._model, messages=CANARY_PROMPT, n=1, sampling=sampling)
+        request = ChatRequest(model=self.model, messages=CANARY_PROMPT, n=1, sampling=sampling)
         answer = decode_answer(await self._probe(member, "POST", request.path, request.body()))
         self._check(answer, 1)
         (completion,) = answer.completions

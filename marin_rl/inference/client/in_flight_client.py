@@ -4,17 +4,20 @@ A request names the model and no version of it, so that it is answered by whiche
 loaded, and the answer says the version of every token. Leaves out when weights change.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
 
 from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer, Completion, parse_served_model_id
-from marin_rl.types import Message, Sampling
+from marin_rl.inference.client.protocol import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    parse_served_model_id,
+)
 
 Digests = Callable[[int], Awaitable[str]]
 
@@ -32,24 +35,13 @@ class InFlightClient(PolicyClient):
         super().__init__(model=name, **options)
         self._version, self._digest_of = version, digest_of
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation, each with its own policies; see `PolicyClient.chat`.
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer whose completions have their own policies; the answer itself names none.
 
-        The answer itself names no parameters. Raises StalePolicy for tokens of another run's
-        policy or of an earlier one, InputError for an endpoint that names no versions.
+        Raises StalePolicy for tokens of another run's policy or of an earlier one, InputError for
+        an endpoint that names no versions.
         """
-        answer = await super().chat(
-            messages, n, sampling, prompt_ids=prompt_ids, tools=tools, session=session
-        )
+        answer = await super()._answer(request)
         version = answer.weight_version
         if version is None or answer.parameters_digest is None:
             raise InputError(

@@ -29,6 +29,7 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
+from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.connections import Connections
 from marin_rl.inference.client.protocol import (
     ChatAnswer,
@@ -40,7 +41,6 @@ from marin_rl.inference.client.protocol import (
 )
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.turn_batches import TurnBatches
-from marin_rl.types import Message, Sampling
 
 if TYPE_CHECKING:
     import openai
@@ -56,7 +56,7 @@ _ASKS_TO_WAIT = (429, 503)
 _OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
 
 
-class PolicyClient:
+class PolicyClient(ChatClient):
     """Completions of one served model from any of several equal endpoints.
 
     Each request starts at the next endpoint in turn; a fault that may pass moves it on to the
@@ -66,8 +66,6 @@ class PolicyClient:
     are updated. Belongs to the event loop that first uses it: one client per `asyncio.run`, closed
     at its end.
     """
-
-    gives_ids = True  # each answer has the ids of its prompt and its completions
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class PolicyClient:
         turns_per_request: int = 1,
     ) -> None:
         assert endpoints, "a client needs at least one endpoint"
-        self._model = model
+        self.model = model
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
         self._attempts_max = attempts_max
@@ -106,42 +104,16 @@ class PolicyClient:
         for connections in self._connections.values():
             await connections.close()
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation, checked.
-
-        Requests of one `session` go to one endpoint while it can be, where a fleet has several: a
-        dialogue's cache is there. `prompt_ids` are the exact ids to go on from; without them the
-        endpoint renders `messages` and `tools`.
-        Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
-        refuses the request, StalePolicy when it serves another model, BadResponse when its answer
-        cannot be trained on.
-        """
-        request = ChatRequest(
-            model=self._model,
-            messages=tuple(messages),
-            n=n,
-            sampling=sampling,
-            prompt_ids=prompt_ids,
-            tools=tuple(tools),
-            session=session,
-        )
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer of an endpoint, which renders the messages where there are no exact ids."""
         if self._turns.takes(request):
             answer = await self._turns.ask(request)
-        elif prompt_ids is not None and n == 1:
-            answer = await self._go_on(request, prompt_ids)
+        elif request.prompt_ids is not None and request.n == 1:
+            answer = await self._go_on(request, request.prompt_ids)
         else:
-            data = await self._send("POST", request.path, request.body(), session)
+            data = await self._send("POST", request.path, request.body(), request.session)
             answer = decode_answer(data)
-        self._check(answer, n)
+        self._check(answer, request.n)
         return answer
 
     async def _go_on(self, request: ChatRequest, prompt_ids: Int32[np.ndarray, " P"]) -> ChatAnswer:
@@ -172,9 +144,9 @@ class PolicyClient:
         """Raise StalePolicy or BadResponse for an answer that cannot be trained on."""
         # The id has the digest of the weights: tokens of others are never trained on as this
         # policy's.
-        if answer.model != self._model:
+        if answer.model != self.model:
             raise StalePolicy(
-                f"asked for the model {self._model!r}, but the answer is from {answer.model!r}: "
+                f"asked for the model {self.model!r}, but the answer is from {answer.model!r}: "
                 "the endpoint serves other weights than this round's"
             )
         # A short group would shift the baseline of its other members.
@@ -348,7 +320,7 @@ class PolicyClient:
         if error.status_code in _PASSING or error.status_code >= 500:
             return EndpointUnavailable(message)
         if error.status_code == 404 and _is_about_the_model(error.body):
-            return StalePolicy(f"{message} (asked for {self._model!r})")
+            return StalePolicy(f"{message} (asked for {self.model!r})")
         if error.status_code == 404:
             return NoSuchRoute(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):

@@ -20,6 +20,7 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import (
     SGLANG_GENERATE_ROUTE,
     ChatAnswer,
+    ChatRequest,
     decode_sglang,
     parse_served_model_id,
     sglang_body,
@@ -44,32 +45,25 @@ class SGLangClient(PolicyClient):
         super().__init__(**options)
         self._render = render
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation, checked. Raises as `PolicyClient.chat` does.
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer of as many requests as it has samples, to the ids of one prompt.
 
-        InputError for a tokenizer that cannot be read.
+        Raises InputError for a tokenizer that cannot be read.
         """
+        prompt_ids, sampling = request.prompt_ids, request.sampling
         if prompt_ids is None:
             try:
-                prompt_ids = self._render(messages, tools)
+                prompt_ids = self._render(request.messages, request.tools)
             except BridgeFault as error:
                 raise RequestRejected(str(error)) from None
-        seeds = [None if sampling.seed is None else sampling.seed + index for index in range(n)]
+        first = sampling.seed
+        seeds = [None if first is None else first + index for index in range(request.n)]
         answers = await asyncio.gather(
             *(self._sample(prompt_ids, replace(sampling, seed=seed)) for seed in seeds)
         )
         completions = tuple(answer.completions[0] for answer in answers)
         answer = replace(answers[0], completions=completions)
-        self._check(answer, n)
+        self._check(answer, request.n)
         return answer
 
     async def _sample(self, prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> ChatAnswer:
@@ -80,7 +74,7 @@ class SGLangClient(PolicyClient):
             route = url.removesuffix("/v1") + SGLANG_GENERATE_ROUTE
             return await self._attempt(url, "POST", route, body)
 
-        answer = decode_sglang(await self._retried(post), self._model, prompt_ids)
+        answer = decode_sglang(await self._retried(post), self.model, prompt_ids)
         self._check_version(answer)
         return answer
 
@@ -89,10 +83,10 @@ class SGLangClient(PolicyClient):
 
         It names none before weights were loaded by `inference.publish`.
         """
-        served = parse_served_model_id(self._model)
+        served = parse_served_model_id(self.model)
         if served is None or answer.weight_version in (None, served.weight_version):
             return
         raise StalePolicy(
-            f"asked for the model {self._model!r}, but the endpoint has weights of version "
+            f"asked for the model {self.model!r}, but the endpoint has weights of version "
             f"{answer.weight_version}"
         )

@@ -4,11 +4,11 @@ Everything but the shape of request and answer is `PolicyClient`'s. Completions 
 and no log-probabilities here, and it is not asked which weights they come from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
 
 from marin_rl.errors import BadResponse
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -19,7 +19,6 @@ from marin_rl.inference.client.protocol import (
     read_choices,
     read_tool_calls,
 )
-from marin_rl.types import Message, Sampling
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
 _EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k")
@@ -31,31 +30,20 @@ class TextClient(PolicyClient):
 
     gives_ids = False
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        *,
-        prompt_ids: Int32[np.ndarray, " P"] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        session: str = "",
-    ) -> ChatAnswer:
-        """`n` samples of one conversation, text and tool calls only.
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer of texts and tool calls only; no such endpoint takes the request's `prompt_ids`.
 
-        Raises as `PolicyClient.chat` does. `prompt_ids` are ignored: such endpoints take messages
-        alone. An endpoint that gives fewer choices than it is asked for is asked for the rest.
+        An endpoint that gives fewer choices than it is asked for is asked for the rest.
         """
         completions: list[Completion] = []
-        answered, request_id = "", ""
-        while len(completions) < n:
-            count = min(n - len(completions), _CHOICES_MAX)
-            body = self._body(messages, count, sampling, tools)
-            if sampling.seed is not None:
-                body["seed"] = sampling.seed + len(completions)
-            post = ("POST", "/chat/completions", body)
-            answer, choices = read_choices(await self._send(*post, session))
-            completions += [_completion(choice) for choice in choices][: n - len(completions)]
+        answered, request_id, seed = "", "", request.sampling.seed
+        while (missing := request.n - len(completions)) > 0:
+            body = _body(replace(request, n=min(missing, _CHOICES_MAX), prompt_ids=None))
+            if seed is not None:
+                body["seed"] = seed + len(completions)
+            data = await self._send("POST", "/chat/completions", body, request.session)
+            answer, choices = read_choices(data)
+            completions += [_completion(choice) for choice in choices][:missing]
             answered, request_id = str(answer.get("model", "")), str(answer.get("id") or "")
         return ChatAnswer(
             model=answered,
@@ -64,21 +52,9 @@ class TextClient(PolicyClient):
             request_id=request_id,
         )
 
-    def _body(
-        self,
-        messages: Sequence[Message],
-        n: int,
-        sampling: Sampling,
-        tools: Sequence[Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        request = ChatRequest(
-            model=self._model,
-            messages=tuple(messages),
-            n=n,
-            sampling=sampling,
-            tools=tuple(tools),
-        )
-        return {name: value for name, value in request.body().items() if name not in _EXTENSIONS}
+
+def _body(request: ChatRequest) -> dict[str, Any]:
+    return {name: value for name, value in request.body().items() if name not in _EXTENSIONS}
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:
