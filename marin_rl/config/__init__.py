@@ -10,7 +10,7 @@ alone.
 from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, pin_code
-from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, without
+from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, value_at, without
 from marin_rl.config.loading import (
     RECIPE,
     Overrides,
@@ -40,6 +40,7 @@ from marin_rl.config.sampling import (
     whole_weights,
 )
 from marin_rl.config.section import (
+    AS_BEGUN,
     OMIT_IF_NONE,
     PLAN,
     RUNTIME_ONLY,
@@ -49,10 +50,12 @@ from marin_rl.config.section import (
     Section,
     SetName,
     fingerprint_fields,
+    is_as_begun,
     is_plan,
     is_runtime_only,
     omitted_if_none,
     section_of,
+    with_choices,
 )
 from marin_rl.config.serving import (
     REGISTERED,
@@ -69,6 +72,7 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
+    "AS_BEGUN",
     "GROUP_FILTERS",
     "OMIT_IF_NONE",
     "PLAN",
@@ -116,6 +120,7 @@ __all__ = [
     "differences",
     "fingerprint_fields",
     "free_keys",
+    "is_as_begun",
     "is_plan",
     "is_runtime_only",
     "known_keys",
@@ -128,6 +133,8 @@ __all__ = [
     "section_of",
     "shipped_recipes",
     "split_labels",
+    "value_at",
     "whole_weights",
+    "with_choices",
     "without",
 ]

@@ -45,6 +45,14 @@ def outward_keys(section: type[Section] = Config, prefix: str = "") -> list[str]
     return keys
 
 
+def value_at(node: Section, key: str) -> Any:
+    """Value of a dotted key; None below a section that is null."""
+    value: Any = node
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
 def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Return a copy of a nested mapping without the dotted `keys`."""
     heads: dict[str, list[str]] = {}

@@ -5,12 +5,13 @@ run goes, never what its slots contain. All others are the run's *content* and a
 fingerprints. Of the free ones, those marked `PLAN` are numbers whose effect stays in the run's own
 folder; a run.json says them to all commands, while no other free key is ever taken from one.
 Sections marked `OMIT_IF_NONE` leave no trace while they are null: runs from before them stay what
-they were.
+they were. A key marked `AS_BEGUN` is chosen by a new run where it is null; its run.json says the
+choice to all later commands, and a run from before the choice goes on without.
 """
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from pydantic.fields import FieldInfo
@@ -20,11 +21,14 @@ from marin_rl.user_code import SPEC_PATTERN
 RUNTIME_ONLY: dict[str, Any] = {"free": True}
 PLAN: dict[str, Any] = {**RUNTIME_ONLY, "plan": True}
 OMIT_IF_NONE: dict[str, Any] = {"absent": True}
+AS_BEGUN: dict[str, Any] = {**OMIT_IF_NONE, "as_begun": True}
 
 Count = Annotated[int, Field(ge=1)]
 CodeName = Annotated[str, Field(pattern=SPEC_PATTERN)]  # FILE.py:name or module:name
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+Node = TypeVar("Node", bound="Section")
 
 
 class Section(BaseModel):
@@ -66,6 +70,23 @@ def fingerprint_fields(node: Section) -> dict[str, Any]:
     return result
 
 
+def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> Node:
+    """Return a section with `choice` of each key in it that is marked `AS_BEGUN` and null.
+
+    `choice` takes the dotted name of a key, below `prefix`; None leaves the key null.
+    """
+    update: dict[str, Any] = {}
+    for name, info in type(node).model_fields.items():
+        value, key = getattr(node, name), prefix + name
+        if isinstance(value, Section):
+            value = with_choices(value, choice, f"{key}.")
+        elif value is None and is_as_begun(info):
+            value = choice(key)
+        if value is not getattr(node, name):
+            update[name] = value
+    return node.model_copy(update=update) if update else node
+
+
 def is_runtime_only(info: FieldInfo) -> bool:
     """True if a key may differ when a run is continued."""
     extra = info.json_schema_extra
@@ -76,6 +97,12 @@ def is_plan(info: FieldInfo) -> bool:
     """Return True for free keys that a run.json decides for everyone."""
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("plan"))
+
+
+def is_as_begun(info: FieldInfo) -> bool:
+    """Return True for keys that a new run chooses where they are null, and then keeps."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("as_begun"))
 
 
 def omitted_if_none(info: FieldInfo) -> bool:
@@ -89,9 +116,13 @@ def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
 
 
-def optional_field(*, description: str, **limits: Any) -> Any:
-    """A field that is null by default, and then left out of all that is written."""
-    return Field(default=None, description=description, json_schema_extra=OMIT_IF_NONE, **limits)
+def optional_field(*, description: str, as_begun: bool = False, **limits: Any) -> Any:
+    """A field that is null by default, and then left out of all that is written.
+
+    `as_begun` marks it `AS_BEGUN`.
+    """
+    marks = AS_BEGUN if as_begun else OMIT_IF_NONE
+    return Field(default=None, description=description, json_schema_extra=marks, **limits)
 
 
 def section_of(annotation: Any) -> type[Section] | None:

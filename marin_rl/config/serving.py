@@ -87,10 +87,11 @@ class EngineConfig(Section):
         "a small model on a CPU one per thread of XLA's pool, else one",
     )
     prefix_cache: bool | None = optional_field(
+        as_begun=True,
         description="keep the KV cache of finished sequences until their slots are needed, and "
         "continue dialogues from it; prompts are then computed as if decoded, with other last bits "
         "than without; null: as the run began, and true for new runs whose environment has several "
-        "turns, with a context of at least 512 tokens and at least 64 slots"
+        "turns, with a context of at least 512 tokens and at least 64 slots",
     )
     adapters_max: int | None = optional_field(
         ge=0,
@@ -316,11 +317,12 @@ class InferenceConfig(Section):
         "bfloat16",
     )
     serve_merged: bool | None = optional_field(
+        as_begun=True,
         description="how a server of ours serves a policy with an adapter: true, as whole weights "
         "W + scale B A; false, as the base and the adapter next to it, which differs in the last "
         "bits and swaps faster; null: as the run began, and false for new runs whose servers "
         "follow them (publish: pull), else true; marin-rl serve RUN --follow without --register "
-        "serves each version under a name of its own unless it is true"
+        "serves each version under a name of its own unless it is true",
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -15,20 +15,17 @@ CONTEXT_MIN = 512
 SLOTS_MIN = 64
 
 
-def with_dialogue_cache(config: Config) -> Config:
-    """Return the configuration that a new run records: with the cache where dialogues are long.
+def prefix_cache_of(config: Config) -> bool | None:
+    """True for a run of an embedded engine with long dialogues, else None: no choice.
 
     Reads the environment, once per process. Raises ConfigError, InputError as `loaded_environment`.
     """
     inference = config.inference
-    if inference.endpoints or inference.engine.prefix_cache is not None:
-        return config
+    if inference.endpoints:
+        return None
     if inference.engine.slots < SLOTS_MIN or config.policy.context_length < CONTEXT_MIN:
-        return config
-    if not _has_dialogues(config):
-        return config
-    engine = inference.engine.model_copy(update={"prefix_cache": True})
-    return config.model_copy(update={"inference": inference.model_copy(update={"engine": engine})})
+        return None
+    return True if _has_dialogues(config) else None
 
 
 def _has_dialogues(config: Config) -> bool:

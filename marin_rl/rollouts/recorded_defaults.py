@@ -1,27 +1,32 @@
-"""Defaults that a new run records where its configuration leaves a key open.
+"""Choices that a new run records for keys marked `AS_BEGUN` that its configuration leaves null.
 
 Each of them changes the last bits of what is sampled, so a run keeps what it began with: runs from
-before a default go on as they were.
+before a choice go on as they were.
 """
 
-from marin_rl.config import Config
-from marin_rl.rollouts.dialogue_cache import with_dialogue_cache
+from collections.abc import Callable, Mapping
+
+from marin_rl.config import Config, with_choices
+from marin_rl.rollouts.dialogue_cache import prefix_cache_of
 
 
 def as_begun(config: Config) -> Config:
-    """Return the configuration that a new run records. Raises as `with_dialogue_cache` does."""
-    return with_dialogue_cache(with_adapters_apart(config))
+    """Return the configuration that a new run records. Raises as `prefix_cache_of` does."""
+    return with_choices(config, lambda key: CHOICES[key](config))
 
 
-def with_adapters_apart(config: Config) -> Config:
-    """The configuration with `serve_merged: false` where servers follow a run with an adapter.
+def serve_merged_of(config: Config) -> bool | None:
+    """False where servers follow a run with an adapter, else None: no choice.
 
     They have the base once, and load a few megabytes for each version.
     """
-    inference, policy = config.inference, config.policy
-    if policy.lora is None or policy.quantize_base is not None or not inference.pulled:
-        return config
-    if inference.serve_merged is not None:
-        return config
-    apart = inference.model_copy(update={"serve_merged": False})
-    return config.model_copy(update={"inference": apart})
+    policy = config.policy
+    if policy.lora is None or policy.quantize_base is not None or not config.inference.pulled:
+        return None
+    return False
+
+
+CHOICES: Mapping[str, Callable[[Config], bool | None]] = {
+    "inference.engine.prefix_cache": prefix_cache_of,
+    "inference.serve_merged": serve_merged_of,
+}

@@ -22,6 +22,8 @@ from marin_rl.config import (
     fingerprint_fields,
     outward_keys,
     parse_config,
+    value_at,
+    with_choices,
     without,
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
@@ -157,17 +159,12 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
-    """`config` with the run's own choices of `inference` where it leaves them open.
+    """`config` with the run's own choices of the `AS_BEGUN` keys that it leaves null.
 
-    They are `engine.prefix_cache` and `serve_merged`. Raises ConfigError.
+    Raises ConfigError.
     """
-    inference, recorded = config.inference, stored_config(record, source).inference
-    if inference.engine.prefix_cache is None and recorded.engine.prefix_cache is not None:
-        own = {"prefix_cache": recorded.engine.prefix_cache}
-        inference = inference.model_copy(update={"engine": inference.engine.model_copy(update=own)})
-    if inference.serve_merged is None and recorded.serve_merged is not None:
-        inference = inference.model_copy(update={"serve_merged": recorded.serve_merged})
-    return config.model_copy(update={"inference": inference})
+    recorded = stored_config(record, source)
+    return with_choices(config, partial(value_at, recorded))
 
 
 def _check_pinned(tree: Mapping[str, Any], source: str) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.config import load_config
+from marin_rl.config import load_config, with_choices
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.recorded_defaults import CHOICES, as_begun
 from marin_rl.storage.runs import Run, refuse_other_content
 
 LONG = (
@@ -61,3 +61,14 @@ def test_a_run_from_before_the_default_goes_on_without_the_cache(tmp_path: Path)
     after = Run.create_or_open(config, as_begun)
     assert before.config == after.config
     assert after.config.inference.engine.prefix_cache is None
+
+
+def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> None:
+    asked: list[str] = []
+    config = load_config("configs/debug.yaml")
+    assert with_choices(config, asked.append) is config
+    assert sorted(asked) == sorted(CHOICES)
+    own = load_config("configs/debug.yaml", ["inference.serve_merged=true"])
+    chosen = with_choices(own, lambda key: False)
+    assert chosen.inference.serve_merged is True
+    assert chosen.inference.engine.prefix_cache is False

@@ -417,7 +417,6 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "chat"
     }
     assert callers == {
-        "marin_rl/inference/client/in_flight_client.py",
         "marin_rl/rollouts/episode.py",
         "marin_rl/rollouts/partial.py",
         "marin_rl/rollouts/trial.py",
