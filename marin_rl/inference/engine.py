@@ -18,7 +18,7 @@
 
 New weights (`swap`) take the old ones' place between two steps, by a change of reference, and
 adapters are written into their bank there (`adapter_loads`). Leaves out the parts of a step
-(`engine_step`), how requests end (`in_flight`), what is computed (`runner` and what it calls) and
+(`engine_step`), how requests end (`pending_requests`), what is computed (`runner` and what it calls) and
 HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
@@ -48,8 +48,8 @@ from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.engine_step import EngineStep
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.inference.in_flight import InFlight
 from marin_rl.inference.logits_state import ExtraRows
+from marin_rl.inference.pending_requests import PendingRequests
 from marin_rl.inference.runner import Policy, Runner
 from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
@@ -109,17 +109,17 @@ class Engine:
             config.slots, self.spec.vocabulary, decode, extras, has_adapters=has_adapters
         )
         self._changed = threading.Condition()
-        self._in_flight = InFlight(self._batch, self._changed, self.stats)
+        self._pending = PendingRequests(self._batch, self._changed, self.stats)
         self._steps = EngineStep(
             runner,
             self._batch,
-            self._in_flight,
+            self._pending,
             self.stats,
             chunk_steps=config.chunk_steps,
             slots=config.slots,
         )
         self.adapters = AdapterLoads(
-            runner.bank, runner.bank_sizes, self._changed, self._in_flight.jobs
+            runner.bank, runner.bank_sizes, self._changed, self._pending.jobs
         )
         self._closing = False
         self._paused = False
@@ -143,7 +143,7 @@ class Engine:
     def queued(self) -> int:
         """Samples that wait for a sequence slot."""
         with self._changed:
-            return self._in_flight.queue.waiting
+            return self._pending.queue.waiting
 
     @property
     def slots(self) -> int:
@@ -208,11 +208,11 @@ class Engine:
             if self._closing:
                 raise InferenceError("the engine is closed: it takes no requests any more")
             job.adapter = self.adapters.get(request.adapter)
-            self._in_flight.add(job)
+            self._pending.add(job)
             # the caches are wanted again: a sleep that was asked for before this request is void
             self._sleep_requested = False
             self._changed.notify_all()
-        job.future.add_done_callback(self._in_flight.note_cancelled)
+        job.future.add_done_callback(self._pending.note_cancelled)
         return job.future
 
     def swap(
@@ -248,7 +248,7 @@ class Engine:
         ours, theirs = policy.parameters_digest, old.parameters_digest
         if policy.weight_version != old.weight_version or ours == theirs:
             return
-        if self._in_flight.started:
+        if self._pending.started:
             raise VersionInUse(
                 f"requests are running on other weights of version {old.weight_version} (expected "
                 f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
@@ -308,7 +308,7 @@ class Engine:
         To be called before the first request: it uses the cache that the engine's thread owns.
         """
         with self._changed:
-            assert not self._in_flight.queue
+            assert not self._pending.queue
             assert self._batch.active == 0
             # under the lock, so that the engine's thread begins no step on the same caches
             self._runner.warm_up(self._policy, self._batch.inputs, self._batch.extras)
@@ -335,16 +335,16 @@ class Engine:
                 self._closing = True
                 self._in_step = False
                 self._changed.notify_all()
-                self._in_flight.fail(list(self._in_flight.jobs), "the engine was closed")
+                self._pending.fail(list(self._pending.jobs), "the engine was closed")
                 self.adapters.close()
 
     def _wait_for_work(self) -> bool:
         """Wait for requests, and for the end of a pause; False once the engine closes."""
         with self._changed:
             while not self._closing:
-                self._in_flight.drop_cancelled()
+                self._pending.drop_cancelled()
                 self.adapters.write()
-                if self._paused or not (self._in_flight.queue or self._batch.active):
+                if self._paused or not (self._pending.queue or self._batch.active):
                     self._idle()
                     continue
                 if self._batch.active == 0:
@@ -378,20 +378,20 @@ class Engine:
         deadline = time.monotonic() + GATHER_S
         seen, slots = 0, self._config.slots
         while not self._closing and seen < slots and time.monotonic() < deadline:
-            waiting = self._in_flight.queue.waiting
+            waiting = self._pending.queue.waiting
             if waiting == seen:
                 return
             seen = waiting
             # woken by every arrival, so the wait is for QUIET_S without one
             while seen < slots and self._changed.wait(QUIET_S) and time.monotonic() < deadline:
-                seen = self._in_flight.queue.waiting
+                seen = self._pending.queue.waiting
 
     def _step(self) -> None:
         """Take one step, as described at the head of this module."""
         # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
             policy = self._policy
-            self._in_flight.drop_cancelled()
+            self._pending.drop_cancelled()
             # before anything is planned: requests may wait for what is written here
             self.adapters.write()
             if self._reset_prefixes:

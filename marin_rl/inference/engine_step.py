@@ -17,7 +17,7 @@ from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import Delta, GenerationResult
-from marin_rl.inference.in_flight import InFlight
+from marin_rl.inference.pending_requests import PendingRequests
 from marin_rl.inference.pieces import Extension
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Policy, Runner
@@ -37,13 +37,13 @@ class EngineStep:
         self,
         runner: Runner,
         batch: RunningBatch,
-        in_flight: InFlight,
+        pending: PendingRequests,
         stats: EngineStats,
         *,
         chunk_steps: int,
         slots: int,
     ) -> None:
-        self._runner, self._batch, self._in_flight = runner, batch, in_flight
+        self._runner, self._batch, self._pending = runner, batch, pending
         self._stats = stats
         self._chunk_steps, self._slots = chunk_steps, slots
 
@@ -51,7 +51,7 @@ class EngineStep:
         """Assign waiting samples to free sequence slots. Under the lock of the requests."""
         tokens = PREFILL_CHUNKS * self._slots * self._chunk_steps
         return schedule(
-            self._in_flight.queue,
+            self._pending.queue,
             self._batch,
             self._runner.lanes,
             policy.key,
@@ -69,7 +69,7 @@ class EngineStep:
                 self._recompute(policy)
             self._prefill(policy, plan)
             for job, error in self._batch.constrain():
-                self._in_flight.fail([job], "its constraint failed", error)
+                self._pending.fail([job], "its constraint failed", error)
             if self._batch.active == 0:
                 return
             chunk = self._decode(policy)
@@ -78,7 +78,7 @@ class EngineStep:
             self._emit(added, policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
-            self._in_flight.fail(self._in_flight.started, "the device failed", error)
+            self._pending.fail(self._pending.started, "the device failed", error)
             # the failed program was given the caches to overwrite, so they are lost
             self._batch.forget_prefixes()
             self._runner.start_over()
@@ -91,7 +91,7 @@ class EngineStep:
             try:
                 job.on_scheduled(policy.with_adapter(job.adapter))
             except Exception as error:  # noqa: BLE001 - a callback of the caller
-                self._in_flight.fail([job], "it was refused when it got a slot", error)
+                self._pending.fail([job], "it was refused when it got a slot", error)
 
     def _emit(self, added: list[tuple[Job, Delta]], policy: Policy) -> None:
         """Call the listeners with the new tokens, and resolve finished requests."""
@@ -103,7 +103,7 @@ class EngineStep:
                 job.on_delta(delta)
             except Exception as error:  # noqa: BLE001 - a callback of the caller
                 _log.exception("a request's on_delta failed: the request fails")
-                self._in_flight.fail([job], "its listener failed", error)
+                self._pending.fail([job], "its listener failed", error)
         # after every listener: a future never resolves before its last delta was delivered
         for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
             if len(job.finished) == job.request.n and not job.ended:
@@ -182,7 +182,7 @@ class EngineStep:
         extras = self._batch.extras
         # a constraint's mask holds for one token
         steps = 1 if extras.constrained else self._chunk_steps
-        waiting = min(self._in_flight.queue.waiting, self._slots)
+        waiting = min(self._pending.queue.waiting, self._slots)
         shared = self._batch.shared_positions(SHARE) if self._runner.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
         chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
@@ -201,7 +201,7 @@ class EngineStep:
         # the slot would fail too
         _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
         jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
-        self._in_flight.fail(
+        self._pending.fail(
             [job for job in jobs if job is not None], "the model's logits are not finite"
         )
         self._batch.forget_prefixes()
@@ -224,4 +224,4 @@ class EngineStep:
             prompt_scores=job.prompt_scores,
             cached_tokens=job.cached_tokens,
         )
-        self._in_flight.resolve(job, result)
+        self._pending.resolve(job, result)

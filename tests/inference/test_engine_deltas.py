@@ -246,7 +246,7 @@ def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
     engine = engine_of(model, chunk_steps=1)
     try:
         victim = paused_amid(engine, request_of(max_tokens=80))
-        engine._in_flight.note_cancelled(Between(victim))
+        engine._pending.note_cancelled(Between(victim))
         engine.resume()
         wait([victim], timeout=60)
         assert result_of(engine, request_of(max_tokens=2))

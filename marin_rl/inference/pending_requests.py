@@ -14,8 +14,8 @@ from marin_rl.inference.generation import GenerationResult
 from marin_rl.inference.scheduler import JobQueue
 
 
-class InFlight:
-    """Requests in flight: `queue` has those with samples that wait; `changed` guards both."""
+class PendingRequests:
+    """Pending requests: `queue` has those with samples that wait; `changed` guards both."""
 
     def __init__(
         self, batch: RunningBatch, changed: threading.Condition, stats: EngineStats
