@@ -27,7 +27,7 @@ from machine import print_head
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config
-from marin_rl.rollouts.streaming import Claimant, group_id_of, next_chunk, now_utc
+from marin_rl.rollouts.streaming import Claimant, group_id_of, now_utc, open_chunks
 from marin_rl.storage.layout import STREAM, claim_key, pack_key, pack_of, stream_key
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import MemoryStore
@@ -171,7 +171,7 @@ def windowed(table: Table, options: argparse.Namespace, *, packed: bool) -> None
     claimant = Claimant(worker="w", most=2 * options.groups, now=now_utc())
     table.measure(
         f"{name}workers are given their chunks",
-        lambda: [next_chunk(stream, Settled(), claimant) for _ in range(10)],
+        lambda: [next(open_chunks(stream, Settled(), claimant), None) for _ in range(10)],
         times=options.workers / 10,
     )
     seen = Seen(

@@ -41,6 +41,10 @@ Announce = Annotated[
 ]
 Follow = Annotated[bool, typer.Option("--follow", help="load the run's later checkpoints too")]
 Poll = Annotated[float, typer.Option("--poll-s", min=0.1, help="seconds between checks for one")]
+Host = Annotated[
+    str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
+]
+Port = Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")]
 KeyVariable = Annotated[
     str | None, typer.Option("--api-key-variable", help="variable with the bearer token")
 ]
@@ -66,10 +70,8 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     api_key_variable: KeyVariable = None,
     admin_key_variable: AdminKeyVariable = None,
     trust: Trust = False,
-    host: Annotated[
-        str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     root: Root = "runs",
     follow: Follow = False,
     poll_s: Poll = 2.0,
@@ -122,8 +124,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         )
         raise typer.Exit(code)
     if model is not None:
-        code = serve_folder(model, config, host, port, adapters=adapters, report=report)
-        raise typer.Exit(code)
+        raise typer.Exit(serve_folder(model, config, host, port, adapters=adapters, report=report))
 
 
 def adapters_named(options: Sequence[str]) -> dict[str, Path]:

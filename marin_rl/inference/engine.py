@@ -18,8 +18,8 @@
 
 New weights (`swap`) take the old ones' place between two steps, by a change of reference, and
 adapters are written into their bank there (`adapter_loads`). Leaves out the parts of a step
-(`engine_step`), how requests end (`pending_requests`), what is computed (`runner` and what it calls) and
-HTTP.
+(`engine_step`), how requests end (`pending_requests`), what is computed (`runner` and what it
+calls) and HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
 request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine

@@ -87,11 +87,6 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
         chunk += 1
 
 
-def next_chunk(stream: GroupStream, settled: Settled, claimant: Claimant) -> int | None:
-    """The first chunk that a worker may sample now; None where there is no room."""
-    return next(open_chunks(stream, settled, claimant), None)
-
-
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
     """The policy that began a chunk which a worker goes on with; None where it begins it.
 

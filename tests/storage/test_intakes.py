@@ -17,7 +17,7 @@ from marin_rl.errors import CommitConflict, CorruptObject
 from marin_rl.rollouts.streaming import (
     Claimant,
     group_id_of,
-    next_chunk,
+    open_chunks,
     open_groups_max,
     under_way,
 )
@@ -145,12 +145,16 @@ def test_groups_that_no_round_can_take_any_more_give_their_room_to_others(tmp_pa
     for chunk, version in enumerate((0, 0, 1)):
         assert stream.claim(chunk, "w", version, NOW)
     stream.numbers = frozenset(range(6))
-    assert next_chunk(stream, Settled(), claimant("w", most=4)) is None
+    assert first_open(stream, Settled(), claimant("w", most=4)) is None
     fresh = replace(claimant("w", most=4), oldest=1)
-    assert next_chunk(stream, Settled(), fresh) == 3
-    assert next_chunk(stream, Settled(), replace(fresh, most=0)) is None
-    assert next_chunk(stream, Settled(), replace(fresh, most=1)) is None
-    assert next_chunk(stream, Settled(floor=6), replace(fresh, most=1)) == 3
+    assert first_open(stream, Settled(), fresh) == 3
+    assert first_open(stream, Settled(), replace(fresh, most=0)) is None
+    assert first_open(stream, Settled(), replace(fresh, most=1)) is None
+    assert first_open(stream, Settled(floor=6), replace(fresh, most=1)) == 3
+
+
+def first_open(stream: GroupStream, settled: Settled, claimant: Claimant) -> int | None:
+    return next(open_chunks(stream, settled, claimant), None)
 
 
 def claimant(worker: str, *busy: int, most: int = 4, now: datetime = NOW) -> Claimant:
@@ -160,19 +164,19 @@ def claimant(worker: str, *busy: int, most: int = 4, now: datetime = NOW) -> Cla
 def test_workers_claim_chunks_and_leave_those_of_others_alone(tmp_path: Path) -> None:
     run = Run.create_or_open(settings(str(tmp_path)))
     mine, other = GroupStream(run), GroupStream(run)
-    assert next_chunk(mine, Settled(), claimant("a")) == 0
+    assert first_open(mine, Settled(), claimant("a")) == 0
     assert mine.claim(0, "a", 0, NOW)
     assert not other.claim(0, "b", 0, NOW), "the first claim stays"
     other.look()
-    assert next_chunk(other, Settled(), claimant("b")) == 1
+    assert first_open(other, Settled(), claimant("b")) == 1
     assert other.claim(1, "b", 0, NOW)
     mine.look()
-    assert next_chunk(mine, Settled(), claimant("a", 0)) is None, "two chunks of two are 4 groups"
-    assert next_chunk(mine, Settled(), claimant("a")) == 0, "after a restart its own goes on"
+    assert first_open(mine, Settled(), claimant("a", 0)) is None, "two chunks of two are 4 groups"
+    assert first_open(mine, Settled(), claimant("a")) == 0, "after a restart its own goes on"
     later = NOW + timedelta(seconds=3601)
-    assert next_chunk(mine, Settled(), claimant("c", now=later)) == 0
-    assert next_chunk(mine, Settled(), claimant("c", most=0, now=later)) is None
-    assert next_chunk(mine, Settled(), claimant("c", 0, most=2, now=later)) is None
+    assert first_open(mine, Settled(), claimant("c", now=later)) == 0
+    assert first_open(mine, Settled(), claimant("c", most=0, now=later)) is None
+    assert first_open(mine, Settled(), claimant("c", 0, most=2, now=later)) is None
     assert under_way(mine, Settled(), NOW) == [0, 0]
     assert under_way(mine, Settled(floor=2), later) == []
 
@@ -183,7 +187,7 @@ def test_clocks_that_are_a_day_apart_cost_work_and_nothing_else(tmp_path: Path) 
         stream = GroupStream(run)
         stream.look()
         moment = NOW + timedelta(days=days)
-        assert next_chunk(stream, Settled(), claimant("a", now=moment)) == 0
+        assert first_open(stream, Settled(), claimant("a", now=moment)) == 0
         assert stream.claim(0, f"worker{days}", 0, moment)
     stream.look()
     assert stream.claims[0].number == 1

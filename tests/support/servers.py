@@ -105,18 +105,9 @@ class Deaf(PolicyServer):
 
     first: LmHeadModel
 
-    def swap(
-        self,
-        model: LmHeadModel,
-        weight_version: int,
-        parameters_digest: str,
-        *,
-        recompute_kv_cache: bool = False,
-    ) -> str:
+    def swap(self, model: LmHeadModel, *args: Any, **options: Any) -> str:
         """The new id for the old arrays."""
-        return super().swap(
-            self.first, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
-        )
+        return super().swap(self.first, *args, **options)
 
 
 def deaf_server(run: Run, round: int) -> Deaf:

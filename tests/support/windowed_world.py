@@ -32,7 +32,7 @@ from support.small_packs import (
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import ObjectMissing
-from marin_rl.rollouts.streaming import Claimant, is_finished, next_chunk, under_way
+from marin_rl.rollouts.streaming import Claimant, is_finished, open_chunks, under_way
 from marin_rl.storage.commits import (
     commit_object,
     fingerprint,
@@ -245,7 +245,7 @@ class WindowedPlayer(Player):
         stream, settled = self.stream(), self._settled(version)
         config, now = self.run.config, self.world.clock
         claimant = Claimant(worker=self.process.name, most=config.inflight_groups_max, now=now)
-        chunk = next_chunk(stream, settled, claimant)
+        chunk = next(open_chunks(stream, settled, claimant), None)
         if chunk is None and must:
             chunks = range(settled.floor // GROUPS, settled.floor + 100)
             chunk = next(c for c in chunks if not is_finished(stream, settled, c))
