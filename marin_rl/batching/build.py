@@ -37,7 +37,7 @@ from marin_rl.batching.reuse import (
 )
 from marin_rl.batching.scalar_columns import (
     SCALAR_COLUMNS,
-    VERSION_SUM,
+    VERSION_COUNTS,
     round_metrics,
     versions_of,
     with_version_sums,
@@ -272,7 +272,7 @@ def _scalar_columns(
     if versions:
         row_groups = map(with_version_sums, row_groups)
     if scored_by is not None and (settings := config.asynchrony) is not None:
-        keep = (*columns, *read, *((VERSION_SUM,) if versions else ()))
+        keep = (*columns, *read, *(VERSION_COUNTS if versions else ()))
         row_groups = (with_scores(table, settings, keep) for table in row_groups)
     if share:
         row_groups = map(segments.with_leads, row_groups)

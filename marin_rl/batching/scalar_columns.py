@@ -33,6 +33,9 @@ SCALAR_COLUMNS = (
 )  # fmt: skip
 VERSIONS = ("policy_versions", "loss_mask")  # of tokens, where a rollout may be of several policies
 VERSION_SUM = "policy_version_sum"  # over the sampled tokens of a rollout
+# Sampled tokens of a rollout by an earlier policy than its newest, by a later one than its oldest.
+TOKENS_KEPT, TOKENS_CONTINUED = "n_tokens_kept", "n_tokens_continued"
+VERSION_COUNTS = (VERSION_SUM, TOKENS_KEPT, TOKENS_CONTINUED)
 
 
 def columns_read(config: Config) -> tuple[str, ...]:
@@ -46,18 +49,31 @@ def versions_of(config: Config) -> tuple[str, ...]:
 
 
 def with_version_sums(table: pa.Table) -> pa.Table:
-    """A row group with the sum of its sampled tokens' policies in place of the tokens'."""
+    """A row group with `VERSION_COUNTS` of its sampled tokens' policies in place of the tokens'."""
     versions, masks = (table[name].combine_chunks() for name in VERSIONS)
     several_N = versions.is_valid().to_numpy(zero_copy_only=False)
-    sums_N = _column(table, "policy_version_min").astype(np.int64)
-    sums_N *= _column(table, "n_completion_tokens").astype(np.int64)
-    of_tokens = versions.filter(pa.array(several_N)).flatten().to_numpy().astype(np.int64)
-    of_tokens *= masks.filter(pa.array(several_N)).flatten().to_numpy()
-    ends = np.cumsum(pc.list_value_length(versions.filter(pa.array(several_N))).to_numpy())
-    totals = np.append(0, np.cumsum(of_tokens))[np.append(0, ends)]
-    sums_N[several_N] = np.diff(totals)
+    versions, masks = (column.filter(pa.array(several_N)) for column in (versions, masks))
+    counts = pc.list_value_length(versions).to_numpy()
+    version_T = versions.flatten().to_numpy().astype(np.int64)
+    sampled_T = masks.flatten().to_numpy().astype(np.int64)
+    ends = np.append(0, np.cumsum(counts))
+
+    def summed(value_T: np.ndarray) -> np.ndarray:
+        """The sums of a number of tokens, by rollout of several policies."""
+        return np.diff(np.append(0, np.cumsum(value_T * sampled_T))[ends])
+
+    oldest_N, newest_N = (
+        _column(table, f"policy_version_{end}").astype(np.int64) for end in ("min", "max")
+    )
+    sums_N = oldest_N * _column(table, "n_completion_tokens").astype(np.int64)
+    sums_N[several_N] = summed(version_T)
+    kept_N, continued_N = np.zeros_like(sums_N), np.zeros_like(sums_N)
+    kept_N[several_N] = summed(version_T < np.repeat(newest_N[several_N], counts))
+    continued_N[several_N] = summed(version_T > np.repeat(oldest_N[several_N], counts))
     table = table.drop_columns("policy_versions")
-    return table.append_column(VERSION_SUM, pa.array(sums_N, pa.int64()))
+    for name, value_N in zip(VERSION_COUNTS, (sums_N, kept_N, continued_N), strict=True):
+        table = table.append_column(name, pa.array(value_N, pa.int64()))
+    return table
 
 
 def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> dict[str, float]:
@@ -129,7 +145,7 @@ def round_metrics(
 
 
 def _ages(kept: pa.Table, round: int) -> dict[str, float]:
-    """`staleness/*` of consumed rollouts by part, and by token where that is known."""
+    """`staleness/*` of consumed rollouts by part, and numbers by token where that is known."""
     oldest, newest, lengths = (
         _column(kept, name).astype(np.int64)
         for name in ("policy_version_min", "policy_version_max", "n_completion_tokens")
@@ -138,6 +154,8 @@ def _ages(kept: pa.Table, round: int) -> dict[str, float]:
     if VERSION_SUM in kept.column_names and lengths.sum():
         versions = int(_column(kept, VERSION_SUM).sum())
         result["staleness/tokens/mean"] = round - versions / int(lengths.sum())
+        result["tokens/in_flight/kept"] = float(_column(kept, TOKENS_KEPT).sum())
+        result["tokens/in_flight/continued"] = float(_column(kept, TOKENS_CONTINUED).sum())
     return result
 
 

@@ -45,11 +45,14 @@ def test_policies_of_tokens_are_summed_where_a_rollout_has_several():
             "policy_versions": [[9, 2, 3, 3], None],
             "loss_mask": [[0, 1, 1, 1], [0, 1, 1, 1]],
             "policy_version_min": [2, 1],
+            "policy_version_max": [3, 1],
             "n_completion_tokens": [3, 3],
         }
     )
     summed = with_version_sums(table)
     assert summed["policy_version_sum"].to_pylist() == [8, 3]
+    assert summed["n_tokens_kept"].to_pylist() == [1, 0]
+    assert summed["n_tokens_continued"].to_pylist() == [2, 0]
     assert "policy_versions" not in summed.column_names
 
 

@@ -381,7 +381,18 @@ def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: R
     manifest = committed_manifest(run.store, "batches/round-00000")
     assert manifest.totals["staleness/in_flight/max"] == 1
     assert -1 < manifest.totals["staleness/tokens/mean"] < 0, "a round before its policy"
+    rollouts = [
+        each for table in iter_shards(run, 0) for g in groups_of(table) for each in g.rollouts
+    ]
+    mixed = [each for each in rollouts if each.policy_version_min < each.policy_version_max]
+    sampled = sum(int(each.loss_mask.sum()) for each in mixed)
+    kept, continued = (manifest.totals[f"tokens/in_flight/{n}"] for n in ("kept", "continued"))
+    assert kept > 0
+    assert continued > 0
+    assert kept + continued == sampled, "two policies share the tokens of these rollouts"
     findings = {finding.metric: finding for finding in verify_run(run, 0)}
+    for name in ("kept", "continued"):
+        assert findings[f"tokens/in_flight/{name}"].problem == ""
     parts = ("in_flight/mean", "in_queue/max", "tokens/mean", "groups_dropped", "groups_waiting")
     assert all(findings[f"staleness/{name}"].problem == "" for name in parts)
     counted = ("staleness/", "tokens/", "rollouts/", "replay/", "reward", "completions/")
