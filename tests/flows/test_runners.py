@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -41,7 +42,14 @@ from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import WorkPool, _is_abandoned, fanning_out, play_on_pool
+from tasks.fan_out import (
+    WorkPool,
+    _has_heartbeat,
+    _is_abandoned,
+    _worker_is_gone,
+    fanning_out,
+    play_on_pool,
+)
 from tasks.generate import generate
 from tasks.options import STAGE, StageRunner, open_run
 
@@ -386,13 +394,11 @@ def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
 
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
-    async def until_abandoned(client: PrefectClient, run: FlowRun, *, expected: bool) -> None:
-        while True:
-            if await _is_abandoned(client, run) == expected:
-                return
+    async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+        while not await holds():
             await asyncio.sleep(0.2)
 
-    async def play() -> None:
+    async def play() -> tuple[bool, bool]:
         async with get_client() as client:
             run = await client.create_flow_run_from_deployment(await deploy_never_begun(client))
             await client.send_worker_heartbeat("pending", "short", heartbeat_interval_seconds=1)
@@ -400,10 +406,15 @@ def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
             for state in (Pending(), Running()):
                 await client.set_flow_run_state(run.id, state)
             run = await client.read_flow_run(run.id)
-            await until_abandoned(client, run, expected=True)  # once the worker counts as offline
+            await eventually(partial(_worker_is_gone, client, run))
+            silent = await _is_abandoned(client, run)
             resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}"}
             emit_event("prefect.flow-run.heartbeat", resource=resource)
-            await until_abandoned(client, run, expected=False)  # once the event is written
+            await eventually(partial(_has_heartbeat, client, run))
+            heard_of = await _is_abandoned(client, run)
             await client.set_flow_run_state(run.id, Completed())
+        return silent, heard_of
 
-    asyncio.run(asyncio.wait_for(play(), 300))
+    silent, heard_of = asyncio.run(asyncio.wait_for(play(), 300))
+    assert silent, "its worker is gone, and no heartbeat would tell that it is"
+    assert not heard_of, "the server's automation looks after it"

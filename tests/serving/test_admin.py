@@ -465,27 +465,33 @@ def test_paused_requests_wait_and_weights_may_change(server: PolicyServer, run: 
     assert answers[0][2]["model"] == model
 
 
+class Held:
+    """Listener that holds the engine at a request's first tokens until `release` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        self.begun.set()
+        self.release.wait(60)
+
+
 def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
     server: PolicyServer, run: Run
 ) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def hold(delta: Delta) -> None:
-        begun.set()
-        release.wait(60)
-
+    held = Held()
     root, version = str(Path(run.store.url).parent), server.engine.policy.weight_version
     body = {"root": root, "run_id": "debug", "round": 2, "weight_version": version}
     prompt = np.array([4], np.int32)
     request = GenerationRequest(prompt_ids=prompt, sampling=Sampling(max_tokens=8))
-    running = server.engine.submit(request, hold)
+    running = server.engine.submit(request, held)
     try:
-        assert begun.wait(60)
+        assert held.begun.wait(60)
         status, code, told = refused(server, body)
         assert (status, code) == (409, "busy")
         assert f"version {version}" in told
     finally:
-        release.set()
+        held.release.set()
     running.result(timeout=60)
     assert update(server, body)[2]["parameters_digest"] == parameters_digest(weights(run, 2))
 
@@ -493,25 +499,18 @@ def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
 def test_an_update_computes_the_cache_of_running_requests_again_where_it_says_so(
     server: PolicyServer, run: Run
 ) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def hold(delta: Delta) -> None:
-        begun.set()
-        release.wait(60)
-
     stats, before = server.engine.stats, server.engine.stats.recomputed_sequences
     for again in (False, True):
-        begun.clear()
-        release.clear()
+        held = Held()
         request = GenerationRequest(prompt_ids=np.array([4], np.int32), sampling=SAMPLED)
-        running = server.engine.submit(request, hold)
+        running = server.engine.submit(request, held)
         try:
-            assert begun.wait(60)
+            assert held.begun.wait(60)
             root, version = str(Path(run.store.url).parent), 20 + again
             body = {"root": root, "run_id": "debug", "round": 2, "weight_version": version}
             assert update(server, body | ({"recompute_kv_cache": True} if again else {}))[0] == 200
         finally:
-            release.set()
+            held.release.set()
         (sample,) = running.result(timeout=60).samples
         assert sample.policy_versions is not None
         assert sample.policy_versions[-1] == version
