@@ -113,7 +113,8 @@ class LoraConfig(Section):
     begins: Literal["training", "sft"] = Field(
         default="training",
         description="first stage that trains the adapter: training, so that a warm start trains "
-        "all parameters and makes the base; or sft, the warm start",
+        "all parameters and makes the base; or sft, the warm start; without one (policy.init "
+        "other than sft) both are training",
     )
 
     @model_validator(mode="after")
