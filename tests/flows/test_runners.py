@@ -395,7 +395,9 @@ def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
     async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-        while not await holds():
+        while True:
+            if await holds():
+                return
             await asyncio.sleep(0.2)
 
     async def play() -> tuple[bool, bool]:
