@@ -68,7 +68,7 @@ def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> N
     config = load_config("configs/debug.yaml")
     assert with_choices(config, asked.append) is config
     assert sorted(asked) == sorted(CHOICES)
-    own = load_config("configs/debug.yaml", ["inference.serve_merged=true"])
+    own = load_config("configs/debug.yaml", ["policy.lora.rank=4", "inference.serve_merged=true"])
     chosen = with_choices(own, lambda key: False)
     assert chosen.inference.serve_merged is True
     assert chosen.inference.engine.prefix_cache is False
