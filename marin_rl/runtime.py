@@ -325,12 +325,14 @@ class RunRuntime:
         address = self._run.config.inference.flight
         if address is None:
             return None
+        from marin_rl.inference.flight_tls import trainer_certificate
         from marin_rl.serving.weights.flight import WeightServer
         from marin_rl.training.model import named_parameters
 
         if self._flight is None:
             key = os.environ.get(self._run.config.inference.api_key_variable)
-            self._flight = WeightServer(address, key)
+            certificate = trainer_certificate(self._run.config.inference)
+            self._flight = WeightServer(address, key, certificate)
         identity = weights.identity
         if identity.base_digest is None:
             self._flight.offer(identity.parameters_digest, named_parameters(weights.model))

@@ -17,7 +17,7 @@ ADAPTERS_MAX = 1024
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
-FlightUrl = Annotated[str, Field(pattern=r"^grpc://[^\s]{1,500}$")]
+FlightUrl = Annotated[str, Field(pattern=r"^grpc(\+tls)?://[^\s]{1,500}$")]
 
 
 class HeartbeatRecord(Record):

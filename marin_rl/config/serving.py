@@ -279,11 +279,32 @@ class InferenceConfig(Section):
     )
     flight: str | None = Field(
         default=None,
-        pattern=r"^grpc://[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}$",
-        description="with publish pull: address of this process, grpc://HOST:PORT, at which "
-        "servers that follow the run get new weights by Arrow Flight (port 0: a free one); others "
-        "than loopback need the token of api_key_variable; null: they read checkpoints from the "
-        "root",
+        pattern=r"^grpc(\+tls)?://[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}$",
+        description="with publish pull: address of this process, grpc://HOST:PORT or with TLS "
+        "grpc+tls://HOST:PORT, at which servers that follow the run get new weights by Arrow "
+        "Flight (port 0: a free one); others than loopback need the token of api_key_variable; "
+        "null: they read checkpoints from the root",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    flight_certificate: str | None = Field(
+        default=None,
+        min_length=1,
+        description="with flight grpc+tls: PEM file of the certificate of HOST, and after it those "
+        "of the authorities between it and the root",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    flight_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="with flight grpc+tls: PEM file of the certificate's private key, without a "
+        "passphrase; its content is recorded nowhere",
+        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    )
+    flight_ca: str | None = Field(
+        default=None,
+        min_length=1,
+        description="of a server that follows the run: PEM file of the authorities that may have "
+        "signed the trainer's certificate; null: those that the system trusts (SSL_CERT_FILE)",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     route: Literal["chat", "sglang"] | None = Field(
@@ -352,6 +373,21 @@ class InferenceConfig(Section):
             return False
         listed = all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
         return not listed or self.publish in ("pull", "vllm_reload")
+
+    @model_validator(mode="after")
+    def _tls_has_a_certificate(self) -> "InferenceConfig":
+        """Refuse TLS without a certificate and its key, and these without TLS."""
+        files = {"flight_certificate": self.flight_certificate, "flight_key": self.flight_key}
+        tls = self.flight is not None and self.flight.startswith("grpc+tls://")
+        for name, file in files.items():
+            if tls and file is None:
+                raise ValueError(f"flight is {self.flight}: expected {name}, a PEM file, too")
+            if file is not None and not tls:
+                raise ValueError(
+                    f"{name} is set, but flight is {self.flight or 'not'}: expected "
+                    "grpc+tls://HOST:PORT"
+                )
+        return self
 
     @model_validator(mode="after")
     def _the_fleet_follows(self) -> "InferenceConfig":

@@ -23,6 +23,7 @@ from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
+from marin_rl.inference.flight_tls import trusted_roots
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
@@ -152,7 +153,10 @@ def proven_follower(
     """
     apart = board is not None and _apart(run, settings.inference, registered=registered)
     version = read_version(run, round) if apart else None
-    loaded = read_checkpoint(run, round) if version is None else _base_of(run, version, board)
+    ca = settings.inference.flight_ca
+    if ca is not None:
+        trusted_roots(ca)  # a file that cannot be read is said now, not at each update
+    loaded = read_checkpoint(run, round) if version is None else _base_of(run, version, board, ca)
     read = read_adapters(loaded.model, adapters)
     roomy = _with_room_for(settings, version, read, alone=registered)
     _announce("proving that the engine decodes as trained")
@@ -160,7 +164,7 @@ def proven_follower(
     server = proven_server(loaded, tokenizer, roomy, read)
     key = None if board is None else board.api_key
     if version is None:
-        take = whole_checkpoints(server.updater, run, key)
+        take = whole_checkpoints(server.updater, run, key, ca)
         return Follower(server=server, take=take, round=loaded.round or 0, apart=False)
     inference = roomy.inference
     versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, inference, key)
@@ -177,14 +181,14 @@ def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
     return inference.serve_merged is False if registered else inference.serve_merged is not True
 
 
-def _base_of(run: Run, version: AdapterVersion, board: FleetBoard | None) -> Loaded:
+def _base_of(run: Run, version: AdapterVersion, board: FleetBoard | None, ca: str | None) -> Loaded:
     """The base of a run's adapter, from a trainer that hands it out, else from files."""
     target = None
     if board is not None:
         with suppress(MarinRLError):  # the follower, which looks again, says so
             target = board.target()
     return from_trainer_or_files(
-        trainer_at(target and target.flight, board and board.api_key),
+        trainer_at(target and target.flight, board and board.api_key, ca),
         f"the base of {run.run_id}",
         lambda fetch: read_base_of(run, version, fetch),
     )

@@ -198,7 +198,7 @@ class VersionUpdater:
         """
         began, run = time.monotonic(), self._run
         version = from_trainer_or_files(
-            trainer_at(flight, self._api_key),
+            trainer_at(flight, self._api_key, self._inference.flight_ca),
             f"round {round} of {run.run_id}",
             lambda fetch: read_version(run, round, promised, fetch),
         )

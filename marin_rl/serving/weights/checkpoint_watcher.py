@@ -37,16 +37,19 @@ _log = logging.getLogger(__name__)
 Take = Callable[[int, str | None, str | None], Update]
 
 
-def whole_checkpoints(updater: WeightUpdater, run: Run, api_key: str | None = None) -> Take:
+def whole_checkpoints(
+    updater: WeightUpdater, run: Run, api_key: str | None = None, flight_ca: str | None = None
+) -> Take:
     """Take the checkpoint of a round as new weights of the engine: see `WeightUpdater.load`.
 
-    `api_key` is what a trainer that hands out parameters asks for.
+    `api_key` is what a trainer that hands out parameters asks for; `flight_ca` are the authorities
+    of its certificate (None: the system's).
     """
 
     def take(round: int, promised: str | None, flight: str | None = None) -> Update:
         def read(served: Served) -> Loaded:
             return from_trainer_or_files(
-                trainer_at(flight, api_key),
+                trainer_at(flight, api_key, flight_ca),
                 f"round {round} of {run.run_id}",
                 lambda fetch: read_checkpoint(run, round, promised, served, fetch),
             )

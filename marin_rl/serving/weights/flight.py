@@ -20,6 +20,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError
+from marin_rl.inference.flight_tls import TLS_SCHEME, Certificate, tls_failure, trusted_roots
 from marin_rl.serving.http.addresses import is_loopback
 
 PIECE_BYTES = 16 * 2**20
@@ -41,24 +42,30 @@ class WeightServer:
     """Hands out one set of parameters at a time, at `address` (grpc://HOST:PORT, 0 a free port).
 
     And the base of an adapter, for as long as the server lives. With a token every caller must have
-    it. Raises ConfigError for an address that others reach and no token, or that is taken.
+    it; grpc+tls://HOST:PORT has a certificate. Raises ConfigError for an address that others reach
+    and no token, or that is taken.
     """
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(
+        self, address: str, token: str | None, certificate: Certificate | None = None
+    ) -> None:
         host = urlsplit(address).hostname or ""
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"inference.flight {address} is open to others: set a token in the environment "
                 "variable that inference.api_key_variable names, or use grpc://127.0.0.1:0"
             )
+        pairs = [] if certificate is None else [(certificate.chain, certificate.key)]
         try:
-            self._server = _Server(address, middleware={"token": _Token(token)})
+            self._server = _Server(
+                address, tls_certificates=pairs, middleware={"token": _Token(token)}
+            )
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
                 f"inference.flight: cannot listen on {address} ({error}): expected a free port on "
                 "an address of this machine"
             ) from None
-        self.url = f"grpc://{host}:{self._server.port}"
+        self.url = f"{urlsplit(address).scheme}://{host}:{self._server.port}"
 
     def offer(self, digest: str, parameters: Mapping[str, Any]) -> None:
         """Hand out these parameters from now on; arrays are copied, for the trainer reuses its."""
@@ -128,22 +135,31 @@ def _pieces(parameters: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
 
 
 def fetch(
-    url: str, digest: str, shapes: Mapping[str, tuple[int, ...]], token: str | None
+    url: str,
+    digest: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    token: str | None,
+    ca: str | None = None,
 ) -> dict[str, np.ndarray]:
     """The parameters with a digest from the trainer at `url`, of these shapes.
 
-    Raises EndpointUnavailable where it does not give them, InputError for others than `shapes`.
+    With grpc+tls its certificate is verified by the PEM file `ca` (None: the system's roots).
+    Raises EndpointUnavailable where it does not give them, InputError for others than `shapes`,
+    ConfigError for a `ca` that cannot be read.
     """
+    tls = urlsplit(url).scheme == TLS_SCHEME
+    trusted = {"tls_root_certs": trusted_roots(ca)} if tls else {}
     headers = [] if token is None else [(_TOKEN.encode(), f"Bearer {token}".encode())]
     options = flight.FlightCallOptions(timeout=FETCH_S, headers=headers)
     arrays: dict[str, np.ndarray] = {}
     filled = dict.fromkeys(shapes, 0)
     try:
-        with flight.connect(url) as client:
+        with flight.connect(url, **trusted) as client:
             for chunk in client.do_get(flight.Ticket(digest.encode()), options):
                 _fill(arrays, filled, chunk.data, shapes)
     except (pa.ArrowException, OSError) as error:
-        raise EndpointUnavailable(f"{url}: {str(error).partition('. Detail:')[0]:.300}") from None
+        plain = str(error).partition(". Detail:")[0]
+        raise EndpointUnavailable(f"{url}: {tls_failure(plain) or plain:.300}") from None
     short = [
         name for name, size in filled.items() if name not in arrays or size < arrays[name].nbytes
     ]

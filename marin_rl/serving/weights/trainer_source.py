@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from marin_rl.errors import EndpointUnavailable, InputError, StalePolicy
+from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy
 from marin_rl.lora import Shapes
 from marin_rl.training.policy_source import Fetch
 
@@ -22,21 +22,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainerSource:
-    """A trainer at `url` that hands out parameters to those with its token."""
+    """A trainer at `url` that hands out parameters to those with its token.
+
+    `ca` is a PEM file of the authorities that may have signed its certificate (None: the system's).
+    """
 
     url: str
     token: str | None
+    ca: str | None = None
 
     def fetch(self, digest: str, shapes: Shapes) -> dict[str, np.ndarray]:
         """The parameters with a digest. Raises as `flight.fetch` does."""
         from marin_rl.serving.weights.flight import fetch  # Arrow's takes half a second to import
 
-        return fetch(self.url, digest, shapes, self.token)
+        return fetch(self.url, digest, shapes, self.token, self.ca)
 
 
-def trainer_at(url: str | None, token: str | None) -> TrainerSource | None:
+def trainer_at(url: str | None, token: str | None, ca: str | None = None) -> TrainerSource | None:
     """The trainer that hands out parameters at `url`; None where none does."""
-    return None if url is None else TrainerSource(url, token)
+    return None if url is None else TrainerSource(url, token, ca)
 
 
 def from_trainer_or_files(
@@ -51,6 +55,6 @@ def from_trainer_or_files(
             result = read(source.fetch)
             _log.info("%s came from %s", name, source.url)
             return result
-        except (EndpointUnavailable, InputError, StalePolicy) as error:
+        except (ConfigError, EndpointUnavailable, InputError, StalePolicy) as error:
             _log.warning("%s is read from files: %s", name, error)
     return read(None)
