@@ -5,6 +5,7 @@ here: `from marin_rl import Config, Engine, run, scan_rollouts`. Each name is im
 first used, so that `import marin_rl` stays quick; `__init__.pyi` tells type checkers what they are.
 """
 
+import os
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -52,6 +53,8 @@ def _refuse_other_packages() -> None:
             )
 
 
+# Levanter imports GitPython, which raises ImportError where there is no git.
+os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 _refuse_other_packages()
 sys.meta_path.insert(0, _InstalledPackages)
 

@@ -3,8 +3,11 @@
 No container is built here: images, volumes and networks are checked by their files alone.
 """
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +40,56 @@ def test_the_image_runs_as_an_ordinary_user_and_copies_what_there_is() -> None:
     users = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert users == ["10001"]
     assert lines.index("USER 10001") < lines.index('ENTRYPOINT ["marin-rl"]')
-    for line in lines:
+    assert [name for name in copied_from_the_context() if not (TOP / name).exists()] == []
+
+
+def copied_from_the_context() -> list[str]:
+    """Names of the files and folders that the Dockerfile takes from this checkout."""
+    names: list[str] = []
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
             *sources, _ = [word for word in line.split()[1:] if not word.startswith("--")]
-            assert [source for source in sources if not (TOP / source).exists()] == []
+            names += sources
+    return names
+
+
+def test_the_builder_is_sent_what_it_copies_and_nothing_else() -> None:
+    lines = (TOP / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert {line[1:] for line in lines if line.startswith("!")} == set(copied_from_the_context())
+
+
+def test_images_have_the_name_of_their_registry() -> None:
+    """Without one, Podman and Buildah do not know where to look."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    base = re.search(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
+    assert base is not None
+    assert re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE) == ["$BASE", "$BASE"]
+    others = [COMPOSE["services"]["database"]["image"]]
+    others += [c["image"] for c in pods()["database"]["containers"]]
+    for image in (base[1], *others):
+        assert image.startswith("docker.io/library/")
+
+
+def test_dependencies_are_a_layer_before_the_code_and_have_a_compiler() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    installed = next(n for n, line in enumerate(lines) if ".[$EXTRAS]" in line)
+    assert lines.index("COPY marin_rl marin_rl") > installed
+    assert any(" gcc " in line for line in lines[:installed])
+
+
+def test_the_library_begins_without_git(tmp_path: Path) -> None:
+    program = "import marin_rl, git, shutil; print(shutil.which('git'))"
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("GIT_PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=bare | {"PATH": str(tmp_path)},
+        cwd=TOP,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
 def test_the_services_are_a_server_a_database_a_worker_and_a_fleet() -> None:
