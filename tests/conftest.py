@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from support.forked_workers import ForkedWorkers
 from support.prefect_server import PrefectServer
 from support.quick_programs import drop_quick_programs, quick_programs
 from xdist.scheduler import LoadFileScheduling
@@ -177,6 +178,16 @@ class ByRoom(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return room_of(self.config.rootpath / nodeid.partition("::")[0])
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers of this machine from one process that has imported the tests."""
+    local = [spec for spec in specs if spec.popen and not spec.python]
+    if local:
+        workers = ForkedWorkers(config)
+        config.add_cleanup(workers.stop)
+        for spec in local:
+            spec.python = workers.python
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:

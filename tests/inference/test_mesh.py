@@ -133,7 +133,7 @@ def check_spread(engine: Engine, data: int = 1, fsdp: int = 1, tensor: int = 1) 
         assert shard.shape == (slots // (data * fsdp), heads // tensor, *rest)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "tensor"))
 def test_two_devices_answer_as_one(axis):
     check(**{axis: 2})
@@ -156,7 +156,7 @@ def test_eight_devices_answer_as_one():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
     engine = engine_of(on_mesh(model_of(0), fsdp=2))
     runner, table = engine._runner, engine._batch

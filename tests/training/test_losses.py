@@ -222,12 +222,13 @@ def test_arrays_that_others_recorded_are_taken_as_they_are(shape, precision):
 
 @pytest.mark.parametrize("kind", [bool, np.int32, np.float32])
 def test_a_mask_may_be_of_any_kind(kind):
-    mask, ids = np.asarray(MASK).astype(kind), np.asarray(SEGMENTS)
+    mask, ids = MASK.astype(kind), SEGMENTS
     found = token_weights(mask, ids, "sequence_mean_token_mean", 1)
-    expected = token_weights(MASK, SEGMENTS, "sequence_mean_token_mean", 1)
+    arrays = jnp.asarray(MASK), jnp.asarray(SEGMENTS)
+    expected = token_weights(*arrays, "sequence_mean_token_mean", 1)
     np.testing.assert_array_equal(found, expected)
     logs = log_ratios(np.zeros((2, 6)), np.ones((2, 6)), mask, ids, "sequence_mean")
-    np.testing.assert_array_equal(logs, -np.asarray(SEGMENTS > 0, np.float32))
+    np.testing.assert_array_equal(logs, -(SEGMENTS > 0).astype(np.float32))
 
 
 def test_a_choice_that_is_not_known_is_refused_by_name():
@@ -238,8 +239,8 @@ def test_a_choice_that_is_not_known_is_refused_by_name():
 
 
 # Two rows: a sequence of two trained tokens; two packed ones of one and three, after a prompt.
-MASK = jnp.array([[0, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 1]], jnp.float32)
-SEGMENTS = jnp.array([[1, 1, 1, 0, 0, 0], [1, 1, 2, 2, 2, 2]])
+MASK = np.array([[0, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 1]], np.float32)
+SEGMENTS = np.array([[1, 1, 1, 0, 0, 0], [1, 1, 2, 2, 2, 2]], np.int32)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def test_clip_ratios_entropy_and_kl_are_those_of_trl(case):
 
 
 # One row, two packed sequences of two trained tokens each, after a prompt token.
-MASK = jnp.array([[0, 1, 1, 0, 1, 1]], jnp.float32)
-SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2]])
-OLD = jnp.zeros((1, 6))
+MASK = np.array([[0, 1, 1, 0, 1, 1]], np.float32)
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2]], np.int32)
+OLD = np.zeros((1, 6), np.float32)
 
 
 def logs(*ratios):

@@ -59,7 +59,7 @@ def single(tokenizer, tmp_path_factory):
     return config, after_two_steps(config, tokenizer)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "fsdp"))
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
@@ -179,7 +179,7 @@ def graded(model, head, layout, rows):
     return [found, by_head.weight.array, *by_parameters.values()], grade.as_text()
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", others_slow(["data", "fsdp"], "fsdp"))
 def test_each_device_scores_its_own_rows_and_no_others(axis):
     model, rows = build_model(tiny_policy(layers=1), VOCAB, 0), shared_rows(8)
@@ -194,7 +194,7 @@ def test_each_device_scores_its_own_rows_and_no_others(axis):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 def test_rows_are_filled_up_to_what_devices_share_out_evenly():
     layout = layout_of(MeshConfig(data=2))
     arrays, used = to_fixed_shape(random_batch(7, LENGTH), 3, 7, layout)  # 4 rows, for 3 are odd

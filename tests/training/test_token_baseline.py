@@ -224,7 +224,7 @@ def test_a_round_that_is_done_again_ends_in_the_same_bits(debug, tokenizer) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, real or virtual")
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_on_a_mesh_norms_are_those_of_one_device(debug, tokenizer, axis) -> None:
     config = debug(*SETTINGS)
