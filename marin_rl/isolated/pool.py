@@ -226,11 +226,12 @@ class WorkerPool:
             return worker.ask(common, items, wall_s)
 
     def close(self) -> None:
-        """End the workers that are idle."""
+        """End the workers that are idle, in a fork none: they are its parent's."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.close()
+        if self._owner == os.getpid():
+            for worker in idle:
+                worker.close()
 
     @contextmanager
     def _worker(self) -> Iterator[Worker]:

@@ -79,16 +79,17 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", "os.fork.. was called", RuntimeWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the workers, and they end this
     sys.stdout.flush()
+    workers = []
     while listener in select.select([listener, 0], [], [])[0]:
         connection, _ = listener.accept()
-        if os.fork() == 0:
+        workers.append(os.fork())
+        if workers[-1] == 0:
             listener.close()
             _work(connection)
             return
         connection.close()
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()  # so that their time is part of this command's
+    for worker in workers:
+        os.waitpid(worker, 0)  # so that their time is part of this command's
 
 
 def _work(connection: socket.socket) -> None:
