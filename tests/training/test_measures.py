@@ -102,8 +102,8 @@ def of(advantages, weights=(1.0,) * 6, **choice):
     objective = ObjectiveConfig(**choice)
     logprobs, corrections = logs(1, 1.5, 0.5, 1, 1.1, 1.5), jnp.array([weights])
     advantages = jnp.array([advantages])
-    rows = rows_of(advantages, MASK, SEGMENTS)
-    found = clipped_tokens(objective, logprobs, OLD, corrections, rows)
+    rows = rows_of(advantages, jnp.asarray(MASK), jnp.asarray(SEGMENTS))
+    found = clipped_tokens(objective, logprobs, jnp.asarray(OLD), corrections, rows)
     return found[0]
 
 
@@ -169,7 +169,8 @@ def test_tokens_beyond_the_bounds_of_each_surrogate():
 
 def test_entropy_of_sequences_is_minus_their_log_probability():
     logprobs = jnp.array([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]])
-    found = sequence_entropy(logprobs, MASK, trained_sequences(MASK, SEGMENTS))
+    mask, segments = jnp.asarray(MASK), jnp.asarray(SEGMENTS)
+    found = sequence_entropy(logprobs, mask, trained_sequences(mask, segments))
     assert float(found) == pytest.approx((3 + 7) / 2)
 
 
