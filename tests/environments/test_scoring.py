@@ -300,6 +300,33 @@ def test_starting_a_worker_does_not_wait_for_it(
     pool.close()
 
 
+FORK_THAT_CLOSES = """
+import os
+from marin_rl.isolated.pool import WorkerLimits, WorkerPool
+limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
+pool = WorkerPool("imports_for_an_hour", limits, 1)
+with pool._worker() as worker:
+    pass
+fork = os.fork()
+if fork == 0:
+    pool.close()
+    os._exit(0)
+assert os.waitpid(fork, 0)[1] == 0
+assert os.path.exists(f"/proc/{worker.process_id}")
+with pool._worker() as again:
+    assert again is worker
+pool.close()
+assert not os.path.exists(f"/proc/{worker.process_id}")
+"""
+
+
+def test_a_fork_that_closes_a_pool_leaves_its_parents_workers_alone(tmp_path):
+    (tmp_path / "imports_for_an_hour.py").write_text("import time\ntime.sleep(3600)\n")
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", FORK_THAT_CLOSES]
+    subprocess.run(command, env=environment, check=True, timeout=120)
+
+
 def test_reasoning_gym_is_scored_in_a_worker() -> None:
     """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
     config = EnvironmentConfig(
