@@ -40,10 +40,12 @@ _KEY = re.compile(
 _PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 
 # What is read, and keys that change no number whatever they are.
-_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
+_READ = {
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "target_modules",
+}  # fmt: skip
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "layers_pattern",
+    "inference_mode", "exclude_modules", "lora_dropout", "layers_pattern",
     "loftq_config", "eva_config", "corda_config", "megatron_config", "megatron_core",
     "runtime_config", "qalora_group_size",
 }  # fmt: skip
@@ -70,6 +72,7 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
                 f"{path / WEIGHTS_FILE}: tensor {key!r:.200} belongs to no linear layer of the "
                 f"base: expected lora_A and lora_B of {', '.join(names)}"
             )
+        _check_target(path, config, f"model.layers.{match[1]}.{match[2]}")
         parts.setdefault(names[match[2]], {})[int(match[1]), match[3]] = tensor
     modules, arrays = {}, {}
     for weight in (weight for weight in layers if weight in parts):
@@ -141,6 +144,22 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
                     f"{file}: {pattern} has the pattern {name!r:.80}; expected names of modules, "
                     "such as model.layers.0.self_attn.q_proj: write them out"
                 )
+
+
+def _check_target(folder: Path, config: Mapping[str, Any], name: str) -> None:
+    """Raise InputError for a module with tensors that a list of `target_modules` leaves out.
+
+    PEFT ignores such tensors, so that its numbers would be others than ours.
+    """
+    targets = config.get("target_modules")
+    # a text is a regular expression or all-linear: a stranger's pattern is not evaluated
+    if not isinstance(targets, list):
+        return
+    if not any(name == target or name.endswith(f".{target}") for target in targets):
+        raise InputError(
+            f"{folder / CONFIG_FILE}: target_modules {targets!r:.200} has not {name}, which "
+            f"{WEIGHTS_FILE} has tensors of: expected both of one adapter; copy the folder again"
+        )
 
 
 def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:

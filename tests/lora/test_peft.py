@@ -144,6 +144,10 @@ def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> Non
         ({"use_rslora": "yes"}, "expected use_rslora true or false"),
         ({"rank_pattern": {"(.*)*q": 4}}, "has the pattern '(.*)*q'"),
         ({"rank_pattern": [4]}, "expected rank_pattern to be an object"),
+        (
+            {"target_modules": ["q_proj", "k_proj"]},
+            "target_modules ['q_proj', 'k_proj'] has not model.layers.",
+        ),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(
