@@ -17,12 +17,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from prefect.exceptions import Pause
+
 from flows.ahead import Rounds, Seconds, Trained, reported, run_together
 from flows.evaluate import round_after
+from flows.root_workers import RootWorkers
 from flows.rounds import learn
 from flows.session import pause_if_suspended
+from marin_rl.errors import StorageError
 from marin_rl.rollouts.intake import is_ready
-from marin_rl.rollouts.partial import Interruption
+from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.streaming import (
     Claimant,
     begun_by,
@@ -78,6 +82,7 @@ class _WindowedRounds(Rounds):
         self._taken = self._first - 1  # the last round that took its groups
         self._ended = False  # sampling
         self._sampling = _Sampling(GroupStream(self._opened))
+        self._workers = RootWorkers(self._opened)  # next to what this flow has sampled itself
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the coroutines that sample, train and close the rounds."""
@@ -88,16 +93,31 @@ class _WindowedRounds(Rounds):
         try:
             with reported(self._evaluated):
                 while self._taken + 1 < self._rounds.stop:
-                    await pause_if_suspended()
+                    await self._pause_if_suspended(sampling)
                     await self._newest_policy(sampling)
                     await self._fill(sampling)
                     await self._wait(sampling)
+                await self._workers.close("ended")
                 await self._evaluate_until(self._rounds.stop)
         finally:
             self._ended = True
             for chunk in sampling.chunks.values():
                 chunk.cancel()
             await asyncio.gather(*sampling.chunks.values(), return_exceptions=True)
+            with suppress(StorageError):  # what sampling failed by is raised
+                await self._workers.close()
+
+    async def _pause_if_suspended(self, sampling: _Sampling) -> None:
+        """Raise Prefect's Pause where the flow run was suspended, with nothing lost by it.
+
+        What is under way ends at the next border of groups, or of pieces, on every machine.
+        """
+        try:
+            await pause_if_suspended()
+        except Pause:
+            sampling.interruption.request(between_groups=True)
+            await self._drain(sampling)
+            raise
 
     async def _newest_policy(self, sampling: _Sampling) -> None:
         """Serve the latest checkpoint, once what earlier ones sample is finished.
@@ -111,8 +131,10 @@ class _WindowedRounds(Rounds):
             await self._drain(sampling)
         await self._evaluate_until(version)
         stages = StageRunner(self._config.flow)
-        sampling.policy = await self._served(stages, version, needed=True)
-        sampling.version = version
+        policy = await self._served(stages, version, needed=True)
+        assert policy is not None, "it was needed"
+        await self._workers.open(policy, self._taken + 1)
+        sampling.policy, sampling.version = policy, version
 
     async def _drain(self, sampling: _Sampling) -> None:
         """Wait for the chunks under way: no group is of two policies.
@@ -120,8 +142,10 @@ class _WindowedRounds(Rounds):
         Where completions are sampled in pieces, for the pieces under way: the next policy goes on.
         """
         sampling.interruption.request()
+        await self._workers.close()
         for task in [*sampling.chunks.values()]:
             await task
+        await self._workers.drained()
         sampling.chunks.clear()
         sampling.interruption = Interruption()
 
@@ -146,12 +170,13 @@ class _WindowedRounds(Rounds):
         return policy
 
     async def _fill(self, sampling: _Sampling) -> None:
-        """Claim and begin chunks while there is room."""
+        """Claim and begin chunks while there is room; with `flow.runner: root` workers do."""
         if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
             return
         settled = await in_thread(settled_before, self._opened, self._taken + 1)
         began = time.monotonic()
         await in_thread(sampling.stream.look)
+        gone = await self._workers.gone(sampling.stream.claims.values())
         sampling.looking_s = time.monotonic() - began
         taken = self._taken + 1
         assert sampling.policy is not None, "a policy is served first"
@@ -161,8 +186,13 @@ class _WindowedRounds(Rounds):
             now=now_utc(),
             oldest=taken - self._config.staleness_rounds_max,
             busy={*sampling.chunks},
+            gone=gone,
         )
-        for chunk in open_chunks(sampling.stream, settled, claimant):
+        chunks = open_chunks(sampling.stream, settled, claimant)
+        if self._workers.alone:
+            self._workers.check(needed=next(chunks, None) is not None)
+            return
+        for chunk in chunks:
             await self._begin(sampling, chunk, claimant, settled.floor)
             if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
                 return

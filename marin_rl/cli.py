@@ -24,6 +24,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run:run", "Start a run, or continue it where it stopped."),
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
+        "sample": ("sample:sample", "Sample for a run that is trained elsewhere."),
         "recipes": ("config:recipes", "List the shipped recipes and what they set."),
     },
     "Look": {

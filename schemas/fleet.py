@@ -1,19 +1,21 @@
-"""Records of a fleet: heartbeats of servers, and which checkpoint they are to serve.
+"""Records of a fleet: heartbeats of servers and workers, and what each of them is to do.
 
 They commit nothing and are replaced all the time; a run is what it is without them. Each is sealed
 as other records are; the signature in its envelope is for storage (`marin_rl.storage.fleet`).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.fields import Integer, Name, Number, Sha256, Text
+from schemas.fields import Integer, Key, Name, Number, Sha256, Text
 from schemas.records import Record
 
 LABELS_MAX = 32
 SETTINGS_MAX = 200
 ADAPTERS_MAX = 1024
+CANARY_TOKENS_MAX = 1024
+CHUNKS_MAX = 4096  # of one worker
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
@@ -66,6 +68,58 @@ class TargetRecord(Record):
     flight: FlightUrl | None = None
 
 
+class CanaryRecord(Record):
+    """The tokens by which an endpoint is proven, and the trainer's log-probabilities of them."""
+
+    temperature: Number
+    token_ids: Annotated[list[Count], Field(min_length=1, max_length=CANARY_TOKENS_MAX)]
+    logprobs: Annotated[list[Number], Field(min_length=1, max_length=CANARY_TOKENS_MAX)]
+    tolerance: Number
+
+
+class SamplingRecord(Record):
+    """What a run's workers are to sample by, as its trainer says: see `storage.workers`.
+
+    `state` is open, closed (no new groups for now) or ended (no more groups at all). `rounds_taken`
+    is what the trainer knew as it wrote this; intakes say what was taken since. `groups_open_max`,
+    `claim_s` and `commit_every_s` are keys of its configuration that workers share.
+    """
+
+    run_sha256: Sha256
+    code: Sha256
+    stream: Sha256
+    state: Literal["open", "closed", "ended"]
+    rounds: Count
+    rounds_taken: Count
+    groups_open_max: Count
+    claim_s: Number
+    commit_every_s: Number | None = None
+    model: Text
+    weight_version: Count
+    parameters_digest: Sha256
+    tokenizer: Text
+    chat_template: Text
+    checkpoint: Key
+    checkpoint_sha256: Sha256
+    canary: CanaryRecord
+
+
+class WorkerRecord(Record):
+    """A worker that samples by the root alone: the chunks that it samples, by which policy.
+
+    `beat` grows with every writing. Times are Unix seconds by the worker's clock: for people.
+    """
+
+    worker: Name
+    run_sha256: Sha256
+    beat: Count
+    chunks: Annotated[list[Count], Field(max_length=CHUNKS_MAX)]
+    weight_version: Integer
+    groups: Count
+    started_at: Number
+    beat_at: Number
+
+
 class HeartbeatEnvelope(Record):
     """The object that a heartbeat lies in."""
 
@@ -77,4 +131,18 @@ class TargetEnvelope(Record):
     """The object that a target lies in."""
 
     target: TargetRecord
+    signature: Text = ""
+
+
+class SamplingEnvelope(Record):
+    """The object that says what is to be sampled."""
+
+    sampling: SamplingRecord
+    signature: Text = ""
+
+
+class WorkerEnvelope(Record):
+    """The object that a worker's heartbeat lies in."""
+
+    worker: WorkerRecord
     signature: Text = ""

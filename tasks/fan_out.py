@@ -175,7 +175,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
     where they do not, without the deployments, without Ray or its cluster.
     """
     flow = config.flow
-    if flow.runner == "local":
+    if flow.runner in ("local", "root"):  # workers that have the root alone ask no flow
         yield
         return
     if not shared_api:

@@ -4,6 +4,7 @@
 have the workers of a Prefect work pool do the same.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,9 +17,10 @@ from marin_rl.errors import ConfigError, WorkerLost
 from marin_rl.rollouts.curriculum import sampling_record
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
-from marin_rl.rollouts.partial import Interruption
+from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.rewards import RewardScorer
 from marin_rl.rollouts.streaming import sample_chunk
+from marin_rl.rollouts.worker_pulse import watch_order
 from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
 from marin_rl.storage.tables.intakes import Settled
@@ -49,10 +51,20 @@ async def sample(
 ) -> int:
     """Sample, score and commit groups of the stream, those below number `floor` aside.
 
-    Once `interruption` is requested, what is unfinished is kept, where it can be gone on with.
+    Once `interruption` is requested, what is unfinished is kept, where it can be gone on with;
+    where another machine gave the chunk out, that comes by the run's root.
     """
     opened, settled = await in_thread(_opened, run, policy), Settled(floor=floor)
-    return await sample_chunk(opened, chunk, policy, worker, settled, interruption)
+    sampling = sample_chunk(opened, chunk, policy, worker, settled, interruption)
+    if not run.code:
+        return await sampling
+    # Given out by another machine, whose requests to end come by the root.
+    watching = asyncio.ensure_future(watch_order(opened, policy, interruption))
+    try:
+        return await sampling
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 @task(task_run_name="extend[round-{round:05d}]", **STAGE)
@@ -180,6 +192,6 @@ def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:
 
 
 pooled[generate.name] = Pooled(task=generate_on_pool, pack=_of_shards)
-# A request to end early reaches no other machine: chunks there are finished.
+# A request to end early is no parameter: `watch_order` sees it in the root.
 pooled[sample.name] = Pooled(task=sample_on_pool, pack=lambda calls: calls[0][:-1])
 pooled[evaluate.name] = Pooled(task=evaluate_on_pool, pack=lambda calls: calls[0])

@@ -80,11 +80,12 @@ class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
-    runner: Literal["local", "work_pool", "ray"] = runtime_field(
+    runner: Literal["local", "work_pool", "ray", "root"] = runtime_field(
         default="local",
         description="where shards are sampled and checkpoints evaluated: in the flow's process, by "
-        "workers of a Prefect work pool, or on a Ray cluster; the latter two need "
-        "inference.endpoints",
+        "workers of a Prefect work pool, or on a Ray cluster; root: groups of a window are sampled "
+        "by `marin-rl sample` alone, and checkpoints are evaluated in the flow's process. All but "
+        "local need inference.endpoints",
     )
     deployment: str = runtime_field(
         default="prod",

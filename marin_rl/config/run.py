@@ -371,7 +371,27 @@ class Config(Section):
                 f"flow.runner is {self.flow.runner}, but inference.endpoints is empty: the "
                 "embedded engine answers this process alone; expected endpoints, such as registered"
             )
+        if self.flow.runner == "root" and (reason := self.without_root_workers):
+            raise ValueError(f"flow.runner root: {reason}")
         return self
+
+    @property
+    def without_root_workers(self) -> str:
+        """Reason why `marin-rl sample` cannot sample for this run; empty where it can."""
+        if not self.windowed:
+            return (
+                "workers that have the root alone sample a window of groups: expected "
+                "asynchrony.sampler windowed, found in_order"
+            )
+        if not self.inference.has_fleet or self.inference.publish == "vllm_reload":
+            return (
+                "workers that have the root alone prove each endpoint by its exact model id and "
+                "the trainer's canary: expected inference.publish pull (endpoints such as "
+                "registered), or a fleet that is sent weights under a name for each version; found "
+                f"publish {self.inference.publish} and endpoints "
+                f"{', '.join(self.inference.endpoints) or 'none'}"
+            )
+        return ""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "Config":

@@ -40,7 +40,8 @@ from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
 from marin_rl.rollouts.finished import FinishedDriver
-from marin_rl.rollouts.partial import Interrupted, PartialSampling
+from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
+from marin_rl.rollouts.partial import PartialSampling
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
@@ -240,13 +241,15 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     pieces: Pieces | None = None,
     first: int | None = None,
     partial_sampling: PartialSampling | None = None,
+    interruption: Interruption | None = None,
 ) -> list[RolloutGroup]:
     """Sample and score groups concurrently; they come back in the order of `requests`.
 
     With `pieces`, members that are committed are not sampled again, and groups are committed as
     they are finished, or their members as those end. With `first`, that many finished groups are
     waited for, and the others are cancelled: see `first_done`. With `partial_sampling`, groups
-    that are interrupted are committed as far as they got, and left out.
+    that are interrupted are committed as far as they got, and left out; without it, groups that
+    have not begun when `interruption` is requested between groups are left out.
 
     `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
     episodes that have several, by default as the policy's chat template does. Publishes `progress`
@@ -271,6 +274,9 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         client: ChatClient = connected
         if partial_sampling is not None:
             client = await partial_sampling.client(connected, policy, requests)
+        elif interruption is not None:
+            at_once = inference.requests_in_flight_max * (inference.turns_per_request or 1)
+            client = InterruptibleClient(connected, interruption, at_once)
         samplers = {
             part.label: GroupSampler(
                 _driver_of(config, policy, part, client, bridge, template),
@@ -284,7 +290,7 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         labels = [part_for(environment, config.environment, r.example).label for r in requests]
         pairs = zip(labels, requests, strict=True)
         sampling = [samplers[label].sample(request) for label, request in pairs]
-        if partial_sampling is not None:
+        if partial_sampling is not None or interruption is not None:
             return [group for group in await all_of(map(_unless_interrupted, sampling)) if group]
         if first is None:
             return await all_of(sampling)

@@ -32,6 +32,7 @@ from marin_rl.inference.client.protocol import (
 from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
 from marin_rl.rollouts.episode import all_of, check_identity, check_prompt
+from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial_members import GOES_ON, Member, members_of
 from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
 from marin_rl.storage.tables.partials import PartialGroups
@@ -41,21 +42,6 @@ STOP = "stop"  # finish reason of a completion that an end token or a stop strin
 REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
-
-
-class Interrupted(Exception):
-    """Sampling ended at the border of two pieces."""
-
-
-class Interruption:
-    """Request to end sampling at the next border of pieces."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def request(self) -> None:
-        """Have all who sample end after the piece that they wait for."""
-        self.requested = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

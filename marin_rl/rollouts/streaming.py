@@ -19,13 +19,15 @@ from marin_rl.environments.mixture import sampling_for
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.rollouts.in_flight import in_flight_client
-from marin_rl.rollouts.partial import Interruption, PartialSampling
+from marin_rl.rollouts.interruption import Interruption
+from marin_rl.rollouts.partial import PartialSampling
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import Settled
 from marin_rl.storage.tables.packs import PackChain
 from marin_rl.storage.tables.partials import partials_of_stream
 from marin_rl.storage.tables.stream import (
+    Claim,
     GroupStream,
     chunk_size,
     groups_in,
@@ -56,7 +58,8 @@ class Claimant:
     """A worker that claims chunks: its name, those it samples already, and its clock.
 
     `most` bounds the groups that are claimed and not settled, its own and those of others, but for
-    those of policies before `oldest`, which no further round can take.
+    those of policies before `oldest`, which no further round can take. Claims of workers that are
+    `gone` are not waited for.
     """
 
     worker: str
@@ -64,6 +67,7 @@ class Claimant:
     now: datetime
     oldest: int = 0
     busy: Collection[int] = ()
+    gone: Collection[str] = ()
 
 
 def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
@@ -77,14 +81,19 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
     chunk, counted = settled.floor // chunk_size(config), 0
     while counted < claimant.most:
         claim, left = stream.claims.get(chunk), settled.left(numbers_of(config, chunk))
-        if not stream.has(left):
-            others = claim is not None and claim.worker != claimant.worker
-            live = others and claim is not None and claim.is_live(claimant.now, _claim_s(config))
-            if not (live or chunk in claimant.busy):
-                yield chunk
+        taken = chunk in claimant.busy or _is_anothers(claim, claimant, config)
+        if not (taken or stream.has(left)):
+            yield chunk
         if claim is None or claim.policy_version >= claimant.oldest:
             counted += len(left)
         chunk += 1
+
+
+def _is_anothers(claim: Claim | None, claimant: Claimant, config: Config) -> bool:
+    """True if a claim leaves its chunk to another worker."""
+    if claim is None or claim.worker == claimant.worker or claim.worker in claimant.gone:
+        return False
+    return claim.is_live(claimant.now, _claim_s(config))
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
@@ -104,13 +113,17 @@ def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
     return stream.has(settled.left(numbers_of(stream.run.config, chunk)))
 
 
-def under_way(stream: GroupStream, settled: Settled, now: datetime) -> list[int]:
-    """Policy versions of the live claims on groups that are not finished."""
+def under_way(
+    stream: GroupStream, settled: Settled, now: datetime, gone: Collection[str] = ()
+) -> list[int]:
+    """Policy versions of the live claims on groups that are not finished, but of workers `gone`."""
     seconds = _claim_s(stream.run.config)
     return [
         claim.policy_version
         for chunk, claim in stream.claims.items()
-        if claim.is_live(now, seconds) and not is_finished(stream, settled, chunk)
+        if claim.worker not in gone
+        and claim.is_live(now, seconds)
+        and not is_finished(stream, settled, chunk)
     ]
 
 
@@ -245,8 +258,8 @@ async def sample_chunk(
 ) -> int:
     """Sample and commit the groups of a chunk that are not finished; the number of its groups.
 
-    Those that `interruption` leaves unfinished are not counted; they are committed as far as they
-    got, where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
+    Those that `interruption` leaves out are not counted; they are committed as far as they got,
+    where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
     are committed by then stay.
     """
     environment = environment_of(run.config)
@@ -273,6 +286,7 @@ async def sample_chunk(
         connect=in_flight_client(run, policy),
         pieces=committing,
         partial_sampling=partial,
+        interruption=interruption,
     )
     groups = await committing.flushing(sampling)
     refuse_if_mostly_errors(

@@ -21,6 +21,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from schemas import Malformed, NewerVersion
 from schemas.fleet import HeartbeatEnvelope, HeartbeatRecord, TargetEnvelope, TargetRecord
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
+from schemas.records import Record
 
 FLEET = ".fleet"
 TARGET_KEY = f"{FLEET}/target.json"
@@ -28,6 +29,8 @@ VERSION = 1
 READERS = 16  # a listing names the heartbeats, and each is a request of its own in a bucket
 
 _SUFFIX = ".heartbeat.json"
+WORKER_SUFFIX = ".worker.json"
+_BEATS = {_SUFFIX: "heartbeat", WORKER_SUFFIX: "worker"}
 _SETTINGS = ("policy.compute_dtype", "policy.context_length")
 
 
@@ -126,31 +129,63 @@ def run_sha256(folder: ObjectStore) -> str:
     return sha256_of(folder.read(RUN_KEY))
 
 
-class FleetBoard:
-    """The records of a fleet in a run's own folder, read and written with one API token."""
+class SignedRecords:
+    """Records below `.fleet/` in a run's own folder, read and written with one API token."""
 
     def __init__(self, folder: ObjectStore, api_key: str | None) -> None:
-        self._folder, self._key = folder, api_key
+        self.folder, self._key = folder, api_key
 
     @property
     def api_key(self) -> str | None:
         """The token that records are signed with; None where there is none."""
         return self._key
 
+    def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
+        """The bytes of a record."""
+        full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}
+        return sealed_json({**full, "signature": self._signature(full)})
+
+    def opened(self, kind: str, shape: type[Record], data: bytes, source: str) -> dict[str, Any]:
+        """The record in some bytes. Raises CorruptObject, NewerSchema naming `source`."""
+        try:
+            record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
+        except NewerVersion as error:
+            raise NewerSchema(f"{source}: {error}") from None
+        except Malformed as error:
+            raise CorruptObject(f"{source}: {error}") from None
+        signature = record.pop("signature", "")
+        if not hmac.compare_digest(str(signature), self._signature(record)):
+            raise CorruptObject(
+                f"{source}: expected a record signed with this process's API token, found "
+                f"{'another signature' if signature else 'none'}: set the same token on the "
+                "trainer, on every server and on every worker (inference.api_key_variable)"
+            )
+        return record[kind]
+
+    def _signature(self, record: Mapping[str, Any]) -> str:
+        """Code of a record under the API token; empty where there is no token."""
+        if self._key is None:
+            return ""
+        return hmac.digest(self._key.encode(), canonical_json(dict(record)), "sha256").hex()
+
+
+class FleetBoard(SignedRecords):
+    """The records of the servers of a run, and of what they are to serve."""
+
     def announce(self, heartbeat: Heartbeat) -> None:
         """Write a server's heartbeat in the place of its last one. Raises StorageError."""
-        self._folder.replace(_key(heartbeat.server), self._signed("heartbeat", asdict(heartbeat)))
+        self.folder.replace(_key(heartbeat.server), self.signed("heartbeat", asdict(heartbeat)))
 
     def withdraw(self, server: str) -> None:
         """Remove a server's heartbeat. Raises StorageError."""
-        self._folder.delete(_key(server))
+        self.folder.delete(_key(server))
 
     def heartbeats(self) -> "list[Heartbeat | Unreadable]":
         """Every heartbeat, the last one of each address; what cannot be read says why.
 
         Raises StoreUnavailable.
         """
-        names = [n for n in self._folder.children(FLEET) if n.endswith(_SUFFIX)]
+        names = [n for n in self.folder.children(FLEET) if n.endswith(_SUFFIX)]
         with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
             read = [item for item in pool.map(self._heartbeat, names) if item is not None]
         # A server that was killed and started again at its address has two; its clock is one.
@@ -164,11 +199,11 @@ class FleetBoard:
     def aim(self, target: Target) -> None:
         """Write which checkpoint servers are to serve. Raises StorageError."""
         said = {name: value for name, value in asdict(target).items() if value is not None}
-        self._folder.replace(TARGET_KEY, self._signed("target", said))
+        self.folder.replace(TARGET_KEY, self.signed("target", said))
 
     def release(self) -> None:
         """Let servers go on to the newest checkpoint. Raises StorageError."""
-        self._folder.delete(TARGET_KEY)
+        self.folder.delete(TARGET_KEY)
 
     def target(self) -> Target | None:
         """The checkpoint that servers are to serve, None for the newest.
@@ -176,16 +211,16 @@ class FleetBoard:
         Raises CorruptObject for a record of another run or token, StoreUnavailable.
         """
         try:
-            data = self._folder.read(TARGET_KEY)
+            data = self.folder.read(TARGET_KEY)
         except ObjectMissing:
             return None
-        return Target(**self._opened("target", data, self._folder.url_of(TARGET_KEY)))
+        return Target(**self._opened("target", data, self.folder.url_of(TARGET_KEY)))
 
     def _heartbeat(self, name: str) -> "Heartbeat | Unreadable | None":
         key = f"{FLEET}/{name}"
         try:
-            data = self._folder.read(key)
-            return Heartbeat(**self._opened("heartbeat", data, self._folder.url_of(key)))
+            data = self.folder.read(key)
+            return Heartbeat(**self._opened("heartbeat", data, self.folder.url_of(key)))
         except ObjectMissing:
             return None  # withdrawn since the listing
         except StorageError as error:
@@ -193,33 +228,11 @@ class FleetBoard:
                 raise
             return Unreadable(name=name, error=str(error))
 
-    def _signed(self, kind: str, record: dict[str, Any]) -> bytes:
-        full = {kind: record, "format": f"marin-rl/{kind}", "version": VERSION}
-        return sealed_json({**full, "signature": self._signature(full)})
-
     def _opened(self, kind: str, data: bytes, source: str) -> dict[str, Any]:
-        """The fields of a record. Raises CorruptObject, NewerSchema naming `source`."""
+        """The fields of a record that this version knows. Raises as `opened`."""
         shape, fields = _SHAPES[kind]
-        try:
-            record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
-        except NewerVersion as error:
-            raise NewerSchema(f"{source}: {error}") from None
-        except Malformed as error:
-            raise CorruptObject(f"{source}: {error}") from None
-        signature = record.pop("signature", "")
-        if not hmac.compare_digest(str(signature), self._signature(record)):
-            raise CorruptObject(
-                f"{source}: expected a record signed with this process's API token, found "
-                f"{'another signature' if signature else 'none'}: set the same token on the "
-                "trainer and on every server (inference.api_key_variable)"
-            )
-        return {name: record[kind].get(name) for name in fields}
-
-    def _signature(self, record: Mapping[str, Any]) -> str:
-        """Code of a record under the API token; empty where there is no token."""
-        if self._key is None:
-            return ""
-        return hmac.digest(self._key.encode(), canonical_json(dict(record)), "sha256").hex()
+        record = self.opened(kind, shape, data, source)
+        return {name: record.get(name) for name in fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,10 +251,11 @@ _SHAPES = {
 
 def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:
     """Seconds since a heartbeat was written, by its writer's clock; None for other objects."""
-    if not (key.startswith(f"{FLEET}/") and key.endswith(_SUFFIX)):
+    kind = next((kind for suffix, kind in _BEATS.items() if key.endswith(suffix)), None)
+    if kind is None or not key.startswith(f"{FLEET}/"):
         return None
     try:
-        return now - float(json.loads(data)["heartbeat"]["beat_at"])
+        return now - float(json.loads(data)[kind]["beat_at"])
     except (ValueError, TypeError, KeyError):
         return None
 

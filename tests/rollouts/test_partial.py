@@ -33,7 +33,8 @@ from marin_rl.rollouts.generate import (
     shard_fingerprint,
     shard_requests,
 )
-from marin_rl.rollouts.partial import Interrupted, Interruption, PartialSampling
+from marin_rl.rollouts.interruption import Interrupted, Interruption
+from marin_rl.rollouts.partial import PartialSampling
 from marin_rl.rollouts.streaming import group_id_of, sample_chunk, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.serving.server import PolicyServer

@@ -1,0 +1,116 @@
+"""How a worker that has the root alone hears of its trainer, and is heard of: order and heartbeats.
+
+Leaves out what a worker does by an order (`root_worker`), and the records themselves
+(`storage.workers`).
+"""
+
+import asyncio
+import logging
+import threading
+import time
+
+from marin_rl.errors import StorageError
+from marin_rl.inference.client.fleet_sources import board_of
+from marin_rl.rollouts.interruption import Interruption
+from marin_rl.storage.fleet import run_sha256
+from marin_rl.storage.runs import Run
+from marin_rl.storage.workers import SamplingOrder, WorkerBeat, WorkerBoard
+from marin_rl.types import ServedPolicy
+
+LOOK_S = 0.5  # between two looks at the order, and at the stream while there is no room
+STOP_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def worker_board(run: Run) -> WorkerBoard:
+    """The records of a run's workers, with the API token of this process's environment."""
+    servers = board_of(run.config.inference, run.folder)
+    return WorkerBoard(run.folder, servers.api_key)
+
+
+class Pulse:
+    """Heartbeats of a worker, and its look at the trainer's order, in a thread of their own.
+
+    The event loop may be busy for seconds; a worker that is alive is to beat all the same.
+    """
+
+    def __init__(self, run: Run, board: WorkerBoard, name: str, beat_s: float | int) -> None:
+        self.name, self.board, self.order = name, board, board.order()
+        self.chunks: tuple[int, ...] = ()
+        self.version, self.groups = -1, 0
+        self.interruption, self.begun = Interruption(), self.order
+        self._beat_s, self._run_sha256 = float(beat_s), run_sha256(run.folder)
+        self._beat, self._started_at, self._due = 0, time.time(), 0.0
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        """Write the first heartbeat, before anything is claimed. Raises StorageError."""
+        self.write()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more, and withdraw the heartbeat."""
+        self._stopping.set()
+        self._thread.join(STOP_S)
+        try:
+            self.board.withdraw(self.name)
+        except StorageError as error:
+            _log.warning("the heartbeat of %s stays: %s", self.name, error)
+
+    def write(self) -> None:
+        """Write a heartbeat. Raises StorageError."""
+        with self._lock:
+            self._beat += 1
+            self.board.beat(
+                WorkerBeat(
+                    worker=self.name,
+                    run_sha256=self._run_sha256,
+                    beat=self._beat,
+                    chunks=self.chunks,
+                    weight_version=self.version,
+                    groups=self.groups,
+                    started_at=self._started_at,
+                    beat_at=time.time(),
+                )
+            )
+            self._due = time.monotonic() + self._beat_s
+
+    def look(self) -> SamplingOrder | None:
+        """Read the order; where it ends what is under way, say so. Raises StorageError."""
+        self.order = order = self.board.order()
+        begun = self.begun
+        if begun is not None and (order is None or order.state != "open" or order.replaces(begun)):
+            self.interruption.request(between_groups=True)
+        return order
+
+    def _live(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            try:
+                self.look()
+                if time.monotonic() >= self._due:
+                    self.write()
+            except StorageError as error:  # a store that is away for a while; others say why
+                _log.warning("worker %s: %s", self.name, error)
+
+
+async def watch_order(run: Run, policy: ServedPolicy, interruption: Interruption) -> None:
+    """Request an interruption once a run's trainer closes its sampling, or goes on.
+
+    For workers of a pool and nodes of a cluster, which get no request of another machine.
+    """
+    if run.config.without_root_workers:
+        return
+    board = worker_board(run)
+    while True:
+        try:
+            order = await asyncio.to_thread(board.order)
+        except StorageError as error:
+            _log.warning("cannot look for the order of %s: %s", run.run_id, error)
+        else:
+            done = order is None or order.state != "open"
+            if done or (order and order.policy.checkpoint != policy.checkpoint):
+                interruption.request(between_groups=True)
+                return
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,155 @@
+"""Workers with the root alone: they are started, killed and added while a run is trained elsewhere.
+
+They have no Prefect API: the address that they are given is a closed port.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.fleet_servers import RegisteredServer
+from support.flow_runs import DEBUG, REPOSITORY, debug
+from support.nodes import Node, wait
+from support.windowed_runs import checked
+
+from flows.server import free_port
+from marin_rl.config import Config, parse_config
+from marin_rl.errors import ConfigError
+from marin_rl.rollouts.worker_pulse import worker_board
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import iter_shards
+from marin_rl.storage.tables.stream import GroupStream
+
+ROUNDS = 6
+FLEET = ("inference.endpoints=registered", "inference.publish=pull")
+WINDOW = (
+    *FLEET,
+    "flow.runner=root",
+    "asynchrony.max_staleness=2",
+    "asynchrony.sampler=windowed",
+    "policy.init=random",
+    f"rounds={ROUNDS}",
+)
+
+# As `marin-rl sample`, and says at its end whether Prefect was imported.
+PROGRAM = """
+import sys
+from marin_rl.cli import app
+try:
+    app()
+finally:
+    print("imported prefect:", "prefect" in sys.modules, flush=True)
+"""
+
+
+def root_worker(run: Run, folder: Path, name: str) -> Node:
+    """A worker with the run's root alone, as a process."""
+    environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-c", PROGRAM, "sample", run.run_id, "--root", run.config.root]
+    return Node(
+        [*command, "--follow", "--trust"], REPOSITORY, environment, folder / f"{name}.log"
+    )
+
+
+def trainer(config: Config, folder: Path) -> Node:
+    """The flow of the run, which samples nothing itself."""
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(DEBUG.read_text())))
+    command = [sys.executable, "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
+    changes = [f"--set={item}" for item in (f"root={config.root}", *WINDOW)]
+    return Node([*command, *changes], REPOSITORY, {**os.environ}, folder / "flow.log")
+
+
+def numbers_in(run: Run) -> frozenset[int]:
+    """Groups of the stream that are committed and not taken away."""
+    stream = GroupStream(run)
+    stream.look()
+    return stream.numbers
+
+
+def workers_of(run: Run) -> set[str]:
+    """Who has claimed chunks, as far as claims are there."""
+    stream = GroupStream(run)
+    stream.look()
+    return {claim.worker for claim in stream.claims.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_workers_with_the_root_alone_are_killed_and_added(tmp_path: Path) -> None:
+    """Two of them, one killed with SIGKILL; a third is added in the middle."""
+    config = debug(tmp_path / "runs", *WINDOW)
+    run = Run.create_or_open(config)
+    server = RegisteredServer(run, tmp_path / "server.log")
+    flow = trainer(config, tmp_path)
+    workers = [root_worker(run, tmp_path, name) for name in ("one", "two")]
+    try:
+        wait(lambda: numbers_in(run) != frozenset(), "the first group", flow)
+        seen = workers_of(run)
+        workers[0].kill()
+        workers.append(root_worker(run, tmp_path, "three"))
+        wait(lambda: flow.process.poll() is not None, "the end of the flow")
+        assert flow.process.returncode == 0, flow.log.read_text()[-4000:]
+        for worker in workers[1:]:
+            wait(lambda worker=worker: worker.process.poll() is not None, "the end of a worker")
+            told = worker.log.read_text()
+            assert worker.process.returncode == 0, told[-4000:]
+            assert "imported prefect: False" in told
+            assert "proven at http" in told
+    finally:
+        for node in (*workers, flow):
+            node.end()
+        server.end()
+    assert seen, "claims were seen"
+    assert all(name.startswith("worker-") for name in seen), "the flow samples nothing itself"
+    checked(config)
+    names = {
+        text
+        for round in range(ROUNDS)
+        for table in iter_shards(run, round, ["group_id"])
+        for text in table["group_id"].to_pylist()
+    }
+    assert len(names) == ROUNDS * config.rollouts.groups_per_round
+    assert (order := worker_board(run).order()) is not None
+    assert order.state == "ended"
+
+
+@pytest.mark.slow
+def test_a_worker_is_ended_by_sigterm_and_withdraws(tmp_path: Path) -> None:
+    run = Run.create_or_open(debug(tmp_path / "runs", *WINDOW))
+    worker = root_worker(run, tmp_path, "one")
+    try:
+        wait(lambda: worker_board(run).beats() != {}, "a heartbeat", worker)
+        worker.process.send_signal(signal.SIGTERM)
+        wait(lambda: worker.process.poll() is not None, "the end of the worker")
+        assert worker.process.returncode == 130, worker.log.read_text()[-3000:]
+        assert "imported prefect: False" in worker.log.read_text()
+        assert worker_board(run).beats() == {}
+    finally:
+        worker.end()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"asynchrony": None}, "expected asynchrony.sampler windowed, found in_order"),
+        ({"inference": {"endpoints": ["http://a/v1"], "publish": "update_weights_from_disk"}},
+         "found publish update_weights_from_disk and endpoints http://a/v1"),
+    ],
+)  # fmt: skip
+def test_runs_without_such_workers_are_refused(
+    changes: dict[str, object], expected: str
+) -> None:
+    window = {"max_staleness": 1, "sampler": "windowed"}
+    tree = {
+        "flow": {"runner": "root"},
+        "asynchrony": window,
+        "inference": {"endpoints": ["registered"], "publish": "pull"},
+    }
+    assert parse_config(tree).without_root_workers == ""
+    with pytest.raises(ConfigError, match=expected):
+        parse_config({name: value for name, value in (tree | changes).items() if value})
