@@ -35,6 +35,8 @@ ELSEWHERE = {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
         "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
+        "run CONFIG --set flow.runner=root": "flows/test_root_workers.py",
+        "sample RUN": "flows/test_root_workers.py",
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",

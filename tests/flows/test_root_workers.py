@@ -50,9 +50,7 @@ def root_worker(run: Run, folder: Path, name: str) -> Node:
     environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     command = [sys.executable, "-c", PROGRAM, "sample", run.run_id, "--root", run.config.root]
-    return Node(
-        [*command, "--follow", "--trust"], REPOSITORY, environment, folder / f"{name}.log"
-    )
+    return Node([*command, "--follow", "--trust"], REPOSITORY, environment, folder / f"{name}.log")
 
 
 def trainer(config: Config, folder: Path) -> Node:
@@ -141,9 +139,7 @@ def test_a_worker_is_ended_by_sigterm_and_withdraws(tmp_path: Path) -> None:
          "found publish update_weights_from_disk and endpoints http://a/v1"),
     ],
 )  # fmt: skip
-def test_runs_without_such_workers_are_refused(
-    changes: dict[str, object], expected: str
-) -> None:
+def test_runs_without_such_workers_are_refused(changes: dict[str, object], expected: str) -> None:
     window = {"max_staleness": 1, "sampler": "windowed"}
     tree = {
         "flow": {"runner": "root"},

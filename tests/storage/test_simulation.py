@@ -29,11 +29,13 @@ from support.schedules import (
 from support.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
 from support.windowed_world import (
     WindowedScheduler,
+    announces,
     forgets_older_parts,
     forgets_what_is_settled,
     gc_of_parts,
     gc_of_the_stream,
     gc_of_what_is_taken,
+    stamps_the_latest_order,
     takes_any_age,
     takes_without_record,
     writes_over_groups,
@@ -131,12 +133,14 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
         {"read_packs": reads_no_packs, "packs": 1},
         {"commit_pack": writes_over_packs, "packs": 1},
         {"gc": gc_of_packs_in_use, "packs": 2},
+        {"commit_group": stamps_the_latest_order, "orders": 1},
+        {"announce": announces, "orders": 1, "hasty": True},
     ],
     ids=lambda wrong: next(iter(wrong.values())).__name__,
 )
 def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Any]) -> None:
     # the first schedule is a little before one in which a rare fault shows
-    options = {"first": 0, "pieces": 0, "packs": 0, **wrong}
+    options = {"first": 0, "pieces": 0, "packs": 0, "orders": 0, **wrong}
     first = options.pop("first")
     with pytest.raises(AssertionError, match="schedule"):
         play(first, SCHEDULES, WindowedScheduler, **options)

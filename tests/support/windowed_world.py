@@ -68,6 +68,7 @@ from marin_rl.storage.tables.stream import GroupStream, numbers_of
 from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.gc import Collection as Collected
 from marin_rl.storage.upkeep.inventory import take_inventory
+from marin_rl.storage.workers import SAMPLING_KEY
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, sha256_of
 
@@ -86,6 +87,11 @@ class WindowedBucket(Bucket):
 
     def write(self, key: str, data: bytes) -> None:
         """Write; a group of the stream never changes, unless gc deleted it."""
+        if key == SAMPLING_KEY:  # commits nothing, and is written again and again
+            ordered = manifest_key(checkpoint_slot(json.loads(data)["version"]))
+            assert ordered in self.objects, "workers are to sample by what is not committed"
+            self.objects[key] = data
+            return
         number, before = stream_group_of(key), self.objects.get(key)
         if number is not None:
             assert before in (None, data), f"a group changed: {key}"
@@ -185,6 +191,14 @@ def takes(player: "WindowedPlayer", round: int) -> SlotRef | None:
     return ref_of(winner)
 
 
+def announces(player: "WindowedPlayer", version: int) -> None:
+    """Have workers sample by a checkpoint that is committed: the protocol."""
+    player.store.replace(SAMPLING_KEY, json.dumps({"version": version}).encode())
+
+
+Announce = Callable[["WindowedPlayer", int], None]
+
+
 class WindowedPlayer(Player):
     """A process that samples chunks, or takes and trains rounds."""
 
@@ -208,6 +222,8 @@ class WindowedPlayer(Player):
     def play(self) -> SlotRef:
         """Train all rounds, and sample what is missing for them; the last checkpoint."""
         checkpoint = self.slot("checkpoints/round-00000", (), {"arrays": {}})
+        if self.world.orders:
+            self.world.announce(self, 0)
         for round in range(self.world.shape.rounds):
             checkpoint = self.train(round, checkpoint)
         return checkpoint
@@ -221,11 +237,17 @@ class WindowedPlayer(Player):
         batches = self.batches(f"batches/round-{round:05d}", sealed)
         parts = {"arrays": {"round": round}, "more/scores": {}}
         above = (checkpoint, batches)
-        return self.slot(checkpoint_slot(round + 1), above, parts, reads=checkpoint)
+        if self.world.orders and self.world.hasty:
+            self.world.announce(self, round + 1)
+        trained = self.slot(checkpoint_slot(round + 1), above, parts, reads=checkpoint)
+        if self.world.orders:
+            self.world.announce(self, round + 1)
+        return trained
 
     def work(self) -> SlotRef:
         """Sample some chunks, as long as there is room."""
-        version = self.latest()  # once: its weights may be old by the time that it samples
+        # Once: its weights may be old by the time that it samples.
+        version = self.ordered() if self.world.orders else self.latest()
         for _ in range(CHUNKS_MAX):
             if version is None or not self.sample(version):
                 break
@@ -237,6 +259,13 @@ class WindowedPlayer(Player):
         numbers = sorted((n for n in names if n is not None), reverse=True)
         committed = (n for n in numbers if read_manifest(self.store, checkpoint_slot(n)))
         return next(committed, None)
+
+    def ordered(self) -> int | None:
+        """The version that workers are to sample by, which may be an old one."""
+        try:
+            return json.loads(self.store.read(SAMPLING_KEY))["version"]
+        except ObjectMissing:
+            return None
 
     def sample(self, version: int, *, must: bool = False) -> bool:
         """Claim and sample a chunk; False where there is none. With `must`, live claims are not
@@ -360,11 +389,15 @@ class WindowedWorld(World):
         commit_pack: CommitPack = commits_pack,
         read_packs: Callable[[SmallChain], None] = reads_packs,
         waits: bool = False,
+        orders: int = 0,
+        announce: Announce = announces,
+        hasty: bool = False,
         **protocol: Any,
     ) -> None:
         super().__init__(shape, **protocol)
         self.take, self.commit_group, self.waits = take, commit_group, waits
         self.append, self.pieces = append, pieces
+        self.orders, self.announce, self.hasty = orders, announce, hasty
         self.packs, self.commit_pack, self.read_packs = packs, commit_pack, read_packs
         window = {"sampler": "windowed", "max_staleness": STALENESS}
         self.config = parse_config(
@@ -418,7 +451,8 @@ class WindowedScheduler(Scheduler):
         # Numbers of its own: schedules of groups in one piece stay what they were.
         pieces = Random(f"pieces {seed}").choice((0, 0, 1, 2))
         packs = Random(f"packs {seed}").choice((0, 1, 2))
-        drawn = {"waits": waits, "pieces": pieces, "packs": packs}
+        orders = Random(f"orders {seed}").choice((0, 0, 1))
+        drawn = {"waits": waits, "pieces": pieces, "packs": packs, "orders": orders}
         self.world = WindowedWorld(shape, **{**drawn, **world})
 
     def _newcomer(self) -> Process:
@@ -488,6 +522,13 @@ def forgets_older_parts(player: WindowedPlayer, number: int, version: int) -> No
     """Wrong: a group is as old as its last piece."""
     versions = sampled_in_pieces(player, number, version)
     _create_group(player, number, versions, max(versions))
+
+
+def stamps_the_latest_order(player: WindowedPlayer, number: int, version: int) -> None:
+    """Wrong: a group says that it is of the policy that was ordered as it ended."""
+    versions = sampled_in_pieces(player, number, version)
+    latest = player.ordered()
+    _create_group(player, number, versions, min(versions) if latest is None else latest)
 
 
 def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collected:

@@ -1,0 +1,273 @@
+"""A worker with the root alone: what it samples, refuses, leaves to others, and how it ends."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fakes import FakePolicyServer, logprob_of
+from support.run_factories import checkpoint
+
+from marin_rl.config import load_config
+from marin_rl.errors import ConfigError
+from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.rollouts.interruption import Interruption
+from marin_rl.rollouts.root_worker import RootWorker, stream_digest
+from marin_rl.rollouts.streaming import now_utc, sample_chunk
+from marin_rl.rollouts.worker_pulse import watch_order, worker_board
+from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.fleet import run_sha256
+from marin_rl.storage.provenance import code_digest
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.workers import SamplingOrder
+from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+from marin_rl.types import Canary, ServedPolicy
+
+DIGEST = "ab" * 32
+MODEL = served_model_id("policy", 0, DIGEST)
+CANARY = Canary(temperature=1.0, token_ids=(97,), logprobs=(logprob_of(97, 0),), tolerance=1e-3)
+
+
+def says_a(_text: str, _seed: int) -> str:
+    """Answer that begins with the canary's token."""
+    return "a"
+
+
+class HeldServer(FakePolicyServer):
+    """An endpoint that answers all but the canary only once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, says_a)
+        self.released, self.asked = threading.Event(), threading.Event()
+        self.released.set()
+
+    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        if body["max_tokens"] > 1:
+            self.asked.set()
+            assert self.released.wait(60)
+        return super().answer(body, fault)
+
+
+@pytest.fixture
+def server() -> Iterator[HeldServer]:
+    with HeldServer() as running:
+        yield running
+        running.released.set()
+
+
+@pytest.fixture
+def run(tmp_path: Path, server: HeldServer) -> Run:
+    """A run of two chunks a round, whose endpoints are in a file."""
+    listed = tmp_path / "fleet.txt"
+    listed.write_text(f"{server.url}\n")
+    items = (
+        f"root={tmp_path}",
+        "asynchrony.sampler=windowed",
+        "asynchrony.max_staleness=1",
+        f"inference.endpoints=file:{listed}",
+        "inference.publish=pull",
+        "inference.fleet_timeout_s=600",
+    )
+    return Run.create_or_open(load_config("configs/debug.yaml", [*items]))
+
+
+def order_of(run: Run) -> SamplingOrder:
+    """The order of a trainer that serves checkpoint 0."""
+    names = TokenizerIdentity.of(tokenizer_for(run.config.policy))
+    policy = ServedPolicy(
+        endpoints=(),
+        model=MODEL,
+        weight_version=0,
+        parameters_digest=DIGEST,
+        tokenizer_digest=names.tokenizer_digest,
+        chat_template_digest=names.chat_template_digest,
+        checkpoint=checkpoint(run, 0, extra={"parameters_digest": DIGEST}),
+        canary=CANARY,
+    )
+    return SamplingOrder(
+        run_sha256=run_sha256(run.folder),
+        code=code_digest(),
+        stream=stream_digest(run.config, policy),
+        state="open",
+        rounds=run.config.rounds,
+        rounds_taken=0,
+        groups_open_max=run.config.inflight_groups_max,
+        claim_s=3600.0,
+        policy=policy,
+    )
+
+
+def looked(run: Run) -> GroupStream:
+    stream = GroupStream(run)
+    stream.look()
+    return stream
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        await asyncio.sleep(0.02)
+
+
+def test_a_worker_fills_the_room_and_no_more(run: Run, server: HeldServer) -> None:
+    """By two rounds of checkpoint 0 there is room for, as for a flow that samples itself."""
+    board, order = worker_board(run), order_of(run)
+    board.announce(order)
+    told: list[dict[str, Any]] = []
+    worker = RootWorker(run, report=lambda _, record: told.append(record))
+    assert asyncio.run(worker.work()) == order.groups_open_max == 8
+    stream = looked(run)
+    assert stream.numbers == {*range(8)}
+    assert {claim.worker for claim in stream.claims.values()} == {worker.name}
+    assert [body["max_tokens"] for body in server.requests].count(1) == 1, "the canary, once"
+    assert [record["state"] for record in told] == ["proven", *["sampled"] * 4]
+    assert board.beats() == {}, "it has withdrawn its heartbeat"
+    assert asyncio.run(RootWorker(run).work()) == 0, "there is no room"
+    board.announce(replace(order, groups_open_max=12, rounds=8))
+    assert asyncio.run(RootWorker(run).work()) == 0, "no round could take more of checkpoint 0"
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("run_sha256", "another run of this name"),
+        ("code", "other code"),
+        ("stream", "other settings, or other code of an environment"),
+        ("tokenizer_digest", "another tokenizer"),
+        ("chat_template_digest", "another chat template"),
+    ],
+)
+def test_a_worker_of_another_kind_refuses_by_digest(
+    run: Run, server: HeldServer, field: str, expected: str
+) -> None:
+    order = order_of(run)
+    if field.endswith("_digest"):
+        order = replace(order, policy=replace(order.policy, **{field: "0" * 64}))
+    else:
+        order = replace(order, **{field: "0" * 64})
+    worker_board(run).announce(order)
+    with pytest.raises(ConfigError, match=rf"{expected}.*expected digest 000000000000, found"):
+        asyncio.run(RootWorker(run, follow=True).work())
+    assert server.requests == []
+    assert worker_board(run).beats() == {}
+
+
+def test_an_endpoint_with_other_weights_gets_no_prompt(run: Run, server: HeldServer) -> None:
+    order = order_of(run)
+    wrong = replace(CANARY, logprobs=(-9.0,))
+    worker_board(run).announce(replace(order, policy=replace(order.policy, canary=wrong)))
+
+    async def work() -> None:
+        working = asyncio.ensure_future(RootWorker(run).work())
+        await until(lambda: len(server.requests) > 1)  # it is refused, and asked again
+        assert not working.done()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    asyncio.run(work())
+    assert {body["max_tokens"] for body in server.requests} == {1}, "the canary alone"
+
+
+def test_without_an_order_there_is_nothing_to_sample(run: Run) -> None:
+    assert asyncio.run(RootWorker(run).work()) == 0
+    worker_board(run).announce(order_of(run).in_state("closed"))
+    assert asyncio.run(RootWorker(run).work()) == 0
+
+
+def test_a_worker_that_follows_waits_and_ends_with_the_run(run: Run) -> None:
+    board, order = worker_board(run), order_of(run)
+
+    async def work() -> int:
+        working = asyncio.ensure_future(RootWorker(run, follow=True).work())
+        await until(lambda: board.beats() != {})
+        board.announce(order)
+        await until(lambda: len(looked(run).numbers) == 8)
+        assert not working.done()
+        board.announce(order.in_state("ended"))
+        return await working
+
+    assert asyncio.run(work()) == 8
+
+
+def test_claims_of_a_worker_that_is_gone_are_taken_over(run: Run) -> None:
+    """Chunk 0 is claimed by one that writes no heartbeat, chunk 1 by the flow."""
+    worker_board(run).announce(order_of(run))
+    stream = looked(run)
+    assert stream.claim(0, "worker-killed", 0, now_utc())
+    assert stream.claim(1, "flow", 0, now_utc())
+    assert asyncio.run(RootWorker(run).work()) == 6
+    assert looked(run).numbers.isdisjoint(numbers_of(run.config, 1))
+
+
+def test_a_pause_is_seen_in_the_root_and_ends_a_chunk_between_groups(
+    run: Run, server: HeldServer
+) -> None:
+    """The group that has begun is finished and committed; the other is not begun."""
+    run = replace(
+        run,
+        config=run.config.model_copy(
+            update={
+                "inference": run.config.inference.model_copy(update={"requests_in_flight_max": 1})
+            }
+        ),
+    )
+    board, order, interruption = worker_board(run), order_of(run), Interruption()
+    board.announce(order)
+    policy = replace(order.policy, endpoints=(server.url,))
+
+    async def sampled() -> int:
+        server.released.clear()
+        watching = asyncio.ensure_future(watch_order(run, policy, interruption))
+        sampling = asyncio.ensure_future(
+            sample_chunk(run, 0, policy, "w", interruption=interruption)
+        )
+        await until(server.asked.is_set)
+        assert not watching.done()
+        board.announce(order.in_state("closed"))
+        await watching
+        server.released.set()
+        return await sampling
+
+    assert asyncio.run(sampled()) == 1
+    assert len(looked(run).numbers) == 1
+    asked = [body for body in server.requests if body["max_tokens"] > 1]
+    assert len(asked) == 1
+    again = sample_chunk(run, 0, policy, "w", interruption=Interruption())
+    assert asyncio.run(again) == 2
+    assert looked(run).numbers == {0, 1}
+
+
+def test_the_next_policy_is_proven_before_it_samples(run: Run, server: HeldServer) -> None:
+    """Groups under way when the trainer goes on are of the policy that began them, or of none."""
+    board, order = worker_board(run), order_of(run)
+    later = checkpoint(run, 1, extra={"parameters_digest": "cd" * 32})
+    assert committed_manifest(run.store, later.slot).extra["parameters_digest"] == "cd" * 32
+    model = served_model_id("policy", 1, "cd" * 32)
+    policy = replace(
+        order.policy,
+        model=model,
+        weight_version=1,
+        parameters_digest="cd" * 32,
+        checkpoint=later,
+    )
+
+    async def work() -> int:
+        server.released.clear()
+        board.announce(order)
+        working = asyncio.ensure_future(RootWorker(run, follow=True).work())
+        await until(server.asked.is_set)
+        server.model = model  # the endpoint has gone on before the worker was asked to
+        board.announce(replace(order, policy=policy))
+        server.released.set()
+        await until(lambda: len(looked(run).numbers) == 8)
+        board.announce(replace(order, policy=policy, state="ended"))
+        return await working
+
+    asyncio.run(work())
+    stream = looked(run)
+    stream.read(())
+    assert {group.version for group in stream.groups.values()} <= {0, 1}
+    assert {body["model"] for body in server.requests if body["max_tokens"] == 1} == {MODEL, model}
