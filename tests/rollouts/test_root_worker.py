@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,8 +109,11 @@ def looked(run: Run) -> GroupStream:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    while not happened():
-        await asyncio.sleep(0.02)
+    def wait() -> None:
+        while not happened():
+            time.sleep(0.02)
+
+    await asyncio.to_thread(wait)
 
 
 def test_a_worker_fills_the_room_and_no_more(run: Run, server: HeldServer) -> None:
