@@ -1,4 +1,4 @@
-"""What a flow says to workers that have the root alone, and what it sees of them.
+"""The order of a flow to workers that have the root alone, and its view of them.
 
 The trainer's side of `marin-rl sample`: the order by which they sample (`storage.workers`), the
 wait for what they have under way, and the error where there is none of them. Leaves out their own

@@ -78,7 +78,7 @@ class CanaryRecord(Record):
 
 
 class SamplingRecord(Record):
-    """What a run's workers are to sample by, as its trainer says: see `storage.workers`.
+    """The policy and settings by which a run's workers are to sample: see `storage.workers`.
 
     `state` is open, closed (no new groups for now) or ended (no more groups at all). `rounds_taken`
     is what the trainer knew as it wrote this; intakes say what was taken since. `groups_open_max`,

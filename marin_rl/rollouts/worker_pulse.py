@@ -1,4 +1,4 @@
-"""How a worker that has the root alone hears of its trainer, and is heard of: order and heartbeats.
+"""Heartbeats of a worker that has the root alone, and its look at the trainer's order.
 
 Leaves out what a worker does by an order (`root_worker`), and the records themselves
 (`storage.workers`).

@@ -1,4 +1,4 @@
-"""What the workers of a run are to sample by, and the heartbeats of those that have the root alone.
+"""The order by which the workers of a run sample, and heartbeats of those with the root alone.
 
 `.fleet/sampling.json` is written by the run's trainer again and again, `.fleet/NAME.worker.json` by
 one worker each. Like the records of servers they commit nothing: a worker that reads an old record
@@ -28,7 +28,7 @@ State = Literal["open", "closed", "ended"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOrder:
-    """What workers are to sample by: see `schemas.fleet.SamplingRecord`."""
+    """The policy and settings by which workers are to sample: see `schemas.fleet.SamplingRecord`."""
 
     run_sha256: str
     code: str
@@ -72,7 +72,7 @@ class WorkerBoard(SignedRecords):
         self.folder.replace(SAMPLING_KEY, self.signed("sampling", _record_of(order)))
 
     def order(self) -> SamplingOrder | None:
-        """What workers are to sample by; None where no trainer has said so.
+        """The order by which workers are to sample; None where no trainer has said so.
 
         Raises CorruptObject for a record of another token, NewerSchema, StoreUnavailable.
         """

@@ -70,7 +70,7 @@ def numbers_in(run: Run) -> frozenset[int]:
 
 
 def workers_of(run: Run) -> set[str]:
-    """Who has claimed chunks, as far as claims are there."""
+    """Workers that have claimed chunks, as far as claims are there."""
     stream = GroupStream(run)
     stream.look()
     return {claim.worker for claim in stream.claims.values()}
