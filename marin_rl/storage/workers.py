@@ -28,7 +28,7 @@ State = Literal["open", "closed", "ended"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOrder:
-    """The policy and settings by which workers are to sample: see `schemas.fleet.SamplingRecord`."""
+    """The policy and settings to sample by: see `schemas.fleet.SamplingRecord`."""
 
     run_sha256: str
     code: str
@@ -110,7 +110,8 @@ class WorkerBoard(SignedRecords):
                 raise
             return None  # withdrawn since the listing, or written with another token
         fields: dict[str, Any] = {name: record[name] for name in _BEAT}
-        return WorkerBeat(**fields | {"chunks": tuple(fields["chunks"])})
+        fields["chunks"] = tuple(fields["chunks"])
+        return WorkerBeat(**fields)
 
 
 @dataclass(slots=True)
