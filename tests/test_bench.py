@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.forked_commands import ForkedCommands
+from support.forked_python import python
 from support.quick_programs import quick_programs
 from support.sandboxes import reason_to_skip
 
@@ -228,6 +229,8 @@ MODES = {
         shows=("--help  ", "status RUN", "x 'import typer'"),
     ),
 }  # fmt: skip
+# Processes of these are not forked: they measure a start, or memory, or take Python into a sandbox.
+REAL_STARTS = ("startup.py", "process.py", "round.py", "learning.py", "sandbox.py")
 # Options of the README's commands that no mode takes: they only install, or choose another size.
 UNTRIED = {"--install-peers"}
 
@@ -256,7 +259,10 @@ def test_a_benchmark_runs_at_its_smallest_size(name, forked, tmp_path):
     if script in WRITERS:
         options += ["--results", str(tmp_path)]
     output = tmp_path / "printed"
-    code = forked.run_script(BENCH / script, ROOT, *options, output=output, HOME=str(tmp_path))
+    variables = {"HOME": str(tmp_path)}
+    if script not in REAL_STARTS:
+        variables["MARIN_RL_TEST_PYTHON"] = python()
+    code = forked.run_script(BENCH / script, ROOT, *options, output=output, **variables)
     printed = output.read_text()
     assert code == 0, printed[-4000:] + forked.said()
     assert printed.startswith("machine: "), printed[:200]

@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.cases import others_slow
+from support.forked_python import python
 from support.models import tiny_model
 from support.policy_runs import small_run
 from support.servers import CHAT, CONTEXT, ENGINE, chat_body, talk
@@ -202,7 +202,7 @@ def test_a_server_goes_on_while_its_template_is_killed(compiled_quickly):
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """`marin-rl serve --model` in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "marin_rl", "serve", "--model", str(folder), "--port", "0"]
+    command = [python(), "-m", "marin_rl", "serve", "--model", str(folder), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, bufsize=0) as process:
         try:

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from pydantic import TypeAdapter
 from support.faults import outcome
 from support.fleet_servers import RegisteredServer
 from support.flow_runs import DEBUG, REPOSITORY, debug
+from support.forked_python import python
 from support.nodes import Node, RayCluster, pool_worker, wait
 from support.prefect_server import PrefectServer
 from support.windowed_runs import checked
@@ -105,7 +105,7 @@ class Machines:
     def call(self, *command: str) -> None:
         """Run a command of Prefect in the checkout."""
         done = subprocess.run(
-            [sys.executable, "-m", "prefect", *command],
+            [python(), "-m", "prefect", *command],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -127,7 +127,7 @@ class Machines:
         file = self.folder / "run.yaml"
         file.write_text(yaml.safe_dump(tree))
         given = [f"--set={item}" for item in self.overrides]
-        command = [sys.executable, "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
+        command = [python(), "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
         command += ["--set=policy.init=sft", f"--set=root={self.config.root}", *given]
         log = self.folder / "flow.log"
         node = Node(command, self.folder, {**self.environment, **(environment or {})}, log)

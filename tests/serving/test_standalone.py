@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from support.adapters import random_adapter
 from support.engine_adapters import adapter_for, merged
+from support.forked_python import python
 from support.models import full_logprobs
 from support.policy_runs import commit, play_round, small_run
 from support.servers import CHAT, chat_body, talk
@@ -170,7 +170,7 @@ def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], s
 @contextmanager
 def served_by(root: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`marin-rl serve` with these arguments in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "marin_rl", "serve", *arguments]
+    command = [python(), "-m", "marin_rl", "serve", *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "MARIN_RL_ROOT": root,

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from support.forked_python import fork_of, python
 
 TIMEOUT_S = 900.0
 
@@ -28,12 +30,9 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started."""
-        parent = psutil.Process(self.process.pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+        for process in _tree(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self.process.wait()
 
     def end(self) -> None:
@@ -42,9 +41,22 @@ class Node:
             self.kill()
 
 
+def _tree(root: int) -> list[int]:
+    """The ids of a process, of those that it and they have started, and of their forks."""
+    found, left = list[int](), [root]
+    while left:
+        process = left.pop()
+        with suppress(psutil.NoSuchProcess):
+            left += [child.pid for child in psutil.Process(process).children()]
+            fork = fork_of(process)
+            left += [fork] if fork != process else []
+            found.append(process)
+    return found
+
+
 def pool_worker(folder: Path, environment: dict[str, str], name: str) -> Node:
     """A worker of the pool `rl-pool`, started in a checkout."""
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rl-pool"]
+    command = [python(), "-m", "prefect", "worker", "start", "--pool", "rl-pool"]
     return Node([*command, "--name", name], folder, environment, folder / f"{name}.log")
 
 
