@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import select
 import shlex
 import signal
@@ -95,6 +96,7 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
 def _work(connection: socket.socket) -> None:
     """Be the worker whose streams and environment come over the connection, open until its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()  # or all workers draw the same numbers, such as names of temporary things
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, len(STREAMS))
     for number, stream in zip(STREAMS, streams, strict=True):
         os.dup2(stream, number)
