@@ -166,7 +166,7 @@ def memory(work: Work, rounds: int) -> dict[str, Any]:
         seeds = range(100 * number, 100 * number + work.prompts)
         played(engine, [request(work, length, seed, work.completions) for seed in seeds])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    held = bytes_of(engine.policy.weights) + bytes_of(engine._runner._caches)
+    held = bytes_of(engine.policy.weights) + bytes_of(engine._runner.memory.caches)
     engine.close()
     return {"asked_mb": 300, "beyond_mb": (peak - start - held) / 2**20, "held_mb": held / 2**20}
 
@@ -214,7 +214,7 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
     step_s = statistics.median(steps[1:])
     size = block_size(prompt + new)
     seen = statistics.mean(-(-position // size) * size for position in range(prompt, prompt + new))
-    cache = bytes_of(engine._runner._caches) * seen / (prompt + new)
+    cache = bytes_of(engine._runner.memory.caches) * seen / (prompt + new)
     read = bytes_of(engine.policy.weights) + cache
     if config.tie_word_embeddings:
         read -= engine.policy.weights.embedding.nbytes  # listed twice, read once

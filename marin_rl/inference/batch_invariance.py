@@ -4,7 +4,7 @@ Programs of fixed shapes make that likely, and no more: which row of a product i
 order is the matrix library's choice, by instruction set and shape. So the engine proves it on the
 machine at hand, with the programs and shapes that it will use, and uses only what is proven. Owns
 what is proven, and the record of it next to the compiled programs. Leaves out the trials
-(`invariance_trials`), and what an engine does without a proof (`runner`).
+(`invariance_trials`), and what an engine does without a proof (`execution_plan`).
 """
 
 import hashlib

@@ -50,9 +50,11 @@ from marin_rl.inference.engine_step import EngineStep
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.pending_requests import PendingRequests
-from marin_rl.inference.runner import Policy, Runner
+from marin_rl.inference.policy import Policy
+from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
+from marin_rl.inference.warm_up import programs_of, warm_up
 
 # An idle engine waits for more requests, which come close together, until none came for QUIET_S,
 # GATHER_S at most: samples that start together share their prompts and their chunks.
@@ -119,7 +121,7 @@ class Engine:
             slots=config.slots,
         )
         self.adapters = AdapterLoads(
-            runner.bank, runner.bank_sizes, self._changed, self._pending.jobs
+            runner.bank, runner.plan.bank_sizes, self._changed, self._pending.jobs
         )
         self._closing = False
         self._paused = False
@@ -153,17 +155,17 @@ class Engine:
     @property
     def invariance(self) -> Invariance:
         """Equalities that are proven for this engine's programs on this machine."""
-        return self._runner.invariance
+        return self._runner.plan.invariance
 
     @property
     def sharing(self) -> bool:
         """True where sequences that began with one prompt read its cache once."""
-        return self._runner.sharing
+        return self._runner.plan.sharing
 
     @property
     def keeps_prefixes(self) -> bool:
         """True where dialogues go on from the cache that their last turn left."""
-        return self._runner.keeps_prefixes
+        return self._runner.plan.keeps_prefixes
 
     @property
     def active(self) -> int:
@@ -300,7 +302,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
-        return self._runner.programs
+        return programs_of(self._runner)
 
     def warm_up(self) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
@@ -311,7 +313,7 @@ class Engine:
             assert not self._pending.queue
             assert self._batch.active == 0
             # under the lock, so that the engine's thread begins no step on the same caches
-            self._runner.warm_up(self._policy, self._batch.inputs, self._batch.extras)
+            warm_up(self._runner, self._policy, self._batch.inputs, self._batch.extras)
 
     def close(self) -> None:
         """Stop after the chunk that is running. Requests that have not ended get InferenceError."""
@@ -361,15 +363,15 @@ class Engine:
         Else the fused weights stay for COPY_KEPT_S, so that requests which come one after another
         use the same copy; a copy of weights that were swapped out goes at once.
         """
-        runner = self._runner
-        if not (self._paused or self._sleep_requested) and runner.holds_copy_of(self._policy):
+        memory = self._runner.memory
+        if not (self._paused or self._sleep_requested) and memory.holds_copy_of(self._policy):
             if not self._changed.wait(COPY_KEPT_S):
-                runner.release_memory()
+                memory.release()
             return
         caches = self._sleep_requested and self._batch.active == 0
         if caches:
             self._batch.forget_prefixes()
-        runner.release_memory(caches=caches)
+        memory.release(caches=caches)
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 

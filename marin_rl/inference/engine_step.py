@@ -19,8 +19,9 @@ from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import Delta, GenerationResult
 from marin_rl.inference.pending_requests import PendingRequests
 from marin_rl.inference.pieces import Extension
+from marin_rl.inference.policy import Policy
 from marin_rl.inference.programs import Limits
-from marin_rl.inference.runner import Policy, Runner
+from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import Prompts, Schedule, schedule
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
@@ -57,7 +58,7 @@ class EngineStep:
             policy.key,
             self._runner.bucket,
             tokens if self._batch.active > 0 else math.inf,
-            keeps_prefixes=self._runner.keeps_prefixes,
+            keeps_prefixes=self._runner.plan.keeps_prefixes,
         )
 
     def run(self, plan: Schedule, policy: Policy) -> None:
@@ -74,14 +75,15 @@ class EngineStep:
                 return
             chunk = self._decode(policy)
             self._refuse_nonfinite(chunk)
-            added = self._batch.advance(chunk, policy.key if self._runner.keeps_prefixes else None)
+            keeps = self._runner.plan.keeps_prefixes
+            added = self._batch.advance(chunk, policy.key if keeps else None)
             self._emit(added, policy)
         except jax.errors.JaxRuntimeError as error:
             _log.exception("a chunk failed on the device; its requests fail")
             self._pending.fail(self._pending.started, "the device failed", error)
             # the failed program was given the caches to overwrite, so they are lost
             self._batch.forget_prefixes()
-            self._runner.start_over()
+            self._runner.memory.release(caches=True)
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
         """Call `on_scheduled` of every request that the step begins work for."""
@@ -136,7 +138,7 @@ class EngineStep:
         if not prefixes:
             return
         started, adapter_S = time.monotonic(), self._batch.inputs.adapter_S
-        if self._runner.keeps_prefixes:
+        if self._runner.plan.keeps_prefixes:
             extensions = [Extension(one.seq_slot, 0, one.token_ids) for one in prefixes]
             self._runner.extend(policy, extensions, adapter_S)
         else:
@@ -183,7 +185,7 @@ class EngineStep:
         # a constraint's mask holds for one token
         steps = 1 if extras.constrained else self._chunk_steps
         waiting = min(self._pending.queue.waiting, self._slots)
-        shared = self._batch.shared_positions(SHARE) if self._runner.sharing else 0
+        shared = self._batch.shared_positions(SHARE) if self._runner.plan.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
         chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
         self._stats.decode_s += time.monotonic() - started
@@ -205,7 +207,7 @@ class EngineStep:
             [job for job in jobs if job is not None], "the model's logits are not finite"
         )
         self._batch.forget_prefixes()
-        self._runner.forget_nonfinite()
+        self._runner.memory.forget_nonfinite()
 
     def _finish(self, job: Job, policy: Policy) -> None:
         if job.request.score_prompt and job.scored_by is not policy.key:

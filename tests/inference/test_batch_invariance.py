@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -93,10 +94,9 @@ def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
     engine = engine_of(tiny_model(name), lanes=1)
     try:
         runner: Runner = engine._runner
-        runner._can_share = True
-        shapes = runner._shapes()
+        shapes = replace(runner.plan, can_share=True).shapes
         fused = random_weights(runner._decoder(engine.policy), runner.put)
-        prover = Prover(shapes, fused, runner._rotary, runner.buckets, runner.put)
+        prover = Prover(shapes, fused, runner.rotary, runner.buckets, runner.put)
         assert prover.prove().shared is products_alike(engine.spec, shapes.slots)
     finally:
         engine.close()
@@ -176,7 +176,7 @@ def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lac
         assert getattr(engine.invariance, lacking) is False
         assert not (engine.sharing and lacking in ("shared", "slots"))
         assert runner.lanes.count == (8 if lacking == "slots" else 1)
-        assert runner._config.prefill_rows == (1 if lacking == "prompts" else 4)
+        assert runner.plan.prefill_rows == (1 if lacking == "prompts" else 4)
         rng = random.Random(printed_seed())
         requests = [request_of(70, n=SHARE), *random_requests(rng, 4)]
         expected = [bits(result_of(engine, request)) for request in requests]

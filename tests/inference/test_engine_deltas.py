@@ -21,7 +21,7 @@ from support.models import tiny_model
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.inference.runner import Policy
+from marin_rl.inference.policy import Policy
 
 
 class Listener:

@@ -213,10 +213,10 @@ def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(m
         assert bits(future.result(timeout=120)) == expected
         engine.sleep()
         deadline = time.monotonic() + 30
-        while engine._runner._caches and time.monotonic() < deadline:
+        while engine._runner.memory.caches and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not engine._runner._caches
+        assert not engine._runner.memory.caches
         assert bits(result_of(engine, request)) == expected
-        assert engine._runner._caches  # a request ends what was asked before it
+        assert engine._runner.memory.caches  # a request ends what was asked before it
     finally:
         engine.close()

@@ -127,7 +127,7 @@ def check(**sizes: int) -> None:
 
 def check_spread(engine: Engine, data: int = 1, fsdp: int = 1, tensor: int = 1) -> None:
     """Slots lie over data and fsdp, heads over tensor, before and after the programs ran."""
-    for leaf in jax.tree.leaves(engine._runner._caches):
+    for leaf in jax.tree.leaves(engine._runner.memory.caches):
         slots, heads, *rest = leaf.shape
         shard = leaf.addressable_shards[0].data
         assert shard.shape == (slots // (data * fsdp), heads // tensor, *rest)
@@ -169,7 +169,7 @@ def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
             fuse = compiled_layers.lower(layers=weights.layers, dtype=dtype, **sizes)
             fused = fused_weights(engine.spec, weights, dtype)
             chunk = decode_chunk.lower(
-                fused, runner._rotary, runner._caches[0], given, **sizes, steps=4
+                fused, runner.rotary, runner.memory.caches[0], given, **sizes, steps=4
             )
         in_fuse, in_chunk = gathers(fuse), gathers(chunk)
     finally:
@@ -193,7 +193,7 @@ def test_a_model_on_one_device_stays_there():
     engine = engine_of(model_of(0))
     try:
         assert engine.spec == spec
-        for leaf in jax.tree.leaves((engine.policy.weights, engine._runner._caches)):
+        for leaf in jax.tree.leaves((engine.policy.weights, engine._runner.memory.caches)):
             assert leaf.sharding.device_set == {jax.devices()[0]}
         assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(engine.policy.weights))
     finally:

@@ -1,0 +1,222 @@
+"""Division of an engine's slots into lanes, and what its programs may compute side by side.
+
+Owns the shapes of the compiled programs, the order to try them, and the fallback where that fails:
+what has other bits in company is computed one by one. Leaves out the trials themselves
+(`invariance_trials`), the record of their outcome (`batch_invariance`) and the calls (`runner`).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from marin_rl.config import EngineConfig
+from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
+from marin_rl.inference.adapters import Bank, BankSizes, bank_shapes, with_bank
+from marin_rl.inference.attention import SHARE
+from marin_rl.inference.batch_invariance import UNPROVEN, Invariance, Shapes, invariance_of
+from marin_rl.inference.invariance_trials import Prover, random_weights
+from marin_rl.inference.kv_cache import cache_length
+from marin_rl.inference.programs import fused_weights
+from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary, Weights, own_layout
+from marin_rl.machine import give_back_freed_memory
+
+# Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
+# little.
+BUCKET_MIN = 16
+
+# Rank that an engine with adapters has room for where its configuration names none.
+ADAPTER_RANK = 16
+
+_log = logging.getLogger(__name__)
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionPlan:
+    """Lanes of `slots` sequence slots, and what is proven of programs of these shapes.
+
+    `can_share`: slots side by side could read a common prompt's cache once; whether they do is
+    decided by what is proven. `own` is the layout of weights that lie quantised, and of the model's
+    own adapter.
+    """
+
+    spec: DecoderSpec
+    lanes: Lanes
+    can_share: bool
+    context_length: int
+    chunk_steps: int
+    prefill_rows: int
+    prefix_cache: bool
+    bank_sizes: BankSizes
+    mlp_width: int
+    dtype: jnp.dtype
+    own: str
+    invariance: Invariance = UNPROVEN
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes that decide the compiled programs."""
+        return Shapes(
+            spec=self.spec,
+            slots=self.lanes.size,
+            context_length=self.context_length,
+            chunk_steps=self.chunk_steps,
+            prefill_rows=self.prefill_rows,
+            sharing=self.can_share,
+            dtype=self.dtype.name,
+            prefix_cache=self.prefix_cache,
+            adapters=self.bank_sizes.adapters,
+            adapter_rank=self.bank_sizes.rank,
+            own=self.own,
+        )
+
+    @property
+    def length(self) -> int:
+        """Positions of a slot's cache."""
+        return cache_length(self.shapes.cache)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
+        # doubling wastes less than half of a prefill, for a number of programs that grows with
+        # log T
+        sizes, longest = [BUCKET_MIN], self.length
+        while sizes[-1] < longest:
+            sizes.append(min(2 * sizes[-1], longest))
+        return tuple(sizes)
+
+    @property
+    def sharing(self) -> bool:
+        """True where slots side by side read a common prompt's cache once: proven, and possible."""
+        return self.can_share and self.invariance.shared
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """True where prompts are computed in pieces, and can go on from what decoding wrote."""
+        proven = self.invariance.continued or self.invariance.continued_singly
+        return self.prefix_cache and proven
+
+    def bank_shapes(self, *, masked: bool) -> Bank:
+        """Shapes of the arrays of a bank of adapters."""
+        return bank_shapes(self.spec, self.bank_sizes, self.mlp_width, self.dtype, masked=masked)
+
+
+def first_plan(
+    spec: DecoderSpec,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    context_length: int,
+    mlp_width: int,
+    dtype: jnp.dtype,
+    on_mesh: bool,
+) -> ExecutionPlan:
+    """The fastest plan for a model of this size, of which nothing is proven.
+
+    Raises InputError for lanes that do not divide the slots, or that a mesh cannot have.
+    """
+    weights_bytes = _bytes_of(weights)
+    lanes = lanes_for(config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh)
+    return ExecutionPlan(
+        spec=spec,
+        lanes=lanes,
+        can_share=shares_prompts(
+            lanes,
+            weights_bytes=weights_bytes,
+            queries_per_kv=spec.queries_per_kv,
+            on_mesh=on_mesh,
+            together=SHARE,
+        ),
+        context_length=context_length,
+        chunk_steps=config.chunk_steps,
+        prefill_rows=config.prefill_rows,
+        prefix_cache=bool(config.prefix_cache),
+        bank_sizes=_bank_sizes(config),
+        mlp_width=mlp_width,
+        dtype=dtype,
+        own=own_layout(weights.layers),
+    )
+
+
+def proven(
+    plan: ExecutionPlan, weights: Weights, rotary: Rotary, put: Callable[[Tree], Tree]
+) -> ExecutionPlan:
+    """The plan with what holds on this machine, and one by one what does not.
+
+    The trials run the programs of one device, with a cache of their own: before there is another.
+    """
+    outcome = invariance_of(plan.shapes, lambda: _prove(plan, weights, rotary, put))
+    return _fall_back(replace(plan, invariance=outcome))
+
+
+def _prove(
+    plan: ExecutionPlan, weights: Weights, rotary: Rotary, put: Callable[[Any], Any]
+) -> Invariance:
+    """Run the trials, with random adapters where the engine has room for some."""
+    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
+    if _bytes_of(weights) <= LANE_WEIGHTS_BYTES_MAX:
+        fused = random_weights(jax.eval_shape(fuse, weights), put)
+    else:  # a second copy would cost too much memory
+        fused = fuse(weights)
+
+    def outcome_of(fused: Decoder, *, masked: bool) -> Invariance:
+        if plan.bank_sizes.adapters:
+            fused = with_bank(fused, random_weights(plan.bank_shapes(masked=masked), put))
+        return Prover(plan.shapes, fused, rotary, plan.buckets, put).prove()
+
+    sizes = plan.bank_sizes
+    outcome = outcome_of(fused, masked=sizes.masked)
+    if sizes.masked and sizes.adapters and not outcome.adapters:
+        outcome = replace(outcome_of(fused, masked=False), adapters=False)
+    # the last reference, without which its memory is not free to be given back
+    del fused
+    give_back_freed_memory()
+    return outcome
+
+
+def _fall_back(plan: ExecutionPlan) -> ExecutionPlan:
+    """Compute one by one what has other bits side by side on this machine."""
+    if not plan.invariance.slots and plan.lanes.size > 1:
+        _log.warning(
+            "sequences side by side have other bits than alone with the programs of %d slots: "
+            "every slot is computed on its own, which is slow; try another number of slots",
+            plan.lanes.size,
+        )
+        slots = plan.lanes.slots
+        plan = replace(
+            plan,
+            # a lane for each slot; no lane then has two slots that could share a prompt
+            lanes=Lanes(slots, slots),
+            can_share=False,
+            # proven for lanes of another size
+            invariance=replace(plan.invariance, continued=False, continued_singly=False),
+        )
+    if plan.prefix_cache and not plan.keeps_prefixes:
+        _log.warning(
+            "decoding and prefill have different bits with the programs of %d slots: every "
+            "turn of a dialogue is prefilled from its start; try another number of slots",
+            plan.lanes.size,
+        )
+    if not plan.invariance.prompts and plan.prefill_rows > 1:
+        _log.warning("prompts side by side have other bits than alone: one is run at a time")
+        plan = replace(plan, prefill_rows=1)
+    if plan.bank_sizes.adapters and plan.bank_sizes.masked and not plan.invariance.adapters:
+        _log.warning("an adapter has other bits next to others: every slot reads its own alone")
+    return plan
+
+
+def _bytes_of(weights: Weights) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
+def _bank_sizes(config: EngineConfig) -> BankSizes:
+    """Room for adapters that a configuration asks for."""
+    if not config.adapters_max:
+        return BankSizes()
+    return BankSizes(adapters=config.adapters_max, rank=config.adapter_rank_max or ADAPTER_RANK)
