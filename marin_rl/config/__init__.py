@@ -29,7 +29,7 @@ from marin_rl.config.orchestration import (
     TrackersConfig,
 )
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
-from marin_rl.config.run import RUN_ID_PATTERN, Config
+from marin_rl.config.run import Config
 from marin_rl.config.sampling import (
     EntrySampling,
     EnvironmentConfig,
@@ -57,6 +57,7 @@ from marin_rl.config.section import (
     section_of,
     with_choices,
 )
+from marin_rl.config.sections import RUN_ID_PATTERN
 from marin_rl.config.serving import (
     REGISTERED,
     EngineConfig,
