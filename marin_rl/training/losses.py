@@ -3,14 +3,14 @@
 Every function maps per-token arrays to per-token arrays; a loss is `weighted_sum(weights, losses)`,
 where the weights are those of the whole step. A sum is the same however the rows are split, so
 microbatches and devices change nothing but rounding. Off the mask nothing counts, in values or
-gradients: not even NaN or infinity.
+gradients: not even NaN or infinity. Leaves out weights of tokens that another program drew
+(`importance_correction`).
 
 Axes: B rows, T positions. `mask` is 1, or true, on trained tokens, `segment_ids` tells the
 sequences of a row apart (0 is padding), log-probabilities are in nats.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,57 +18,26 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from marin_rl.config import ObjectiveConfig
+from marin_rl.training.segments import (
+    FloatArrayBT,
+    FloatBT,
+    IntBT,
+    MaskBT,
+    segment_sums,
+    sequence_shares,
+    trained_tokens,
+    zeros_and_ones,
+)
 
-FloatBT = Float[Array, "B T"]
 Values = Float[Array, "*shape"]
 # Arguments may be arrays of JAX or NumPy, of any shape where each token is by itself.
 FloatArray = Float[Array | np.ndarray, "*shape"]
-FloatArrayBT = Float[Array | np.ndarray, "B T"]
-IntBT = Int[Array | np.ndarray, "B T"]
-MaskBT = Shaped[Array | np.ndarray, "B T"]
 
 # Log-ratios are clamped to this, in nats, before exp is taken of them: float32 ends at 88, and
 # an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
 LOG_RATIO_MAX = 20.0
 # Probabilities of all other tokens are at least this where dppo_kl divides by them; verl's.
 OTHERS_MIN = 1e-8
-
-
-def segment_sums(values_BT: FloatArrayBT, segment_ids_BT: IntBT) -> FloatBT:
-    """At every position, the sum of `values` over the position's own segment."""
-    return _by_segment(jax.ops.segment_sum, values_BT, segment_ids_BT)
-
-
-def segment_maxima(values_BT: FloatArrayBT, segment_ids_BT: IntBT) -> FloatBT:
-    """At every position, the largest of `values` in the position's own segment."""
-    return _by_segment(jax.ops.segment_max, values_BT, segment_ids_BT)
-
-
-def _by_segment(
-    reduce: Callable[..., Array], values_BT: FloatArrayBT, segment_ids_BT: IntBT
-) -> FloatBT:
-    # A row of T positions has at most T segments, and 0 for padding: one size, so one program.
-    segments = segment_ids_BT.shape[1] + 1
-
-    def of_row(values_T: Array, ids_T: Array) -> Array:
-        return reduce(values_T, ids_T, num_segments=segments)[ids_T]
-
-    return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))
-
-
-def _zeros_and_ones(mask_BT: MaskBT) -> FloatBT:
-    return jnp.asarray(mask_BT, jnp.float32)
-
-
-def sequence_shares(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
-    """At each trained token 1 / the trained tokens of its sequence, 0 elsewhere."""
-    mask_BT = _zeros_and_ones(mask_BT)
-    return mask_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
-
-
-def trained_sequences(mask_BT: MaskBT, segment_ids_BT: IntBT) -> Float[Array, ""]:
-    """Number of sequences with a trained token, to rounding; 1 where none has."""
-    return jnp.maximum(jnp.sum(sequence_shares(mask_BT, segment_ids_BT)), 1.0)
 
 
 def on_mask(values: FloatArray, mask: Shaped[Array | np.ndarray, "*shape"]) -> Values:
@@ -116,7 +85,7 @@ def token_weights(
     Only sequences with a trained token count. Weights are 0 off the mask; all are 0 when nothing
     is trained on. Raises ValueError for another aggregation.
     """
-    mask_BT = _zeros_and_ones(mask_BT)
+    mask_BT = zeros_and_ones(mask_BT)
     per_sequence_BT = sequence_shares(mask_BT, segment_ids_BT)
     if shares_BT is not None:
         per_sequence_BT = jnp.asarray(shares_BT)
@@ -161,13 +130,8 @@ def log_ratios(
     if level != "token":
         log_BT = segment_sums(log_BT, segment_ids_BT)
     if level == "sequence_mean":
-        log_BT = log_BT / _trained_tokens(mask_BT, segment_ids_BT).astype(log_BT.dtype)
+        log_BT = log_BT / trained_tokens(mask_BT, segment_ids_BT).astype(log_BT.dtype)
     return jnp.clip(log_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
-
-
-def _trained_tokens(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
-    """Trained tokens of the sequence of each position, at least 1."""
-    return jnp.maximum(segment_sums(_zeros_and_ones(mask_BT), segment_ids_BT), 1.0)
 
 
 def reinforce(logprobs_BT: FloatArray, advantages_BT: FloatArray) -> Values:
@@ -355,68 +319,6 @@ def _k3(d_BT: Values) -> Values:
     return jnp.expm1(clamped_BT) + d_BT + math.exp(LOG_RATIO_MAX) * beyond_BT
 
 
-def correction_weights(
-    objective: ObjectiveConfig,
-    old_logprobs_BT: FloatArrayBT,
-    sampler_logprobs_BT: FloatArrayBT,
-    mask_BT: MaskBT,
-    segment_ids_BT: IntBT,
-) -> FloatBT:
-    """Weight of each token's loss for having been drawn by another program than the trainer.
-
-    The ratio of the trainer's probability, before any update, to the sampler's. truncated: clamped
-    within `correction_low` and `correction_high` (Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"). masked: 0 outside of these (IcePop, Ling team
-    2025). rejected: 1. With `rejection`, 0 for what it rejects (`accepted_tokens`).
-    """
-    ones_BT = jnp.ones_like(_zeros_and_ones(mask_BT))
-    if objective.importance_correction == "none":
-        return ones_BT
-    logs = (old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT)
-    low, high = objective.correction_low, objective.correction_high
-    weight_BT = ones_BT
-    if objective.importance_correction != "rejected":
-        weight_BT = jnp.exp(log_ratios(*logs, objective.correction_level))
-    if objective.importance_correction == "truncated":
-        weight_BT = jnp.clip(weight_BT, low, high)
-    if objective.importance_correction == "masked":
-        weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
-    if objective.rejection is not None:
-        weight_BT = jnp.where(accepted_tokens(objective, *logs), weight_BT, 0.0)
-    # A factor of the loss and no part of it: a gradient through it would be another objective's.
-    return jax.lax.stop_gradient(weight_BT)
-
-
-def accepted_tokens(
-    objective: ObjectiveConfig,
-    old_logprobs_BT: FloatArrayBT,
-    sampler_logprobs_BT: FloatArrayBT,
-    mask_BT: MaskBT,
-    segment_ids_BT: IntBT,
-) -> Bool[Array, "B T"]:
-    """False for tokens, or whole completions, on which sampler and trainer lie too far apart.
-
-    What is at most `rejection_high`, in nats, is accepted: of each token |k1|, k2 or k3 of the
-    sampler's KL to the trainer (k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1, with r trainer
-    over sampler), or their sum, mean or maximum over a completion (of k1 the sum or mean is made
-    before its absolute value). As verl's `rollout_rs`.
-    """
-    assert objective.rejection is not None, "asked of an objective that rejects"
-    assert objective.rejection_high is not None, "it goes with rejection"
-    log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
-    # The sampler takes the policy's place, so the estimators' d is -log r.
-    value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
-    match objective.rejection_level:
-        case "sequence_sum":
-            value_BT = segment_sums(value_BT, segment_ids_BT)
-        case "sequence_mean":
-            tokens_BT = _trained_tokens(mask_BT, segment_ids_BT)
-            value_BT = segment_sums(value_BT, segment_ids_BT) / tokens_BT
-        case "sequence_max":
-            value_BT = segment_maxima(jnp.abs(value_BT), segment_ids_BT)
-    return jnp.abs(value_BT) <= objective.rejection_high
-
-
 def policy_losses(
     objective: ObjectiveConfig,
     logprobs_BT: FloatArrayBT,
@@ -431,7 +333,7 @@ def policy_losses(
     so that they sum to it; at `sequence_mean` each token carries it whole, so that they average to
     it. On policy, every surrogate at every level has the gradient of `reinforce`.
     """
-    mask_BT = _zeros_and_ones(mask_BT)
+    mask_BT = zeros_and_ones(mask_BT)
     logprobs_BT, old_logprobs_BT, advantages_BT = (
         on_mask(values_BT, mask_BT) for values_BT in (logprobs_BT, old_logprobs_BT, advantages_BT)
     )
@@ -444,14 +346,14 @@ def policy_losses(
             log_ratios(*logs, "token"), advantages_BT, objective.clip_low, objective.clip_high
         )
         log_ratio_BT = segment_sums(log_ratio_BT, segment_ids_BT)
-        log_ratio_BT = log_ratio_BT / _trained_tokens(mask_BT, segment_ids_BT)
+        log_ratio_BT = log_ratio_BT / trained_tokens(mask_BT, segment_ids_BT)
     else:
         log_ratio_BT = log_ratios(*logs, objective.ratio_level)
     losses_BT = _surrogate(objective, logprobs_BT, log_ratio_BT, advantages_BT)
     # Each token has the loss of the completion's one ratio here, which must count once. cispo's has
     # the token's own log pi, so its sum over tokens is meant.
     if objective.ratio_level == "sequence" and objective.surrogate != "cispo":
-        losses_BT = losses_BT / _trained_tokens(mask_BT, segment_ids_BT)
+        losses_BT = losses_BT / trained_tokens(mask_BT, segment_ids_BT)
     if objective.surrogate == "dro":
         # Added after the division: -A log pi is each token's own already.
         losses_BT = losses_BT + reinforce(logprobs_BT, advantages_BT)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses
 from marin_rl.training.custom_loss import LossArrays, custom_losses
+from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
-    correction_weights,
     kl_estimate,
     on_mask,
     policy_losses,

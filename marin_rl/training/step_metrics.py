@@ -16,18 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import value_metrics
+from marin_rl.training.importance_correction import accepted_tokens
 from marin_rl.training.logprobs import TokenScores
-from marin_rl.training.losses import (
-    accepted_tokens,
-    binary_kl,
-    kl_estimate,
-    log_ratios,
-    on_mask,
-    segment_sums,
-    sequence_shares,
-    trained_sequences,
-    weighted_sum,
-)
+from marin_rl.training.losses import binary_kl, kl_estimate, log_ratios, on_mask, weighted_sum
+from marin_rl.training.segments import segment_sums, sequence_shares, trained_sequences
 from marin_rl.training.step_loss import (
     corrections,
     critic_targets,

@@ -17,8 +17,8 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.training.critic import SquaredProbabilities
+from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.logprobs import token_logprobs_and_values
-from marin_rl.training.losses import correction_weights
 from marin_rl.training.reference_policy import group_numbers
 from marin_rl.training.step_types import StepArrays, StepSettings
 from marin_rl.training.trajectories import rollouts_of_tokens

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from marin_rl.config import ObjectiveConfig
+from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.logprobs import TokenScores
-from marin_rl.training.losses import correction_weights
 from marin_rl.training.step_loss import step_loss
 from marin_rl.training.step_types import StepArrays, StepSettings
 

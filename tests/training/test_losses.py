@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.config.objective import RATIO_LEVELS
+from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.losses import (
     binary_kl,
     cispo,
-    correction_weights,
     dppo,
     dppo_kl,
     dro_penalty,
@@ -29,10 +29,10 @@ from marin_rl.training.losses import (
     reinforce,
     sapo,
     scores_of_logits,
-    segment_sums,
     token_weights,
     weighted_sum,
 )
+from marin_rl.training.segments import segment_sums
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 AGGREGATIONS = {
