@@ -19,13 +19,12 @@ from marin_rl.inference.kv_cache import Cache
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
+from marin_rl.inference.weight_fusion import fuse_layers, gather_ends
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,
     Rotary,
     Weights,
-    fuse_layers,
-    gather_ends,
     own_ends,
     quantized_layers,
     without_quantized,

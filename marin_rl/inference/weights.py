@@ -2,8 +2,8 @@
 
 Owns the only reading of a model's insides: `read_model` takes references to its arrays (no copy,
 so new weights cost nothing) and refuses by name what the decoder would compute otherwise than the
-model does; `fuse_layers` cuts and joins them inside a compiled program; `rotary_table` asks the
-model's own rotary module. Leaves out all arithmetic (`decoder`).
+model does; `rotary_table` asks the model's own rotary module. Leaves out how they are cut and
+joined (`weight_fusion`) and all arithmetic (`decoder`).
 
 Axes: L layers, D width, F width of the MLP, V vocabulary, K key/value heads, G query heads per
 key/value head, H head size, T positions.
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.nn import Linear, RmsNorm
@@ -32,7 +31,6 @@ from levanter.utils.activation import ActivationFunctionEnum
 from marin_rl.errors import InputError
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear
 from marin_rl.inference.low_rank import LayerAdapters
-from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
 from marin_rl.inference.quantized_decoder import OwnAdapters, OwnLowRank, QuantizedLayers
 from marin_rl.inference.quantized_matrix import QuantizedMatrix
 
@@ -66,6 +64,12 @@ class Affine(NamedTuple):
     weight: Array | QuantizedMatrix | None
     bias: Array | None
     own: OwnLowRank | None = None
+
+    @property
+    def float_weight(self) -> Any:
+        """The weight, or its shape in a template; None for one that lies quantised."""
+        assert not isinstance(self.weight, QuantizedMatrix), "a program would copy it"
+        return self.weight
 
 
 class Norm(NamedTuple):
@@ -194,7 +198,7 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     _check_supported(model.config, layer)
     embedding = model.embeddings.token_embeddings.weight.array
     # Tied weights: the same array, not a copy.
-    head = embedding if model.lm_head is None else _float(_matrix(model.lm_head))
+    head = embedding if model.lm_head is None else _matrix(model.lm_head).float_weight
     assert head is not None, "a head never lies quantised"
     weights = Weights(
         embedding=embedding,
@@ -318,32 +322,6 @@ def rotary_table(model: LmHeadModel, length: int) -> Rotary:
     return Rotary(table[:, :half], table[:, half:])
 
 
-def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
-    """Slice the stacked layers and join what is multiplied with the same vector.
-
-    To be called inside a compiled program, whose results the others then read at full speed. On a
-    mesh this is where weights that are spread over fsdp are gathered; what is spread over tensor
-    stays so.
-    """
-    # Cast before joining: the joined copy is then of the small dtype from the start.
-    layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
-    return tuple(
-        _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
-        for index in range(spec.layers)
-    )
-
-
-def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
-    """The same for what has no layers: to be called inside a compiled program, on a mesh."""
-    ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
-    return Ends(
-        embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
-        embedding_norm=jax.tree.map(constrain, ends.embedding_norm),
-        final_norm=jax.tree.map(constrain, ends.final_norm),
-        head=constrain(ends.head, TENSOR, UNDIVIDED),
-    )
-
-
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:
     """References to the matrices that lie quantised; None where they do not."""
     matrices = {name: getattr(layers, name).weight for name in QuantizedLayers._fields}
@@ -369,86 +347,6 @@ def own_layout(layers: Layers) -> str:
     return ", ".join([*codes, *ranks])
 
 
-def _own_adapters(layer: Layers) -> OwnAdapters | None:
-    own = OwnAdapters(
-        qkv=(layer.query.own, layer.key.own, layer.value.own),
-        output=(layer.output.own,),
-        gate_up=(layer.gate.own, layer.up.own),
-        down=(layer.down.own,),
-    )
-    return own if any(part is not None for parts in own for part in parts) else None
-
-
 def own_ends(weights: Weights) -> Ends:
     """References to the model's own arrays."""
     return Ends(weights.embedding, weights.embedding_norm, weights.final_norm, weights.head)
-
-
-def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
-    replicated = jax.tree.map(constrain, layer)
-    # one product each for query, key and value and for gate and up: fewer and longer operations
-    qkv = _by_head(spec, [_float(layer.query), _float(layer.key), _float(layer.value)])
-    qkv_bias = _by_head(spec, [layer.query.bias, layer.key.bias, layer.value.bias])
-    gate_up = _by_piece([_float(layer.gate), _float(layer.up)])
-    output, down = _float(layer.output), _float(layer.down)
-    return Layer(
-        qkv=None if qkv is None else qkv.reshape(-1, spec.width),
-        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
-        output=(
-            None if output is None else constrain(output.reshape(spec.width, -1), UNDIVIDED, TENSOR)
-        ),
-        output_bias=replicated.output.bias,
-        gate_up=gate_up,
-        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
-        down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
-        down_bias=replicated.down.bias,
-        attention_norm=replicated.attention_norm,
-        mlp_norm=replicated.mlp_norm,
-        query_norm=replicated.query_norm,
-        key_norm=replicated.key_norm,
-        after_attention_norm=replicated.after_attention_norm,
-        after_mlp_norm=replicated.after_mlp_norm,
-        own=_own_adapters(layer),
-    )
-
-
-def _float(affine: Affine) -> Any:
-    """The weight of a layer, or its shape in a template; None for one that lies quantised."""
-    assert not isinstance(affine.weight, QuantizedMatrix), "a program would copy it"
-    return affine.weight
-
-
-def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
-    """Weights [K, out, D] or biases [K, out] of query, key and value, joined for each head."""
-    present = [
-        constrain(part, TENSOR).reshape(spec.kv_heads, -1, *part.shape[3:])
-        for part in _with_groups(parts)
-    ]
-    return constrain(jnp.concatenate(present, axis=1), TENSOR) if present else None
-
-
-def _with_groups(parts: list[Array | None]) -> list[Array]:
-    """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
-    query, *others = parts
-    present = [other[:, None] for other in others if other is not None]
-    return present if query is None else [query, *present]
-
-
-def _by_piece(parts: list[Array | None]) -> Array | None:
-    """Gate and up [F, …] joined piece by piece, so that each device holds a piece of both.
-
-    In one matrix and not on an axis of their own: XLA would transpose that at every step on a CPU.
-    """
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    count = pieces(present[0].shape[0], TENSOR)
-    cut = [part.reshape(count, -1, *part.shape[1:]) for part in present]
-    return constrain(jnp.concatenate(cut, axis=1).reshape(-1, *present[0].shape[1:]), TENSOR)
-
-
-def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
-    """Gate and up [..., F] from what `Layer.gate_up` was multiplied to."""
-    *lead, both = joined.shape
-    cut = joined.reshape(*lead, pieces(both // 2, TENSOR), 2, -1)
-    return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)

@@ -1,0 +1,116 @@
+"""Weights in the layout that the programs multiply with: matrices cut by layer, and joined.
+
+Owns what is joined with what, and how it is spread on a mesh. Leaves out reading a model's arrays
+(`weights`) and when they are fused (`device_memory`).
+
+Axes: D width, F width of the MLP, K key/value heads, G query heads per key/value head, H head size.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
+from marin_rl.inference.quantized_decoder import OwnAdapters
+from marin_rl.inference.weights import DecoderSpec, Ends, Layer, Layers, Weights, own_ends
+
+
+def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
+    """Slice the stacked layers and join what is multiplied with the same vector.
+
+    To be called inside a compiled program, whose results the others then read at full speed. On a
+    mesh this is where weights that are spread over fsdp are gathered; what is spread over tensor
+    stays so.
+    """
+    # Cast before joining: the joined copy is then of the small dtype from the start.
+    layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
+    return tuple(
+        _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
+        for index in range(spec.layers)
+    )
+
+
+def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
+    """The same for what has no layers: to be called inside a compiled program, on a mesh."""
+    ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
+    return Ends(
+        embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
+        embedding_norm=jax.tree.map(constrain, ends.embedding_norm),
+        final_norm=jax.tree.map(constrain, ends.final_norm),
+        head=constrain(ends.head, TENSOR, UNDIVIDED),
+    )
+
+
+def _own_adapters(layer: Layers) -> OwnAdapters | None:
+    own = OwnAdapters(
+        qkv=(layer.query.own, layer.key.own, layer.value.own),
+        output=(layer.output.own,),
+        gate_up=(layer.gate.own, layer.up.own),
+        down=(layer.down.own,),
+    )
+    return own if any(part is not None for parts in own for part in parts) else None
+
+
+def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
+    replicated = jax.tree.map(constrain, layer)
+    # one product each for query, key and value and for gate and up: fewer and longer operations
+    attention = (layer.query, layer.key, layer.value)
+    qkv = _by_head(spec, [affine.float_weight for affine in attention])
+    qkv_bias = _by_head(spec, [affine.bias for affine in attention])
+    gate_up = _by_piece([layer.gate.float_weight, layer.up.float_weight])
+    output, down = layer.output.float_weight, layer.down.float_weight
+    return Layer(
+        qkv=None if qkv is None else qkv.reshape(-1, spec.width),
+        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
+        output=(
+            None if output is None else constrain(output.reshape(spec.width, -1), UNDIVIDED, TENSOR)
+        ),
+        output_bias=replicated.output.bias,
+        gate_up=gate_up,
+        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
+        down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
+        down_bias=replicated.down.bias,
+        attention_norm=replicated.attention_norm,
+        mlp_norm=replicated.mlp_norm,
+        query_norm=replicated.query_norm,
+        key_norm=replicated.key_norm,
+        after_attention_norm=replicated.after_attention_norm,
+        after_mlp_norm=replicated.after_mlp_norm,
+        own=_own_adapters(layer),
+    )
+
+
+def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
+    """Weights [K, out, D] or biases [K, out] of query, key and value, joined for each head."""
+    present = [
+        constrain(part, TENSOR).reshape(spec.kv_heads, -1, *part.shape[3:])
+        for part in _with_groups(parts)
+    ]
+    return constrain(jnp.concatenate(present, axis=1), TENSOR) if present else None
+
+
+def _with_groups(parts: list[Array | None]) -> list[Array]:
+    """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
+    query, *others = parts
+    present = [other[:, None] for other in others if other is not None]
+    return present if query is None else [query, *present]
+
+
+def _by_piece(parts: list[Array | None]) -> Array | None:
+    """Gate and up [F, …] joined piece by piece, so that each device holds a piece of both.
+
+    In one matrix and not on an axis of their own: XLA would transpose that at every step on a CPU.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    count = pieces(present[0].shape[0], TENSOR)
+    cut = [part.reshape(count, -1, *part.shape[1:]) for part in present]
+    return constrain(jnp.concatenate(cut, axis=1).reshape(-1, *present[0].shape[1:]), TENSOR)
+
+
+def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
+    """Gate and up [..., F] from what `Layer.gate_up` was multiplied to."""
+    *lead, both = joined.shape
+    cut = joined.reshape(*lead, pieces(both // 2, TENSOR), 2, -1)
+    return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
