@@ -273,7 +273,7 @@ def _live(order: dict[str, Any], streams: list[int], program: str) -> None:
 
 
 def _read_settings_again() -> None:
-    """What Prefect and JAX have read of the environment and the folder as they were imported."""
+    """Read again what Prefect and JAX took from the environment and the folder on import."""
     importlib.import_module("prefect.context").refresh_global_settings_context()
     quick = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
     importlib.import_module("jax").config.update("jax_disable_most_optimizations", quick)
