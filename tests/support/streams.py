@@ -34,7 +34,7 @@ def settings(root: str = "memory://none", groups: int = 2, **asynchrony: Any) ->
 class Streaming:
     """A run whose groups are put into the stream by hand."""
 
-    def __init__(self, root: Path, **asynchrony: Any) -> None:
+    def __init__(self, root: Path | str, **asynchrony: Any) -> None:
         self.run = Run.create_or_open(settings(str(root), **asynchrony))
         self.stream = GroupStream(self.run, fingerprint=FINGERPRINT)
         self.start = checkpoint(self.run, 0)

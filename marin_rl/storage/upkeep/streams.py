@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.commits import read_manifest
@@ -25,7 +27,7 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Settled, intake_in
-from marin_rl.storage.tables.parquet import FETCHES_MAX, load_present
+from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.tables.streamed import rows_by_group
@@ -125,7 +127,8 @@ def unfinished_groups(run: Run) -> Unfinished:
         and number not in settled
     ]
     tokens = 0
-    for (_, key), data in zip(begun, load_present(run.store, [k for _, k in begun]), strict=True):
+    present = iter_present(run.store, (key for _, key in begun), FETCHES_MAX)
+    for (_, key), data in zip(begun, present, strict=True):
         if data is not None:
             rows = decode_shard(data, ["n_completion_tokens"], source=run.store.url_of(key))
             tokens += sum(rows["n_completion_tokens"].to_pylist())
@@ -172,15 +175,23 @@ def _finished(
         return number not in settled or number in unsealed
 
     listed = [key for key in keys if any(map(wanted, numbers_in(key)))]
-    for key, data in zip(listed, load_present(run.store, listed), strict=True):
-        if data is None:
-            continue
-        source = run.store.url_of(key)
-        try:
-            rows = [*rows_by_group(decode_shard(data, ["group_id"], source=source), key, source)]
-        except (CorruptObject, NewerSchema):
-            continue
-        yield from ((number, len(group)) for number, group in rows if wanted(number))
+    # A pack may be as large as a part of a round; other objects have one group each.
+    packs = [key for key in listed if pack_of(key) is not None]
+    alone = [key for key in listed if pack_of(key) is None]
+    for keys_of_kind, at_once in ((packs, PARTS_MAX), (alone, FETCHES_MAX)):
+        present = iter_present(run.store, keys_of_kind, at_once)
+        for key, data in zip(keys_of_kind, present, strict=True):
+            rows = () if data is None else _rows(key, data, run.store.url_of(key))
+            yield from ((number, count) for number, count in rows if wanted(number))
+
+
+def _rows(key: str, data: pa.Buffer, source: str) -> list[tuple[int, int]]:
+    """Number and rollouts of each group of an object; none of one that cannot be read."""
+    try:
+        table = decode_shard(data, ["group_id"], source=source)
+        return [(number, len(group)) for number, group in rows_by_group(table, key, source)]
+    except (CorruptObject, NewerSchema):
+        return []
 
 
 def numbers_in(key: str) -> range:
