@@ -3,10 +3,9 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
-
-from support.forked_python import fork_of, python
 
 from marin_rl.storage.fleet import FleetBoard, Heartbeat
 from marin_rl.storage.runs import Run
@@ -20,7 +19,7 @@ class RegisteredServer:
     def __init__(self, run: Run, log: Path, *options: str) -> None:
         self._run, self._log = run, log
         command = [
-            *(python(), "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
+            *(sys.executable, "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
             *("--follow", "--register", "--port", "0", "--poll-s", "0.1", *options),
         ]
         with log.open("wb") as file:
@@ -51,7 +50,7 @@ class RegisteredServer:
 
     def kill(self) -> None:
         """Kill it with SIGKILL: its heartbeat stays."""
-        os.kill(fork_of(self.process.pid), signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
     def end(self) -> int:
