@@ -9,7 +9,8 @@ import itertools
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import ChecksDemonstrations, Environment, FoldsSeeds
-from marin_rl.environments.episode import AsksPolicy, HasEpisodes
+from marin_rl.environments.episode import AsksPolicy
+from marin_rl.environments.episode_pool import Replayable
 from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import order_in, parts_of
 from marin_rl.environments.registry import construct, loaded_environment
@@ -73,23 +74,38 @@ def environment_of(config: Config) -> Environment:
 def _check_goes_on(environment: Environment, config: Config) -> None:
     """Raise ConfigError for environments whose rollouts no other policy can go on with."""
     if config.piece_tokens is not None:
-        _check_one_turn(environment, config.environment)
+        _check_begins_again(environment, config.environment)
     if config.in_flight_updates:
         _check_asks_nothing(environment, config.environment)
 
 
-def _check_one_turn(environment: Environment, config: EnvironmentConfig) -> None:
-    """Raise ConfigError for environments whose unfinished rollouts cannot be gone on with."""
+def _check_begins_again(environment: Environment, config: EnvironmentConfig) -> None:
+    """Raise ConfigError for environments whose unfinished rollouts cannot be gone on with.
+
+    Their episodes are begun again and given the recorded turns, so that steps must have no effects
+    outside, and answer as before.
+    """
     for part in parts_of(environment, config):
-        several = isinstance(part.environment, HasEpisodes)
-        if several or isinstance(part.environment, ReturnsRollouts):
-            found = "whose dialogues live in its worker" if several else "which samples by itself"
+        found = _cannot_begin_again(part.environment)
+        if found is not None:
             raise ConfigError(
                 f"asynchrony.partial_rollout with environment {part.environment.name}, {found}: a "
-                "later process or policy cannot go on with an unfinished one; expected "
-                "environments of one turn, or partial_rollout false (rollouts.commit_groups keeps "
-                "the members of dialogues that have ended)"
+                "later process or policy cannot go on with an unfinished rollout; expected "
+                "environments whose episodes can be begun again and given the recorded turns, or "
+                "partial_rollout false (rollouts.commit_groups keeps the members of dialogues that "
+                "have ended)"
             )
+
+
+def _cannot_begin_again(environment: Environment) -> str | None:
+    """Return why episodes cannot be begun again with recorded turns; None if they can."""
+    if isinstance(environment, ReturnsRollouts):
+        return "which samples by itself"
+    if isinstance(environment, AsksPolicy) and environment.asks_policy:
+        return "whose episodes ask the policy themselves, and later weights answer otherwise"
+    if isinstance(environment, Replayable) and not environment.replayable:
+        return "which says `replayable = False`: its steps have effects outside of their process"
+    return None
 
 
 def _check_asks_nothing(environment: Environment, config: EnvironmentConfig) -> None:

@@ -55,9 +55,18 @@ _STATUS_OF: dict[str, Status] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledPart:
-    """Tokens that a piece added to a member of a group; the prompt's ids where it is the first."""
+    """Tokens that a piece added to a turn of a member; the prompt's ids where it is the first.
+
+    `known` is the number of those ids that the turn before has: its prompt and its completion.
+    `messages` are what the environment said before the turn. `begun_again` says why a member left
+    its earlier turns out.
+    """
 
     index: int
+    turn: int = 0
+    known: int = 0
+    messages: tuple[Message, ...] = ()
+    begun_again: str | None = None
     prompt: Int32[np.ndarray, " P"]
     tokens: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " n"]
@@ -162,8 +171,16 @@ class RolloutMaker:
         )
 
     def part(self, part: SampledPart) -> Rollout:
-        """A row of an unfinished group: what a piece added to a member, which may have ended."""
-        n_prompt, n_sampled = len(part.prompt), len(part.tokens)
+        """A row of an unfinished group: what a piece added to a member, which may have ended.
+
+        It has the sampling of its turn. Of a further turn's prompt it has the ids that are new, and
+        its last turn, the sampled one, starts after all of them.
+        """
+        prompt = part.prompt[part.known :]
+        n_prompt, n_sampled = len(prompt), len(part.tokens)
+        start, turns = len(part.prompt), _turns_of(part.messages)
+        if part.turn and n_prompt:
+            turns += (Turn(role="assistant", content="", start=start, end=start + n_sampled),)
         first = part.versions[0] if n_sampled else self._policy.weight_version
         return Rollout(
             rollout_id=self._name(part.index),
@@ -171,7 +188,8 @@ class RolloutMaker:
             status="aborted",
             reward=None,
             finish_reason=UNFINISHED if part.finish_reason == LENGTH else part.finish_reason,
-            token_ids=np.concatenate([part.prompt, part.tokens]),
+            error=part.begun_again,
+            token_ids=np.concatenate([prompt, part.tokens]),
             loss_mask=np.repeat(np.array([0, 1], np.int32), [n_prompt, n_sampled]),
             logprobs=np.concatenate([np.zeros(n_prompt, np.float32), part.logprobs]),
             policy_digest=part.digest,
@@ -180,7 +198,8 @@ class RolloutMaker:
             policy_version_max=int(part.versions.max(initial=first)),
             n_prompt_tokens=n_prompt,
             n_completion_tokens=n_sampled,
-            sampling=self._request.sampling_of(part.index),
+            sampling=self._request.sampling_of(part.index, part.turn),
+            turns=turns,
             timing=self._timing,
         )
 

@@ -16,10 +16,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -30,16 +29,12 @@ from marin_rl.environments.episode import POLICY, AsksPolicy, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.episode_wire import Start
 from marin_rl.environments.scoring import fault_of
-from marin_rl.errors import (
-    BadResponse,
-    BridgeFault,
-    EndpointUnavailable,
-    InputError,
-    RewardFault,
-    StalePolicy,
-)
+from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.rollouts.answer_checks import check_identity, check_prompt
+from marin_rl.rollouts.concurrent import all_of
+from marin_rl.rollouts.continuing import Diverged, KeepsTurns, results_unless_interrupted
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
     ABORTED,
@@ -64,8 +59,6 @@ from marin_rl.types import (
 )
 
 _log = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 # Ids between the last turn of a dialogue, whose last id is given, and the next, where tools are
 # offered: see `bridge.TemplateBridge`.
@@ -130,7 +123,7 @@ class EpisodeDriver:
                 self._play_member(request, index, episode, begun, firsts.get(index), ended)
                 for index, episode, begun in zip(indices, episodes, timed, strict=True)
             ]
-            return await all_of(members)
+            return await results_unless_interrupted(members)
         finally:
             await asyncio.gather(*map(_close, episodes))  # those that were not played
 
@@ -184,11 +177,44 @@ class EpisodeDriver:
             trajectory = _not_begun(request, start)
         else:
             assert first is not None, "members that begin have a first turn"
-            trajectory = await self._play(request, index, episode, start, *first)
+            trajectory = await self._play_recorded(request, index, episode, start, first)
         trajectory = replace(trajectory, start_s=start_s)
         if ended is not None:
             await ended(index, trajectory)
         return trajectory
+
+    async def _play_recorded(
+        self,
+        request: GroupRequest,
+        index: int,
+        episode: PlayedEpisode,
+        prompt: Start,
+        first: tuple[ChatAnswer, Completion],
+    ) -> Trajectory:
+        """Play a member through its recorded turns and on from there.
+
+        Where the environment does not answer as it did when they were sampled, the member begins
+        again, in an episode of its own.
+        """
+        try:
+            trajectory = await self._play(request, index, episode, prompt, *first)
+            if isinstance(self.client, KeepsTurns):
+                self.client.check_end(request.group_id, index, trajectory)
+            return trajectory
+        except Diverged as diverged:
+            await _close(episode)
+            assert isinstance(self.client, KeepsTurns), "raised by such clients alone"
+            self.client.begin_again(request.group_id, index, str(diverged))
+        (fresh,) = open_episodes(self.environment, self.settings, self._with_policy(request), 1)
+        try:
+            start, _ = await _start(fresh)
+            if isinstance(start, RewardFault):
+                return _not_begun(request, start)
+            _first_prompt([prompt, start], request.example)
+            (first,) = await self._first_turns(request, prompt, [index])
+            return await self._play(request, index, fresh, prompt, *first)
+        finally:
+            await _close(fresh)
 
     async def _play(
         self,
@@ -360,38 +386,6 @@ class EpisodeDriver:
         check_identity(answer, self.policy)
         check_prompt(answer, ids)
         return answer
-
-
-def check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
-    """Raise StalePolicy for samples of other parameters.
-
-    Servers of ours name the parameters they sampled with; others only the model id.
-    """
-    sampled_with, expected = answer.parameters_digest, policy.parameters_digest
-    if sampled_with is not None and sampled_with != expected:
-        raise StalePolicy(
-            f"expected samples of the parameters {expected}, found {sampled_with}: the "
-            "endpoint serves other weights than this round's"
-        )
-
-
-def check_prompt(answer: ChatAnswer, ids: Int32[np.ndarray, " P"]) -> None:
-    """Raise BadResponse where an endpoint went on from other ids than it was sent."""
-    if not np.array_equal(answer.prompt_token_ids, ids):
-        raise BadResponse(
-            f"expected the {len(ids)} prompt ids that were sent, found "
-            f"{len(answer.prompt_token_ids)} others: the endpoint rendered the messages again"
-        )
-
-
-async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
-    """Results of concurrent calls, in order; the first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 async def _start(episode: PlayedEpisode) -> tuple[Start | RewardFault, float]:

@@ -36,9 +36,10 @@ from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.sglang_client import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
-from marin_rl.rollouts.episode import Bridge, EpisodeDriver, all_of
+from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
 from marin_rl.rollouts.partial import PartialSampling

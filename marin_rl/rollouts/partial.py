@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from jaxtyping import Int32
 
 from marin_rl.config import Config
 from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
@@ -30,11 +31,13 @@ from marin_rl.inference.client.protocol import (
     ServerTimings,
 )
 from marin_rl.inference.stops import StopWatch, text_before_stop
+from marin_rl.rollouts.answer_checks import check_identity, check_prompt
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
-from marin_rl.rollouts.episode import all_of, check_identity, check_prompt
+from marin_rl.rollouts.concurrent import all_of
+from marin_rl.rollouts.continuing import Diverged
 from marin_rl.rollouts.interruption import Interrupted, Interruption
-from marin_rl.rollouts.partial_members import GOES_ON, Member, members_of
-from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
+from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
+from marin_rl.rollouts.trajectories import LENGTH, GroupRequest, Trajectory
 from marin_rl.storage.tables.partials import PartialGroups
 from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
 
@@ -107,7 +110,10 @@ class PartialSampling:
 
 
 class PiecewiseClient(ChatClient):
-    """Client of a policy that asks for completions in pieces, and commits unfinished ones."""
+    """Client of a policy that asks for completions in pieces, and commits unfinished ones.
+
+    It answers recorded turns of dialogues from its record.
+    """
 
     def __init__(
         self,
@@ -119,79 +125,122 @@ class PiecewiseClient(ChatClient):
     ) -> None:
         self.model = policy.model
         self._settings, self._client, self._policy = settings, client, policy
-        self._requests = {request.group_id: request for request in requests}
-        self._kept = {
-            group_id: members_of(chain, self._requests[group_id], settings.oldest)
-            for group_id, chain in chains.items()
-        }
+        self._records = records_of(chains, requests, settings.oldest)
 
     async def _answer(self, request: ChatRequest) -> ChatAnswer:
-        """Answer from what is committed of the samples on. Raises Interrupted between pieces."""
-        assert request.prompt_ids is None, "groups of one turn"
-        assert not request.tools, "groups of one turn"
-        sampling, session = request.sampling, request.session
-        members, timings = self._members(request.n, sampling, session), list[ServerTimings]()
+        """Answer from what is committed of the samples on.
+
+        Raises Interrupted at a border of pieces, Diverged where the conversation is another than
+        the recorded one.
+        """
+        sampling = request.sampling
+        assert sampling.seed is not None, "members are known by their seeds"
+        record, timings = self._records[request.session], list[ServerTimings]()
+        members = [record.at(sampling.seed + i) for i in range(request.n)]
+        members = [self._agreed(record, request, member) for member in members]
+        if members[0].turn:  # the turn before is followed by this one, and worth its record
+            await self._commit(record)
         while asked := [each for each in members if each.is_unfinished(sampling.max_tokens)]:
             if self._settings.interruption.requested:
+                await self._commit(record)
                 raise Interrupted
-            parts = await self._sampled(request.messages, sampling, session, asked, timings)
+            parts = await self._sampled(record, request, asked, timings)
             for member, part in zip(asked, parts, strict=True):
                 member.add(part)
+                record.begun_again.pop(member.index, None)
+            record.pending += parts
             if any(member.is_unfinished(sampling.max_tokens) for member in asked):
-                await self._commit(session, asked, parts)
-        self._kept.pop(session, None)
+                await self._commit(record)
         return self._joined(members, timings, sampling.stop)
 
-    def _members(self, n: int, sampling: Sampling, group_id: str) -> list[Member]:
-        first = sampling.seed
-        assert first is not None, "members are known by their seeds"
-        base = self._requests[group_id].sampling.seed
-        assert base is not None, "see above"
-        kept = self._kept.get(group_id, {})
-        return [
-            kept.get(seed) or Member(index=seed - base, seed=seed)
-            for seed in range(first, first + n)
-        ]
+    def check_end(self, session: str, index: int, trajectory: Trajectory) -> None:
+        """Raise Diverged for a member that ended before its recorded turns do."""
+        self._records[session].check_end(index, trajectory)
+
+    def begin_again(self, session: str, index: int, reason: str) -> None:
+        """Leave out the recorded turns of a member."""
+        self._records[session].begin_again(index, reason)
+
+    def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
+        """A member whose recorded turn has this prompt; one without a record gets it.
+
+        Raises Diverged. At its first turn a member begins again by itself.
+        """
+        new = record.new_messages(member, request.messages)
+        if not len(member.prompt):
+            member.messages = new
+            return member
+        same = request.prompt_ids is None or np.array_equal(member.prompt, request.prompt_ids)
+        if same and member.messages == new:
+            return member
+        reason = (
+            f"the environment's messages before turn {member.turn + 1} are others than recorded"
+        )
+        if member.turn:
+            raise Diverged(reason)
+        record.begin_again(member.index, reason)
+        record.messages[member.index] = len(request.messages)
+        fresh = record.at(member.seed)
+        fresh.messages = new
+        return fresh
 
     async def _sampled(
         self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        group_id: str,
+        record: GroupRecord,
+        request: ChatRequest,
         asked: Sequence[Member],
         timings: list[ServerTimings],
     ) -> list[SampledPart]:
         """The next piece of each member; those that begin together share a request."""
         if len(asked) > 1 and not any(len(member.tokens) for member in asked):
-            first = replace(sampling, max_tokens=self._piece(asked[0], sampling))
-            answers = [await self._client.chat(messages, len(asked), first, session=group_id)]
+            first = replace(request.sampling, max_tokens=self._piece(asked[0], request.sampling))
+            answers = [await self._ask(request, len(asked), first)]
         else:
-            calls = [self._next(messages, sampling, group_id, member) for member in asked]
-            answers = await all_of(calls)
+            answers = await all_of([self._next(request, member) for member in asked])
         for answer in answers:
             check_identity(answer, self._policy)
         timings.append(answers[0].timings)
         pairs = [(answer, each) for answer in answers for each in answer.completions]
         return [
-            self._part(member, answer, self._until_stop(member, completion, sampling.stop))
+            self._part(
+                record, member, answer, self._until_stop(member, completion, request.sampling.stop)
+            )
             for member, (answer, completion) in zip(asked, pairs, strict=True)
         ]
 
-    async def _next(
-        self, messages: Sequence[Message], sampling: Sampling, group_id: str, member: Member
-    ) -> ChatAnswer:
+    async def _next(self, request: ChatRequest, member: Member) -> ChatAnswer:
         """The next piece of one member."""
-        own = replace(sampling, seed=member.seed, max_tokens=self._piece(member, sampling))
-        if not len(member.tokens):
-            return await self._client.chat(messages, 1, own, session=group_id)
-        ids = member.ids
+        own = replace(
+            request.sampling, seed=member.seed, max_tokens=self._piece(member, request.sampling)
+        )
+        if not len(member.tokens) and request.prompt_ids is None:
+            return await self._ask(request, 1, own)
+        ids = member.ids if len(member.tokens) else request.prompt_ids
+        assert ids is not None, "see above"
         try:
-            answer = await self._client.chat(messages, 1, own, prompt_ids=ids, session=group_id)
+            answer = await self._ask(request, 1, own, ids)
         except REFUSALS:
             _proofs_here().forget(self._policy)  # another server may have taken its place
             raise
         check_prompt(answer, ids)
         return answer
+
+    async def _ask(
+        self,
+        request: ChatRequest,
+        n: int,
+        sampling: Sampling,
+        ids: Int32[np.ndarray, " P"] | None = None,
+    ) -> ChatAnswer:
+        """Samples of a turn, from exact ids or from its messages. Raises as `chat` does."""
+        return await self._client.chat(
+            request.messages,
+            n,
+            sampling,
+            prompt_ids=ids,
+            tools=request.tools,
+            session=request.session,
+        )
 
     def _piece(self, member: Member, sampling: Sampling) -> int:
         sampled, piece = len(member.tokens), self._settings.tokens
@@ -217,7 +266,9 @@ class PiecewiseClient(ChatClient):
             finish_reason=STOP,
         )
 
-    def _part(self, member: Member, answer: ChatAnswer, completion: Completion) -> SampledPart:
+    def _part(
+        self, record: GroupRecord, member: Member, answer: ChatAnswer, completion: Completion
+    ) -> SampledPart:
         versions, sampled = completion.policy_versions, len(completion.token_ids)
         if versions is None:
             versions = np.full(sampled, self._policy.weight_version, np.int32)
@@ -227,9 +278,14 @@ class PiecewiseClient(ChatClient):
             raise BadResponse("a piece of a completion has no tokens")
         if begins and reason not in GOES_ON:
             member.text = completion.text
+        prompt = answer.prompt_token_ids if begins else np.zeros(0, np.int32)
         return SampledPart(
             index=member.index,
-            prompt=answer.prompt_token_ids if begins else np.zeros(0, np.int32),
+            turn=member.turn,
+            known=record.known_before(member, prompt) if begins else 0,
+            messages=member.messages if begins else (),
+            begun_again=record.begun_again.get(member.index),
+            prompt=prompt,
             tokens=completion.token_ids,
             logprobs=completion.logprobs,
             versions=versions,
@@ -237,22 +293,20 @@ class PiecewiseClient(ChatClient):
             finish_reason=reason,
         )
 
-    async def _commit(
-        self, group_id: str, members: Sequence[Member], parts: Sequence[SampledPart]
-    ) -> None:
-        """Commit what a piece added, so that it can be gone on with."""
-        request = self._requests[group_id]
-        maker = RolloutMaker(self._policy, request, datetime.now(UTC))
-        group = RolloutGroup(
-            group_id=group_id,
-            example=request.example,
-            rollouts=tuple(map(maker.part, parts)),
-            group_size=request.size,
-        )
-        self._kept[group_id] = {
-            **self._kept.get(group_id, {}), **{member.seed: member for member in members}
-        }  # fmt: skip
-        await asyncio.to_thread(self._settings.groups.append, group)
+    async def _commit(self, record: GroupRecord) -> None:
+        """Commit what pieces added to a group, so that it can be gone on with."""
+        async with record.lock:
+            parts, record.pending = record.pending, []
+            if not parts:  # another member's commit has them
+                return
+            maker = RolloutMaker(self._policy, record.request, datetime.now(UTC))
+            group = RolloutGroup(
+                group_id=record.request.group_id,
+                example=record.request.example,
+                rollouts=tuple(map(maker.part, parts)),
+                group_size=record.request.size,
+            )
+            await asyncio.to_thread(self._settings.groups.append, group)
 
     def _joined(
         self, members: Sequence[Member], timings: Sequence[ServerTimings], stop: Sequence[str]
@@ -329,7 +383,8 @@ async def _prove_continuation(
 ) -> None:
     """Ask an endpoint for a token, and for one after it. Raises InputError where it refuses."""
     token = replace(request.sampling_of(0), max_tokens=1)
-    messages, session = request.example.messages, request.group_id
+    messages = request.example.messages or (Message(role="user", content="?"),)  # of an episode
+    session = request.group_id
     begun = await client.chat(messages, 1, token, session=session)
     ids = np.concatenate([begun.prompt_token_ids, begun.completions[0].token_ids])
     try:

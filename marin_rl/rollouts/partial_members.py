@@ -1,28 +1,39 @@
 """Members of a group that are sampled in pieces: what each has so far, as chains of parts say it.
 
-Leaves out how pieces are asked for and committed (`partial`).
+A member has a completion for each of its turns, known by the seed of the turn. Leaves out how
+pieces are asked for and committed (`partial`).
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from marin_rl.rollouts.assemble import SampledPart
-from marin_rl.rollouts.trajectories import LENGTH, GroupRequest
-from marin_rl.types import Rollout, RolloutGroup
+from marin_rl.rollouts.continuing import Diverged
+from marin_rl.rollouts.trajectories import LENGTH, REQUEST_FAULTS, GroupRequest, Trajectory
+from marin_rl.types import Message, Rollout, RolloutGroup
 from schemas.rollouts import UNFINISHED
 
 GOES_ON = (LENGTH, "abort")  # finish reasons of a piece; an endpoint that aborts gives what it has
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A completion so far: its prompt's ids, and what each piece added."""
+    """A completion so far, of a turn of a member: its prompt's ids, and what each piece added.
+
+    `messages` are what the environment said before the turn.
+    """
 
     index: int
     seed: int
+    turn: int = 0
+    messages: tuple[Message, ...] = ()
     prompt: Int32[np.ndarray, " P"] = field(default_factory=lambda: np.zeros(0, np.int32))
     tokens: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: Float32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -41,9 +52,9 @@ class Member:
         return self.finish_reason in GOES_ON and len(self.tokens) < tokens_max
 
     def add(self, part: SampledPart) -> None:
-        """Append what a piece sampled; a part with a prompt begins the member again."""
+        """Append what a piece sampled; a part with a prompt begins the turn again."""
         if len(part.prompt):
-            self.prompt, self.text = part.prompt, None
+            self.prompt, self.messages, self.text = part.prompt, part.messages, None
             self.tokens, self.logprobs, self.versions = part.tokens, part.logprobs, part.versions
         else:
             self.tokens = np.concatenate([self.tokens, part.tokens])
@@ -52,30 +63,133 @@ class Member:
         self.digest, self.finish_reason = part.digest, part.finish_reason
 
 
-def members_of(
-    chain: Sequence[RolloutGroup], request: GroupRequest, oldest: int
-) -> dict[int, Member]:
-    """Members of a group by their seeds, as a chain has them."""
-    base, members = request.sampling.seed or 0, dict[int, Member]()
+@dataclass(slots=True)
+class GroupRecord:
+    """Turns of the members of a group: those that a chain has, and those that are sampled here.
+
+    `pending` are parts that are not committed yet, which `lock` commits one after the other.
+    `messages` counts those of a member's dialogue before its latest turn.
+    """
+
+    request: GroupRequest
+    turns: dict[int, list[Member]] = field(default_factory=dict[int, list[Member]])
+    messages: dict[int, int] = field(default_factory=dict[int, int])
+    begun_again: dict[int, str] = field(default_factory=dict[int, str])
+    pending: list[SampledPart] = field(default_factory=list[SampledPart])
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        for index in range(self.request.size):
+            self._expect(index, 0)
+
+    def at(self, seed: int) -> Member:
+        """The completion that is drawn with a seed, from what is recorded of it on."""
+        index, turn = self.places[seed]
+        turns = self.turns.setdefault(index, [])
+        if turn == len(turns):
+            turns.append(Member(index=index, seed=seed, turn=turn))
+            self._expect(index, turn + 1)
+        return turns[turn]
+
+    def _expect(self, index: int, turn: int) -> None:
+        seed = self.request.sampling_of(index, turn).seed
+        assert seed is not None, "turns are known by their seeds"
+        self.places[seed] = index, turn
+
+    def add(self, rollout: Rollout) -> None:
+        """Add a row of a chain; one of a member's first prompt leaves its turns before it out."""
+        index, seed = rollout.index_in_group, rollout.sampling.seed
+        assert seed is not None, "see above"
+        _, turn = self.places[seed]
+        prompted = bool((rollout.loss_mask == 0).any())
+        if prompted:
+            del self.turns.get(index, [])[turn:]
+        before = self.turns[index][turn - 1] if turn else None
+        self.at(seed).add(_part_of(rollout, turn, before))
+
+    def leave_out_before(self, oldest: int) -> None:
+        """Leave out members with tokens of policies before `oldest`."""
+        # One may have ended without a token, where an endpoint leaves the end token out.
+        for index, turns in list(self.turns.items()):
+            if any(turn.versions.min(initial=oldest) < oldest for turn in turns):
+                del self.turns[index]
+
+    def new_messages(self, member: Member, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages of a dialogue that the environment added before a turn.
+
+        There are none where a first prompt is the example's.
+        """
+        before, self.messages[member.index] = self.messages.get(member.index, 0), len(messages)
+        if member.turn:
+            return tuple(messages[before + 1 :])  # the model's own turn is known by its ids
+        return () if tuple(messages) == self.request.example.messages else tuple(messages)
+
+    def known_before(self, member: Member, prompt: Int32[np.ndarray, " P"]) -> int:
+        """Number of ids of a turn's prompt that the turn before has."""
+        if not member.turn:
+            return 0
+        ids = self.turns[member.index][member.turn - 1].ids
+        return len(ids) if np.array_equal(prompt[: len(ids)], ids) else 0
+
+    def has_turn(self, index: int, turn: int) -> bool:
+        """True if tokens of a member's turn are recorded."""
+        turns = self.turns.get(index, [])
+        return turn < len(turns) and len(turns[turn].prompt) > 0
+
+    def check_end(self, index: int, trajectory: Trajectory) -> None:
+        """Raise Diverged for a member that ended before its recorded turns do."""
+        if isinstance(trajectory.fault, REQUEST_FAULTS):
+            return
+        played = len(trajectory.turns) + (trajectory.unanswered is not None)
+        if self.has_turn(index, played):
+            raise Diverged(
+                f"the episode ended ({trajectory.finish_reason}) after turn {played}, and went on "
+                "when that was sampled"
+            )
+
+    def begin_again(self, index: int, reason: str) -> None:
+        """Leave out the recorded turns of a member, and say so with its next part."""
+        _log.warning("%s/%03d begins again: %s", self.request.group_id, index, reason)
+        self.begun_again[index] = reason
+        self.turns.pop(index, None)
+        self.messages.pop(index, None)
+        self.pending = [part for part in self.pending if part.index != index]
+
+
+def record_of(chain: Sequence[RolloutGroup], request: GroupRequest, oldest: int) -> GroupRecord:
+    """The turns of a group's members as a chain has them, but for members with older tokens."""
+    record = GroupRecord(request)
     for rollout in (rollout for group in chain for rollout in group.rollouts):
-        index = rollout.index_in_group
-        member = members.setdefault(index, Member(index=index, seed=base + index))
-        member.add(_part_of(rollout))
-    # One may have ended without a token, where an endpoint leaves the end token out.
-    kept = (m for m in members.values() if m.versions.min(initial=oldest) >= oldest)
-    return {member.seed: member for member in kept}
+        record.add(rollout)
+    record.leave_out_before(oldest)
+    return record
 
 
-def _part_of(rollout: Rollout) -> SampledPart:
-    """The part that a row of a chain is."""
+def records_of(
+    chains: Mapping[str, Sequence[RolloutGroup]], requests: Sequence[GroupRequest], oldest: int
+) -> dict[str, GroupRecord]:
+    """Records of groups by their ids."""
+    return {r.group_id: record_of(chains.get(r.group_id, ()), r, oldest) for r in requests}
+
+
+def _part_of(rollout: Rollout, turn: int, before: Member | None) -> SampledPart:
+    """The part that a row of a chain is; a prompt may go on from the ids of the turn before."""
     sampled, ids = rollout.loss_mask == 1, rollout.token_ids
     versions = rollout.policy_versions
     if versions is None:
         versions = np.full(len(ids), rollout.policy_version_min, np.int32)
+    prompt, messages = ids[~sampled], rollout.turns
+    if before is not None and len(prompt):
+        *messages, place = rollout.turns
+        assert place.start is not None, "the turn's own place"
+        prompt = np.concatenate([before.ids[: place.start - len(prompt)], prompt])
     reason = rollout.finish_reason
     return SampledPart(
         index=rollout.index_in_group,
-        prompt=ids[~sampled],
+        turn=turn,
+        messages=tuple(each.message for each in messages),
+        prompt=prompt,
         tokens=ids[sampled],
         logprobs=rollout.logprobs[sampled],
         versions=versions[sampled],

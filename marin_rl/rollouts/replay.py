@@ -18,7 +18,7 @@ from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError
-from marin_rl.rollouts.episode import all_of
+from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
 from marin_rl.rollouts.trajectories import ENVIRONMENT_ERROR, LENGTH, TIMEOUT, TOOL_ERROR, end_of

@@ -1,10 +1,9 @@
 """Completions in pieces: the same tokens as whole ones, whichever process goes on with them."""
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
 from support.run_factories import checkpoint, configuration, train
+from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
 
 from marin_rl.analysis.lineage import trace
@@ -24,8 +24,7 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLError
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion, served_model_id
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import (
     generate_shard,
@@ -56,8 +55,6 @@ from marin_rl.storage.upkeep.gc import collect
 from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
 
-END = 1
-MODEL = served_model_id("policy", 0, "ab" * 32)
 PIECE = 3
 TOKENS_MAX = 11
 
@@ -67,66 +64,6 @@ def settings(root: str | Path, *items: str) -> Config:
     pieces = ["asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}"]
     limits = [f"sampling.max_tokens={TOKENS_MAX}", "rollouts.shards_per_round=1"]
     return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
-
-
-def token_at(seed: int, position: int) -> int:
-    """A token that depends on its seed and position alone, as the engine's random numbers do."""
-    return hashlib.sha256(f"{seed} {position}".encode()).digest()[0] % 12 + 1
-
-
-@dataclass
-class ScriptedClient(ChatClient):
-    """A policy whose tokens are `token_at`; counts requests, and interrupts after some of them."""
-
-    model = MODEL
-    interruption: Interruption = field(default_factory=Interruption)
-    pieces_max: int = 1000
-    asked: list[tuple[int, int]] = field(default_factory=list)  # prompt's length, max_tokens
-
-    def connect(self, **_: Any) -> "ScriptedClient":
-        """Take the place of `PolicyClient`."""
-        return self
-
-    async def __aenter__(self) -> "ScriptedClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing is open."""
-
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
-        """Sample completions."""
-        ids, sampling = request.prompt_ids, request.sampling
-        prompt = np.arange(5, dtype=np.int32) if ids is None else ids
-        self.asked.append((len(prompt), sampling.max_tokens))
-        if len(self.asked) >= self.pieces_max:
-            self.interruption.request()
-        made = [
-            _completion(prompt, (sampling.seed or 0) + i, sampling.max_tokens, sampling.stop)
-            for i in range(request.n)
-        ]
-        return ChatAnswer(model=MODEL, prompt_token_ids=prompt, completions=tuple(made))
-
-
-def _completion(
-    prompt: np.ndarray, seed: int, tokens_max: int, stop: Sequence[str] = ()
-) -> Completion:
-    """As an endpoint answers, which sees no more of a text than what it samples itself."""
-    ids, text = list[int](), ""
-    ends = list[int]()
-    while len(ids) < tokens_max and END not in ids and not ends:
-        ids.append(token_at(seed, len(prompt) + len(ids)))
-        text = text_of(ids, "")
-        ends = [at for at in map(text.find, stop) if at >= 0]
-    return Completion(
-        text=text[: min(ends, default=len(text))],
-        token_ids=np.array(ids, np.int32),
-        logprobs=np.array([-1 / (2 + i + len(prompt)) for i in range(len(ids))], np.float32),
-        finish_reason="stop" if END in ids or ends else "length",
-    )
-
-
-def text_of(ids: Sequence[int], _reason: str) -> str:
-    return "".join(chr(96 + i) for i in ids if i != END)
 
 
 @pytest.fixture
@@ -523,12 +460,6 @@ class EachPiece(Interruption):
         """False for the first questions."""
         self._asked += 1
         return self._asked > 2
-
-
-def test_environments_with_dialogues_are_refused_by_name(tmp_path: Path) -> None:
-    config = settings(tmp_path, "environment.name=game", "environment.options={game: nim}")
-    with pytest.raises(ConfigError, match="partial_rollout with environment game"):
-        environment_of(config)
 
 
 def test_an_endpoint_that_cannot_go_on_from_ids_is_refused_before_sampling(tmp_path: Path) -> None:
