@@ -91,7 +91,8 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
             out.print(dropped_table(reports))
         tell(balance_line(reports, waiting))
         if begun.groups:
-            tell(f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens")
+            again = f", {begun.begun_again:,} members began again" if begun.begun_again else ""
+            tell(f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens{again}")
         complain(f"round {report.round}: {line}" for report in reports for line in report.problems)
     if any(report.problems for report in reports):
         raise typer.Exit(1)

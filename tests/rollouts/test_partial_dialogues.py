@@ -26,6 +26,7 @@ from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.partials import partials_of_stream
 from marin_rl.storage.tables.stream import groups_in
+from marin_rl.storage.upkeep.streams import unfinished_groups
 from marin_rl.types import Example, Message, Rollout, RolloutGroup, Turn
 
 GROUPS = range(2)
@@ -99,7 +100,7 @@ def played(
         environment,
         stream_requests(run, GROUPS, environment),
         ProgressEvent(run_id="", stage="generate", round=0),
-        connect=client.connect,
+        connect=client.connect,  # pyright: ignore[reportArgumentType]
         bridge=bridge,
         partial_sampling=partial if pieces else None,
     )
@@ -179,7 +180,7 @@ def reasons(run: Run) -> list[str]:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (Talks("otherwise "), "the environment says otherwise than recorded"),
+        (Talks("otherwise "), "the environment's messages before turn 2 are others"),
         (Talks(turns=1), "the episode ended (stop) after turn 1, and went on"),
     ],
 )
@@ -188,11 +189,12 @@ def test_a_member_whose_environment_answers_otherwise_begins_again(
 ) -> None:
     """As one that was never begun before, and its parts say why."""
     run = Run.create_or_open(settings(tmp_path / "left"))
-    assert played(run, ScriptedClient(pieces_max=14), Talks()) == []
+    assert played(run, ScriptedClient(pieces_max=28), Talks()) == []
     logging.getLogger("marin_rl.rollouts.partial_members").addHandler(caplog.handler)
     groups = played(run, ScriptedClient(), other)
     assert reason in caplog.text
     assert any(reason in each for each in reasons(run))
+    assert unfinished_groups(run).begun_again == len(reasons(run))
     whole = Run.create_or_open(settings(tmp_path / "whole"))
     check_same(members(groups), members(played(whole, ScriptedClient(), other, pieces=False)))
 

@@ -109,10 +109,14 @@ def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Groups of a stream that are kept unfinished, and the tokens that were sampled of them."""
+    """Groups of a stream that are kept unfinished, and the tokens that were sampled of them.
+
+    `begun_again` counts members whose recorded turns did not fit what the environment answered.
+    """
 
     groups: int
     tokens: int
+    begun_again: int = 0
 
 
 def unfinished_groups(run: Run) -> Unfinished:
@@ -126,13 +130,16 @@ def unfinished_groups(run: Run) -> Unfinished:
         and number not in finished
         and number not in settled
     ]
-    tokens = 0
+    tokens = begun_again = 0
     present = iter_present(run.store, (key for _, key in begun), FETCHES_MAX)
     for (_, key), data in zip(begun, present, strict=True):
         if data is not None:
-            rows = decode_shard(data, ["n_completion_tokens"], source=run.store.url_of(key))
+            columns = ["n_completion_tokens", "error"]
+            rows = decode_shard(data, columns, source=run.store.url_of(key))
             tokens += sum(rows["n_completion_tokens"].to_pylist())
-    return Unfinished(groups=len({number for number, _ in begun}), tokens=tokens)
+            begun_again += len(rows) - rows["error"].null_count
+    numbers = {number for number, _ in begun}
+    return Unfinished(groups=len(numbers), tokens=tokens, begun_again=begun_again)
 
 
 def _settled_by(run: Run) -> Settled:
