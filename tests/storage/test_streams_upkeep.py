@@ -1,4 +1,4 @@
-"""What waits in a stream is counted with a bounded number of objects in memory."""
+"""Counts of what waits in a stream, with a bounded number of objects in memory."""
 
 import gc
 import threading
@@ -42,7 +42,7 @@ class CountingStore(MemoryStore):
             self.now -= 1
 
 
-def test_no_more_objects_of_a_remote_stream_are_held_than_are_fetched_at_once() -> None:
+def test_objects_of_a_remote_stream_in_memory_are_as_many_as_are_fetched_at_once() -> None:
     streaming = Streaming(f"memory://{uuid.uuid4().hex}", groups=GROUPS)
     streaming.put(*((number, 0) for number in range(GROUPS)))
     streaming.chain(1).append(made([GROUPS, GROUPS + 1]))
