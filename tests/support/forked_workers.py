@@ -64,7 +64,11 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
 
     import pytest
 
-    pytest.main(arguments)  # a worker reports what fails here, since it tries again
+    # Options of the environment are for the workers: of reruns, whose plugin is left out here.
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    if pytest.main(arguments) == pytest.ExitCode.USAGE_ERROR:
+        raise RuntimeError(f"expected a collection by the arguments {arguments}, see above")
+    # A worker reports what else fails here, since it tries again.
     import jaxtyping._pytest_plugin  # not before: pytest rewrites the assertions of plugins
     from jax._src import xla_bridge
 
