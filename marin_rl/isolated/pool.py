@@ -115,6 +115,10 @@ class Worker:
         """Kill the process with all that descends from it."""
         self._process.end()
 
+    def leave(self) -> None:
+        """Leave the process to the parent of this fork."""
+        self._process.leave()
+
     def _start(self) -> None:
         self._ready = False
         self._process = WorkerProcess(self._environment, self._printed)
@@ -229,14 +233,18 @@ class WorkerPool:
         """End the workers that are idle, in a fork none: they are its parent's."""
         with self._lock:
             idle, self._idle = self._idle, []
-        if self._owner == os.getpid():
-            for worker in idle:
+        for worker in idle:
+            if self._owner == os.getpid():
                 worker.close()
+            else:
+                worker.leave()
 
     @contextmanager
     def _worker(self) -> Iterator[Worker]:
         with self._lock:
             if self._owner != os.getpid():
+                for worker in self._idle:
+                    worker.leave()
                 self._reset()
             places = self._places
         with places:
@@ -281,6 +289,7 @@ _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
+    """End the idle workers of all pools; a pool that is used again starts others."""
     for pool in list(_pools):
         pool.close()

@@ -239,6 +239,15 @@ class WorkerProcess:
         code = self._process.returncode
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
+    def leave(self) -> None:
+        """Close a fork's copies of the pipes. The process is its parent's, and runs on."""
+        self._open = False
+        for descriptor in (self._lifeline, self._answers):
+            os.close(descriptor)
+        for pipe in (self._questions, self._output):
+            pipe.close()
+        self._process.poll()  # no child of this process: counts as ended
+
     def _await_exit(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG

@@ -312,6 +312,14 @@ if fork == 0:
     pool.close()
     os._exit(0)
 assert os.waitpid(fork, 0)[1] == 0
+fork = os.fork()
+if fork == 0:
+    with pool._worker() as own:
+        assert own is not worker
+    del worker
+    pool.close()
+    os._exit(0)
+assert os.waitpid(fork, 0)[1] == 0
 assert os.path.exists(f"/proc/{worker.process_id}")
 with pool._worker() as again:
     assert again is worker
@@ -323,8 +331,9 @@ assert not os.path.exists(f"/proc/{worker.process_id}")
 def test_a_fork_that_closes_a_pool_leaves_its_parents_workers_alone(tmp_path):
     (tmp_path / "imports_for_an_hour.py").write_text("import time\ntime.sleep(3600)\n")
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-c", FORK_THAT_CLOSES]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    command = [sys.executable, "-W", "default::ResourceWarning", "-c", FORK_THAT_CLOSES]
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr.decode()) == (0, "")
 
 
 def test_reasoning_gym_is_scored_in_a_worker() -> None:

@@ -72,6 +72,9 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
     import jaxtyping._pytest_plugin  # not before: pytest rewrites the assertions of plugins
     from jax._src import xla_bridge
 
+    from marin_rl.isolated.pool import close_pools
+
+    close_pools()  # processes of this one, which its forks could not use
     # Its import hook stays: a second one would refuse what is imported.
     del jaxtyping._pytest_plugin.pytest_load_initial_conftests
     if threading.active_count() > 1 or xla_bridge.backends_are_initialized():
