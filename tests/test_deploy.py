@@ -43,6 +43,14 @@ def test_the_image_runs_as_an_ordinary_user_and_copies_what_there_is() -> None:
     assert [name for name in copied_from_the_context() if not (TOP / name).exists()] == []
 
 
+def test_prefect_writes_where_its_user_may() -> None:
+    """Prefect copies its pages before it serves them, by default next to its code."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    places = re.findall(r"\b(PREFECT_HOME|PREFECT_UI_STATIC_DIRECTORY)=(\S+)", dockerfile)
+    assert [name for name, _ in places] == ["PREFECT_HOME", "PREFECT_UI_STATIC_DIRECTORY"]
+    assert all(place.startswith("/home/marin/") for _, place in places)
+
+
 def copied_from_the_context() -> list[str]:
     """Names of the files and folders that the Dockerfile takes from this checkout."""
     names: list[str] = []
