@@ -25,6 +25,7 @@ from marin_rl.storage.runs import (
     runs_under,
 )
 from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.storage.workers import WorkerBoard
 
 Options = Mapping[str, Any] | None
 Result = TypeVar("Result")
@@ -85,7 +86,8 @@ class RunStatus:
     """Committed slots of a run, its metric rows, warnings, and one sentence on what it learned.
 
     The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
-    `fleet` are the servers that announce themselves, as their last heartbeats say.
+    `fleet` are the servers that announce themselves, and `workers` those with the root alone
+    (`marin-rl sample`), as their last heartbeats say.
     `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none, and
     `warm_start` where it has none, or rounds already.
     """
@@ -105,6 +107,7 @@ class RunStatus:
     warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
     fleet: Sequence[Mapping[str, Any]] = ()
+    workers: Sequence[Mapping[str, Any]] = ()
 
     @property
     def facts(self) -> dict[str, str]:
@@ -161,6 +164,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         warnings=warnings_of(rows, run.run_id),
         rounds=_with_intervals(rows),
         fleet=fleet_rows(run),
+        workers=worker_rows(run),
     )
 
 
@@ -182,6 +186,27 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
         row |= {"idle": beat.idle, "base_digest": beat.base_digest, "adapters": beat.adapters}
         rows.append(row | {"beat_ago_s": time.time() - beat.beat_at})
     return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
+
+
+def worker_rows(run: Run) -> list[dict[str, Any]]:
+    """Workers with the root alone next to a run, by name: the chunks that each samples.
+
+    `beat_ago_s` is by two clocks, as in `fleet_rows`. Heartbeats of another API token are left out.
+    """
+    if not run.config.windowed:
+        return []
+    board = WorkerBoard(run.folder, board_of(run.config.inference, run.folder).api_key)
+    now = time.time()
+    return [
+        {
+            "worker": beat.worker,
+            "weight_version": beat.weight_version,
+            "chunks": list(beat.chunks),
+            "groups": beat.groups,
+            "beat_ago_s": now - beat.beat_at,
+        }
+        for _, beat in sorted(board.beats().items())
+    ]
 
 
 def _policy(config: PolicyConfig) -> str:

@@ -64,7 +64,7 @@ def status(
         _status_of_all(root, as_json=as_json)
         return
     from marin_rl.analysis.status import run_status
-    from marin_rl.display.tables import fleet_table, key_values, rounds_table
+    from marin_rl.display.tables import fleet_table, key_values, rounds_table, workers_table
 
     current = run_status(root, run_name)
     if as_json:
@@ -75,6 +75,8 @@ def status(
         out.print(rounds_table(current.rounds, "Rounds"))
     if current.fleet:
         out.print(fleet_table(current.fleet))
+    if current.workers:
+        out.print(workers_table(current.workers))
     tell_learned(current)
 
 

@@ -3,9 +3,11 @@
 They have no Prefect API: the address that they are given is a closed port.
 """
 
+import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,18 @@ from support.flow_runs import DEBUG, REPOSITORY, debug
 from support.nodes import Node, wait
 from support.windowed_runs import checked
 
+from flows.root_workers import RootWorkers
 from flows.server import free_port
+from marin_rl.analysis.status import worker_rows
 from marin_rl.config import Config, parse_config
-from marin_rl.errors import ConfigError
+from marin_rl.display.tables import workers_table
+from marin_rl.errors import ConfigError, FleetEmpty
 from marin_rl.rollouts.worker_pulse import worker_board
+from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.tables.stream import GroupStream
+from marin_rl.storage.workers import WorkerBeat
 
 ROUNDS = 6
 FLEET = ("inference.endpoints=registered", "inference.publish=pull")
@@ -51,6 +58,50 @@ def root_worker(run: Run, folder: Path, name: str) -> Node:
     environment["PYTHONPATH"] = str(REPOSITORY)
     command = [sys.executable, "-c", PROGRAM, "sample", run.run_id, "--root", run.config.root]
     return Node([*command, "--follow", "--trust"], REPOSITORY, environment, folder / f"{name}.log")
+
+
+def test_a_run_without_workers_ends_with_an_error_that_says_what_to_start(tmp_path: Path) -> None:
+    limit = "inference.fleet_timeout_s=0.001"
+    run = Run.create_or_open(debug(tmp_path, *WINDOW, limit))
+    workers, beat = RootWorkers(run), a_beat(run)
+    workers.check(needed=True)
+    time.sleep(0.01)
+    with pytest.raises(FleetEmpty, match=f"marin-rl sample {run.run_id} --root"):
+        workers.check(needed=True)
+    workers.check(needed=False)  # a window without room needs none
+    workers.check(needed=True)
+    worker_board(run).beat(beat)
+    asyncio.run(workers.gone([]))  # looks
+    time.sleep(0.01)
+    workers.check(needed=True)
+
+
+def test_status_shows_workers_with_their_chunks(tmp_path: Path) -> None:
+    run = Run.create_or_open(debug(tmp_path, *WINDOW))
+    assert worker_rows(run) == []
+    worker_board(run).beat(a_beat(run))
+    (row,) = worker_rows(run)
+    assert {name: row[name] for name in ("worker", "weight_version", "chunks", "groups")} == {
+        "worker": "worker-a-1", "weight_version": 3, "chunks": [5, 8], "groups": 12,
+    }  # fmt: skip
+    (name, policy, chunks, groups, _) = (
+        [str(cell) for cell in column.cells] for column in workers_table([row]).columns
+    )
+    assert (name, policy, chunks, groups) == (["worker-a-1"], ["3"], ["5, 8"], ["12"])
+
+
+def a_beat(run: Run) -> WorkerBeat:
+    """Heartbeat of a worker that samples two chunks."""
+    return WorkerBeat(
+        worker="worker-a-1",
+        run_sha256=run_sha256(run.folder),
+        beat=1,
+        chunks=(5, 8),
+        weight_version=3,
+        groups=12,
+        started_at=0.0,
+        beat_at=0.0,
+    )
 
 
 def trainer(config: Config, folder: Path) -> Node:
