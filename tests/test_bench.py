@@ -229,8 +229,9 @@ MODES = {
         shows=("--help  ", "status RUN", "x 'import typer'"),
     ),
 }  # fmt: skip
-# Processes of these are not forked: they measure a start, or memory, or take Python into a sandbox.
-REAL_STARTS = ("startup.py", "process.py", "round.py", "learning.py", "sandbox.py")
+# Processes of these are not forked: they measure a start, or memory, or take Python into a sandbox;
+# gRPC, of weights, may wait without end in a fork.
+REAL_STARTS = ("startup.py", "process.py", "round.py", "learning.py", "sandbox.py", "weights.py")
 # Options of the README's commands that no mode takes: they only install, or choose another size.
 UNTRIED = {"--install-peers"}
 
