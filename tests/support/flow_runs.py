@@ -9,7 +9,6 @@ fork is a process like any other to `kill -9`, to file locks and to JAX, which s
 lifetime is counted in its own processor time: on a busy machine it gets as far as on an idle one.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -28,6 +27,7 @@ from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from support.faults import NamedOperations
+from support.preloading import import_for_forks
 
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.progress import ProgressEvent
@@ -212,12 +212,7 @@ class ForkServer:
 
 def main() -> None:
     """Import, then fork a run per line of standard input and print how each ended."""
-    gc.disable()  # collections take a quarter of the time of the imports, and find none
-    for name in ROOMS:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or a fork would write to, and so copy, all that is imported
-    gc.enable()
+    import_for_forks(ROOMS)
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(_watched(order)), flush=True)

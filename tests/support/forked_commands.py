@@ -10,8 +10,6 @@ has a folder, standard streams and an end of its own, and JAX and Prefect's serv
 What a start from a shell adds, tests of single commands and of the wheel show.
 """
 
-import atexit
-import gc
 import importlib
 import json
 import os
@@ -19,31 +17,16 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from support.preloading import COMMANDS, code_of, end_process, import_for_forks
+
 REPOSITORY = Path(__file__).parents[2]
-ROOMS = (
-    "flows.evaluate",
-    "flows.rl_loop",
-    "flows.session",
-    "flows.sft",
-    "marin_rl.batching.build",
-    "marin_rl.cli",
-    "marin_rl.compilation",
-    "marin_rl.inference.engine",
-    "marin_rl.planning",
-    "marin_rl.runtime",
-    "marin_rl.serving.app",
-    "marin_rl.serving.server",
-    "marin_rl.serving.weights.canary",
-    "marin_rl.training.loop",
-    "marin_rl.training.sft",
-)
+TESTS = REPOSITORY / "tests"
 END_S_MAX = 240.0
 
 
@@ -59,7 +42,7 @@ class ForkedCommands:
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self.log)],
             cwd=REPOSITORY,
-            env={**self._environment, "PYTHONPATH": str(REPOSITORY)},
+            env={**self._environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,12 +107,9 @@ class ForkedCommands:
 def main() -> None:
     """Import, then fork a command per line of standard input and print how each ended."""
     del sys.path[0]  # this folder, whose modules have plain names
-    gc.disable()  # collections take a quarter of the time of the imports, and find none
-    for name in ROOMS:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or a fork would write to, and so copy, all that is imported
-    gc.enable()
+    sys.path.remove(str(TESTS))  # and tests, which commands do not see
+    os.environ["PYTHONPATH"] = str(REPOSITORY)
+    import_for_forks(COMMANDS)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -161,25 +141,13 @@ def _live(order: dict[str, Any]) -> None:
             importlib.import_module("marin_rl.cli").main()
         code = 0
     except SystemExit as end:
-        code = _code_of(end)
+        code = code_of(end)
     except KeyboardInterrupt:
         code = 130
     except BaseException:  # noqa: BLE001 - it is what ends the command
         traceback.print_exc()
     finally:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _code_of(end: SystemExit) -> int:
-    """The exit code of a process that ends by it; a text is printed, as Python does."""
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
+        end_process(code)
 
 
 if __name__ == "__main__":

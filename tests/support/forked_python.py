@@ -14,7 +14,6 @@ The program imports of the standard library what a start needs; the server this 
 
 import array
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -35,25 +34,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.preloading import COMMANDS, close_down, code_of, import_for_forks
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+TESTS = REPOSITORY / "tests"
 MODULES = ("marin_rl", "prefect", "prefect.engine", "flows.stack")
 ROOMS = (
-    "flows.evaluate",
-    "flows.rl_loop",
-    "flows.session",
-    "flows.sft",
+    *COMMANDS,
     "flows.stages",
-    "marin_rl.batching.build",
-    "marin_rl.cli",
-    "marin_rl.compilation",
-    "marin_rl.inference.engine",
-    "marin_rl.planning",
-    "marin_rl.runtime",
-    "marin_rl.serving.app",
-    "marin_rl.serving.server",
-    "marin_rl.serving.weights.canary",
-    "marin_rl.training.loop",
-    "marin_rl.training.sft",
     "prefect.cli",
     "prefect.flow_engine",
     "prefect.server.api.server",
@@ -113,7 +101,7 @@ def python() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, str(folder)],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -255,17 +243,14 @@ def _live(order: dict[str, Any], streams: list[int], program: str) -> None:
         _run(order["words"])
         code = 0
     except SystemExit as end:
-        code = _code_of(end)
+        code = code_of(end)
     except KeyboardInterrupt:
         traceback.print_exc()
         code = -signal.SIGINT
     except BaseException:  # noqa: BLE001 - it is what ends the process
         traceback.print_exc()
     finally:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        close_down()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
@@ -306,23 +291,11 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _code_of(end: SystemExit) -> int:
-    """The exit code of a process that ends by it; a text is printed, as Python does."""
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
-
-
 def main(folder: str) -> None:
     """Import, then fork."""
     del sys.path[0]  # this folder, whose modules have plain names
-    gc.disable()  # collections take a quarter of the time of the imports, and find none
-    for name in ROOMS:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or a fork would write to, and so copy, all that is imported
-    gc.enable()
+    sys.path.remove(str(TESTS))  # and tests, which programs do not see
+    import_for_forks(ROOMS)
     assert threading.active_count() == 1, threading.enumerate()
     forks = Forks(Path(folder))
     print("ready", flush=True)

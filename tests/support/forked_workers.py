@@ -7,7 +7,6 @@ A worker is started as pytest-xdist starts any Python: its command passes its st
 environment to that process, and ends with the fork.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 STREAMS = (0, 1, 2)
 
@@ -59,7 +58,6 @@ def _collecting(config: Any) -> list[str]:
 
 def collect(listener: socket.socket, arguments: list[str]) -> None:
     """Collect tests, then fork a worker for each connection until standard input ends."""
-    import gc
     import warnings
 
     import pytest
@@ -71,6 +69,7 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
     # A worker reports what else fails here, since it tries again.
     import jaxtyping._pytest_plugin  # not before: pytest rewrites the assertions of plugins
     from jax._src import xla_bridge
+    from support.preloading import freeze
 
     from marin_rl.isolated.pool import close_pools
 
@@ -82,8 +81,7 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
             "expected a collection that starts no thread and touches no device, found "
             f"{threading.enumerate()}: move what a test file does as it is imported to a fixture"
         )
-    gc.collect()
-    gc.freeze()  # or a fork would write to, and so copy, all that is imported
+    freeze()
     warnings.filterwarnings("ignore", "os.fork.. was called", RuntimeWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the workers, and they end this
     sys.stdout.flush()
@@ -128,19 +126,12 @@ def main(command: str, place: str, *arguments: str) -> None:
         # In place of this folder, whose modules have plain names.
         sys.path[0] = str(Path(__file__).parents[2])
         collect(socket.socket(fileno=int(place)), list(arguments))
-        _end()
+        from support.preloading import end_process
+
+        end_process(0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(place)
         start(connection)
-
-
-def _end() -> NoReturn:
-    """End as Python does, but without taking apart what is imported, which takes a second."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
