@@ -232,20 +232,15 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers that are idle, in a fork none: they are its parent's."""
         with self._lock:
+            self._leave_parents()
             idle, self._idle = self._idle, []
         for worker in idle:
-            if self._owner == os.getpid():
-                worker.close()
-            else:
-                worker.leave()
+            worker.close()
 
     @contextmanager
     def _worker(self) -> Iterator[Worker]:
         with self._lock:
-            if self._owner != os.getpid():
-                for worker in self._idle:
-                    worker.leave()
-                self._reset()
+            self._leave_parents()
             places = self._places
         with places:
             with self._lock:
@@ -266,6 +261,13 @@ class WorkerPool:
     def _new_worker(self) -> Worker:
         environment = _sealed_environment() if self._environment is None else self._environment
         return Worker(self._hello, self._limits, environment, self._name)
+
+    def _leave_parents(self) -> None:
+        """Leave workers that a parent of this fork has started to it."""
+        if self._owner != os.getpid():
+            for worker in self._idle:
+                worker.leave()
+            self._reset()
 
     def _reset(self) -> None:
         self._owner = os.getpid()
