@@ -13,6 +13,7 @@ from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
+from marin_rl.rollouts.worker_pulse import worker_board
 from marin_rl.rounds import evaluations
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.runs import (
@@ -25,7 +26,6 @@ from marin_rl.storage.runs import (
     runs_under,
 )
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.workers import WorkerBoard
 
 Options = Mapping[str, Any] | None
 Result = TypeVar("Result")
@@ -195,8 +195,7 @@ def worker_rows(run: Run) -> list[dict[str, Any]]:
     """
     if not run.config.windowed:
         return []
-    board = WorkerBoard(run.folder, board_of(run.config.inference, run.folder).api_key)
-    now = time.time()
+    now, beats = time.time(), worker_board(run).beats()
     return [
         {
             "worker": beat.worker,
@@ -205,7 +204,7 @@ def worker_rows(run: Run) -> list[dict[str, Any]]:
             "groups": beat.groups,
             "beat_ago_s": now - beat.beat_at,
         }
-        for _, beat in sorted(board.beats().items())
+        for _, beat in sorted(beats.items())
     ]
 
 

@@ -9,10 +9,10 @@ into a root, and knows no token, can neither collect prompts nor send servers el
 
 import hmac
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, StorageError
@@ -27,6 +27,8 @@ FLEET = ".fleet"
 TARGET_KEY = f"{FLEET}/target.json"
 VERSION = 1
 READERS = 16  # a listing names the heartbeats, and each is a request of its own in a bucket
+
+Item = TypeVar("Item")
 
 _SUFFIX = ".heartbeat.json"
 WORKER_SUFFIX = ".worker.json"
@@ -162,6 +164,15 @@ class SignedRecords:
             )
         return record[kind]
 
+    def each(self, suffix: str, read: Callable[[str], Item | None]) -> list[Item]:
+        """Results of `read`, by the name of each record with a suffix; None is left out.
+
+        Raises StoreUnavailable.
+        """
+        names = [name for name in self.folder.children(FLEET) if name.endswith(suffix)]
+        with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
+            return [item for item in pool.map(read, names) if item is not None]
+
     def _signature(self, record: Mapping[str, Any]) -> str:
         """Code of a record under the API token; empty where there is no token."""
         if self._key is None:
@@ -185,9 +196,7 @@ class FleetBoard(SignedRecords):
 
         Raises StoreUnavailable.
         """
-        names = [n for n in self.folder.children(FLEET) if n.endswith(_SUFFIX)]
-        with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
-            read = [item for item in pool.map(self._heartbeat, names) if item is not None]
+        read = self.each(_SUFFIX, self._heartbeat)
         # A server that was killed and started again at its address has two; its clock is one.
         latest: dict[str, Heartbeat] = {}
         for item in read:

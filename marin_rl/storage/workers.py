@@ -8,12 +8,11 @@ worker is alive is never read off its clock: it is while its beat goes on under 
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from marin_rl.errors import ObjectMissing, StorageError
-from marin_rl.storage.fleet import FLEET, READERS, WORKER_SUFFIX, SignedRecords
+from marin_rl.storage.fleet import FLEET, WORKER_SUFFIX, SignedRecords
 from marin_rl.types import Canary, ServedPolicy, SlotRef
 from schemas.fleet import SamplingEnvelope, WorkerEnvelope
 
@@ -94,10 +93,7 @@ class WorkerBoard(SignedRecords):
 
     def beats(self) -> dict[str, WorkerBeat]:
         """The heartbeats that can be read, by worker. Raises StoreUnavailable."""
-        names = [n for n in self.folder.children(FLEET) if n.endswith(WORKER_SUFFIX)]
-        with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
-            read = pool.map(self._beat, names)
-            return {beat.worker: beat for beat in read if beat is not None}
+        return {beat.worker: beat for beat in self.each(WORKER_SUFFIX, self._beat)}
 
     def _beat(self, name: str) -> WorkerBeat | None:
         key = f"{FLEET}/{name}"
