@@ -42,17 +42,10 @@ class InterruptibleClient(ChatClient):
         self._gate = asyncio.Semaphore(in_flight_max)
         self._begun = set[str]()
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Ask as the client does. Raises Interrupted for a group that has not begun."""
         async with self._gate:
             if self._interruption.between_groups and request.session not in self._begun:
                 raise Interrupted
             self._begun.add(request.session)  # the id of a group
-            return await self._client.chat(
-                request.messages,
-                request.n,
-                request.sampling,
-                prompt_ids=request.prompt_ids,
-                tools=request.tools,
-                session=request.session,
-            )
+            return await self._client.answer(request)

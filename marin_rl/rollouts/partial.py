@@ -127,7 +127,7 @@ class PiecewiseClient(ChatClient):
         self._settings, self._client, self._policy = settings, client, policy
         self._records = records_of(chains, requests, settings.oldest)
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer from what is committed of the samples on.
 
         Raises Interrupted at a border of pieces, Diverged where the conversation is another than
@@ -233,13 +233,10 @@ class PiecewiseClient(ChatClient):
         ids: Int32[np.ndarray, " P"] | None = None,
     ) -> ChatAnswer:
         """Samples of a turn, from exact ids or from its messages. Raises as `chat` does."""
-        return await self._client.chat(
-            request.messages,
-            n,
-            sampling,
-            prompt_ids=ids,
-            tools=request.tools,
-            session=request.session,
+        # By its own id of the policy, which may be without a version.
+        model = self._client.model
+        return await self._client.answer(
+            replace(request, model=model, n=n, sampling=sampling, prompt_ids=ids)
         )
 
     def _piece(self, member: Member, sampling: Sampling) -> int:

@@ -77,7 +77,7 @@ class RelayClient(ChatClient):
         self._relay, self._ask = relay, ask
         self.prompt: Int32[np.ndarray, " P"] | None = None  # of the first turn
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """A completion of the parent. Raises BadResponse for one that cannot be trained on."""
         assert request.n == 1, "members are played one at a time"
         prompt_ids = request.prompt_ids

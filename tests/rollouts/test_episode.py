@@ -404,9 +404,9 @@ def test_turns_of_a_member_have_seeds_of_their_own() -> None:
 def test_only_episodes_ask_the_client_for_samples() -> None:
     """One caller samples: rollouts of every kind go through the driver.
 
-    Clients that sample in pieces, or end between groups, stand between the driver and the client
-    that they call. The canary asks for one completion to prove which weights an endpoint has;
-    `env try` plays episodes of texts that belong to no run.
+    Sampling in pieces proves first that an endpoint goes on from exact ids. The canary asks for one
+    completion to prove which weights an endpoint has; `env try` plays episodes of texts that belong
+    to no run.
     """
     top = Path(__file__).parents[2]
     callers = {
@@ -418,7 +418,6 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
     }
     assert callers == {
         "marin_rl/rollouts/episode.py",
-        "marin_rl/rollouts/interruption.py",
         "marin_rl/rollouts/partial.py",
         "marin_rl/rollouts/trial.py",
         "marin_rl/serving/weights/canary.py",

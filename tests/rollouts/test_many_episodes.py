@@ -63,7 +63,7 @@ class OneToken(ChatClient):
 
     model = POLICY.model
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         sample = Completion(
             text="a",
             token_ids=np.ones(1, np.int32),

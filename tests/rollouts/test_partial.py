@@ -215,9 +215,9 @@ def test_parts_that_no_round_could_take_are_sampled_again(run: Run) -> None:
 class FirstIsSilent(ScriptedClient):
     """The first member ends without a token, as at endpoints that leave the end token out."""
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Sample completions, of which the first of a new request has no tokens."""
-        answer = await super()._answer(request)
+        answer = await super().answer(request)
         if request.prompt_ids is not None:
             return answer
         none = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}

@@ -39,7 +39,7 @@ class ScriptedClient(ChatClient):
     async def __aexit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Sample completions."""
         ids, sampling = request.prompt_ids, request.sampling
         prompt = np.arange(5, dtype=np.int32) if ids is None else ids

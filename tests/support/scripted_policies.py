@@ -74,7 +74,7 @@ class ScriptedClient(PolicyClient):
         """Take the place of `PolicyClient`."""
         return self
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer with turns of the script."""
         prompt_ids, messages = request.prompt_ids, request.messages
         if prompt_ids is None:

@@ -1,6 +1,7 @@
-"""The base of every client of a policy: `chat` builds the request record, `_answer` answers it.
+"""The base of every client of a policy: `chat` builds the request record, `answer` answers it.
 
-Owns the signature that episodes are played against. Leaves out how a request is answered: by
+Owns the signature that episodes are played against. A client that stands before another one passes
+records on. Leaves out how a request is answered: by
 endpoints (`policy_client` and the clients made of it), in pieces (`rollouts.partial`), or by
 another program (`rollouts.relay`).
 """
@@ -39,7 +40,7 @@ class ChatClient(ABC):
         `messages` and `tools` are rendered.
         Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
         refuses the request, StalePolicy when it serves another model, BadResponse when its answer
-        cannot be trained on; a client's `_answer` says what else.
+        cannot be trained on; a client's `answer` says what else.
         """
         request = ChatRequest(
             model=self.model,
@@ -50,8 +51,8 @@ class ChatClient(ABC):
             tools=tuple(tools),
             session=session,
         )
-        return await self._answer(request)
+        return await self.answer(request)
 
     @abstractmethod
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer to a request of this client's model, with `request.n` completions."""

@@ -35,13 +35,13 @@ class InFlightClient(PolicyClient):
         super().__init__(model=name, **options)
         self._version, self._digest_of = version, digest_of
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer whose completions have their own policies; the answer itself names none.
 
         Raises StalePolicy for tokens of another run's policy or of an earlier one, InputError for
         an endpoint that names no versions.
         """
-        answer = await super()._answer(request)
+        answer = await super().answer(request)
         version = answer.weight_version
         if version is None or answer.parameters_digest is None:
             raise InputError(

@@ -104,7 +104,7 @@ class PolicyClient(ChatClient):
         for connections in self._connections.values():
             await connections.close()
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer of an endpoint, which renders the messages where there are no exact ids."""
         if self._turns.takes(request):
             answer = await self._turns.ask(request)

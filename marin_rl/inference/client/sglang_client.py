@@ -45,7 +45,7 @@ class SGLangClient(PolicyClient):
         super().__init__(**options)
         self._render = render
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer of as many requests as it has samples, to the ids of one prompt.
 
         Raises InputError for a tokenizer that cannot be read.

@@ -30,7 +30,7 @@ class TextClient(PolicyClient):
 
     gives_ids = False
 
-    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer of texts and tool calls only; no such endpoint takes the request's `prompt_ids`.
 
         An endpoint that gives fewer choices than it is asked for is asked for the rest.
