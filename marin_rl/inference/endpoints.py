@@ -25,7 +25,7 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_adapters
-from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_client import ready_endpoints
 from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
@@ -111,19 +111,8 @@ def _pulled(
         )
     )
     model = served_model_id(inference.model, version, digest)
-
-    async def wait() -> list[str]:
-        client = FleetClient(
-            source=source,
-            model=model,
-            api_key=os.environ.get(inference.api_key_variable),
-            fleet_timeout_s=inference.fleet_timeout_s,
-            timeout_s=inference.request_timeout_s,
-        )
-        async with client:
-            return await client.wait_until_ready()
-
-    return Published(endpoints=tuple(asyncio.run(wait())), model=model)
+    endpoints = asyncio.run(ready_endpoints(inference, source, model))
+    return Published(endpoints=endpoints, model=model)
 
 
 def _named(source: EndpointSource, timeout_s: float) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from marin_rl.errors import (
     InferenceError,
     MarinRLError,
 )
-from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_client import ready_endpoints
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.streaming import (
@@ -145,8 +145,8 @@ class RootWorker:
             if (policy := await self._proven_in_time(pulse, order)) is None:
                 return False
             self._policy = policy
-            told = f"policy {order.policy.model}: proven at {', '.join(self._policy.endpoints)}"
-            self.report(told, {"state": "proven", "model": order.policy.model})
+            line = f"policy {order.policy.model}: proven at {', '.join(self._policy.endpoints)}"
+            self.report(line, {"state": "proven", "model": order.policy.model})
         # In this order: the thread compares what is ordered with what is begun.
         pulse.version, pulse.begun = order.policy.weight_version, order
         pulse.interruption = Interruption()
@@ -200,19 +200,10 @@ class RootWorker:
 
         Raises FleetEmpty where none does for `inference.fleet_timeout_s`.
         """
-        inference = self.run.config.inference
-        names = policy.tokenizer_digest, policy.chat_template_digest
-        client = FleetClient(
-            source=EndpointSource.of(self.run.config, *names),
-            canary=policy.canary,
-            model=policy.model,
-            api_key=os.environ.get(inference.api_key_variable),
-            zone=inference.zone,
-            timeout_s=inference.request_timeout_s,
-            fleet_timeout_s=inference.fleet_timeout_s,
-        )
-        async with client:
-            return replace(policy, endpoints=tuple(await client.wait_until_ready()))
+        config = self.run.config
+        source = EndpointSource.of(config, policy.tokenizer_digest, policy.chat_template_digest)
+        endpoints = await ready_endpoints(config.inference, source, policy.model, policy.canary)
+        return replace(policy, endpoints=endpoints)
 
     async def _fill(self, pulse: Pulse, watch: WorkerWatch, order: SamplingOrder) -> None:
         """Claim and begin chunks while there is room."""
@@ -271,9 +262,9 @@ class RootWorker:
             if error is None:
                 self._failures = 0
                 pulse.groups += task.result()
-                told = f"chunk {chunk}: {task.result()} groups by policy {pulse.version}"
+                line = f"chunk {chunk}: {task.result()} groups by policy {pulse.version}"
                 record = {"state": "sampled", "chunk": chunk, "groups": task.result()}
-                self.report(told, record)
+                self.report(line, record)
             else:
                 await self._failed(pulse, begun, error)
         if ended:
@@ -293,9 +284,8 @@ class RootWorker:
             return
         flow = self.run.config.flow
         self._failures += 1
-        if not (isinstance(error, MarinRLError) and error.transient):
-            raise error
-        if self._failures > flow.retries:
+        passes = isinstance(error, MarinRLError) and error.transient
+        if not passes or self._failures > flow.retries:
             raise error
         _log.warning("worker %s tries again: %s", self.name, error)
         await asyncio.sleep(flow.retry_delay_s)

@@ -7,6 +7,7 @@ canary before it gets a request. Whether it is alive is what it answers now, nev
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from marin_rl.config import InferenceConfig
 from marin_rl.errors import (
     BadResponse,
     ConfigError,
@@ -332,3 +334,22 @@ def _pause_s(failures: int) -> float:
     if not failures:
         return 0.0
     return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (failures - 1)))
+
+
+async def ready_endpoints(
+    inference: InferenceConfig, source: EndpointSource, model: str, canary: Canary | None = None
+) -> tuple[str, ...]:
+    """URLs of the endpoints that serve `model` and answer `canary`, once there are some.
+
+    Raises FleetEmpty where there are none for `inference.fleet_timeout_s`.
+    """
+    client = FleetClient(
+        source=source,
+        canary=canary,
+        model=model,
+        api_key=os.environ.get(inference.api_key_variable),
+        timeout_s=inference.request_timeout_s,
+        fleet_timeout_s=inference.fleet_timeout_s,
+    )
+    async with client:
+        return tuple(await client.wait_until_ready())
