@@ -6,7 +6,6 @@ side (`rollouts.root_worker`).
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -23,8 +22,6 @@ from marin_rl.types import ServedPolicy
 from tasks.options import in_thread
 
 POLL_S = 0.5
-
-_log = logging.getLogger(__name__)
 
 
 class RootWorkers:
@@ -68,7 +65,10 @@ class RootWorkers:
         self._order, self._missed_since = order, None
 
     async def close(self, state: State = "closed") -> None:
-        """Have workers begin no further group: for now, or at all. Raises StorageError."""
+        """Have workers begin no further group until the next `open`. Raises StorageError.
+
+        With `state` ended the run is over, and they end too.
+        """
         if not self._serves:
             return
         order = self._order or await in_thread(self._known)

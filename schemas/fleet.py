@@ -80,8 +80,8 @@ class CanaryRecord(Record):
 class SamplingRecord(Record):
     """The policy and settings by which a run's workers are to sample: see `storage.workers`.
 
-    `state` is open, closed (no new groups for now) or ended (no more groups at all). `rounds_taken`
-    is what the trainer knew as it wrote this; intakes say what was taken since. `groups_open_max`,
+    `state` is open, closed (no new groups until it is open again) or ended. `rounds_taken` is what
+    the trainer knew as it wrote this; intakes say what was taken since. `groups_open_max`,
     `claim_s` and `commit_every_s` are keys of its configuration that workers share.
     """
 

@@ -5,10 +5,7 @@ Each raises ValueError. What must fit within a section stands with the section.
 
 from collections.abc import Callable
 
-from marin_rl.config.checks.adapters import (
-    check_merged_adapter,
-    check_quantised_base,
-)
+from marin_rl.config.checks.adapters import check_merged_adapter, check_quantised_base
 from marin_rl.config.checks.asynchrony import (
     check_curriculum,
     check_in_flight,
@@ -20,14 +17,8 @@ from marin_rl.config.checks.asynchrony import (
     check_selection,
     check_window,
 )
-from marin_rl.config.checks.lengths import (
-    check_lengths,
-)
-from marin_rl.config.checks.objective import (
-    check_estimator,
-    check_kl_in_reward,
-    check_ratios,
-)
+from marin_rl.config.checks.lengths import check_lengths
+from marin_rl.config.checks.objective import check_estimator, check_kl_in_reward, check_ratios
 from marin_rl.config.sections import RunSections
 
 # The first that fails is the one that is reported.

@@ -50,9 +50,7 @@ def _check_greedy_baseline(config: RunSections) -> None:
 
 
 def check_kl_in_reward(config: RunSections) -> None:
-    """Refuse KL in the reward under narrowed sampling: the two distributions would differ in
-    support.
-    """
+    """Refuse KL in the reward of distributions that narrowed sampling gives different supports."""
     sampling = config.sampling
     if sampling.narrowed and config.objective.kl_in_reward:
         raise ValueError(
