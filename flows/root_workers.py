@@ -11,8 +11,8 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from marin_rl.errors import FleetEmpty, StorageError
+from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.rollouts.root_worker import stream_digest
-from marin_rl.rollouts.worker_pulse import worker_board
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run

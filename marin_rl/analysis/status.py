@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from marin_rl.analysis.warnings import warnings_of
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.errors import MarinRLError
-from marin_rl.inference.client.fleet_sources import board_of
+from marin_rl.inference.client.fleet_sources import board_of, worker_board
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
-from marin_rl.rollouts.worker_pulse import worker_board
 from marin_rl.rounds import evaluations
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.runs import (

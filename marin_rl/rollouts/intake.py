@@ -1,8 +1,8 @@
 """Intake of a round: look at the stream, decide, commit (`asynchrony.sampler: windowed`)."""
 
 from marin_rl.environments.checks import environment_of
+from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.rollouts.streaming import now_utc, under_way
-from marin_rl.rollouts.worker_pulse import worker_board
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.intakes import (

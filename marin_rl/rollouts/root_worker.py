@@ -26,7 +26,7 @@ from marin_rl.errors import (
     MarinRLError,
 )
 from marin_rl.inference.client.fleet_client import ready_endpoints
-from marin_rl.inference.client.fleet_sources import EndpointSource
+from marin_rl.inference.client.fleet_sources import EndpointSource, worker_board
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.streaming import (
     Claimant,
@@ -36,7 +36,7 @@ from marin_rl.rollouts.streaming import (
     open_groups_max,
     sample_chunk,
 )
-from marin_rl.rollouts.worker_pulse import LOOK_S, Pulse, worker_board
+from marin_rl.rollouts.worker_pulse import LOOK_S, Pulse
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest

@@ -10,7 +10,7 @@ import threading
 import time
 
 from marin_rl.errors import StorageError
-from marin_rl.inference.client.fleet_sources import board_of
+from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run
@@ -21,12 +21,6 @@ LOOK_S = 0.5  # between two looks at the order, and at the stream while there is
 STOP_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-def worker_board(run: Run) -> WorkerBoard:
-    """The records of a run's workers, with the API token of this process's environment."""
-    servers = board_of(run.config.inference, run.folder)
-    return WorkerBoard(run.folder, servers.api_key)
 
 
 class Pulse:

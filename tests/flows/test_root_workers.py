@@ -23,7 +23,7 @@ from marin_rl.analysis.status import worker_rows
 from marin_rl.config import Config, parse_config
 from marin_rl.display.tables import workers_table
 from marin_rl.errors import ConfigError, FleetEmpty
-from marin_rl.rollouts.worker_pulse import worker_board
+from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import iter_shards

@@ -14,11 +14,12 @@ from support.run_factories import checkpoint
 
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
+from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.root_worker import RootWorker, stream_digest
 from marin_rl.rollouts.streaming import now_utc, sample_chunk
-from marin_rl.rollouts.worker_pulse import watch_order, worker_board
+from marin_rl.rollouts.worker_pulse import watch_order
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
