@@ -1,14 +1,19 @@
 """The library's types and shapes are checked while tests run, those without arrays by less work."""
 
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, Int, TypeCheckError
+from jaxtyping import _import_hook as import_hook
 from support.run_factories import configuration, policy
 from support.type_checks import has_plain_signature
 
+from marin_rl import machine
 from marin_rl.storage.layout import checkpoint_slot
 from marin_rl.storage.runs import Run
 from marin_rl.types import Message
@@ -50,3 +55,27 @@ def test_only_signatures_without_arrays_and_open_names_are_plain() -> None:
         True, False, False, False, False,
     ]  # fmt: skip
     assert not has_plain_signature(generated)
+
+
+def test_threads_that_import_at_once_compile_one_after_the_other() -> None:
+    loader = import_hook._JaxtypingLoader(
+        "any", "any.py", typechecker=import_hook.Typechecker(None)
+    )
+    source = Path(machine.__file__).read_bytes()
+
+    def compile_often(_: int) -> int:
+        return len({loader.source_to_code(source, "any.py").co_name for _ in range(5)})
+
+    # A thread gives way to another wherever garbage is collected, in the middle of a tree too.
+    def give_way(*_: object) -> None:
+        time.sleep(0)
+
+    limits = gc.get_threshold()
+    gc.callbacks.append(give_way)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(compile_often, range(8))) == 8
+    finally:
+        gc.set_threshold(*limits)
+        gc.callbacks.remove(give_way)

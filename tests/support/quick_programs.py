@@ -34,8 +34,8 @@ def quick_programs(*, emitters: bool = False) -> Iterator[None]:
     if _quick:
         yield
         return
-    # XLA reads XLA_FLAGS once, as JAX starts: inside, all later programs of this process would be of
-    # that kind, and in the cache under the names of users' own.
+    # XLA reads XLA_FLAGS once, as JAX starts: within, all later programs of this process would be
+    # of that kind, and in the cache under the names of users' own.
     jax.devices()
     before, _quick, _left = jax.config.values["jax_disable_most_optimizations"], True, True
     jax.config.update("jax_disable_most_optimizations", True)

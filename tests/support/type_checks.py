@@ -8,12 +8,14 @@ array has no dimensions to compare: beartype alone says the same of it, in a ten
 import dataclasses
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import jaxtyping
 from beartype.roar import BeartypeException
+from jaxtyping import _import_hook as import_hook
 
 with_shapes = jaxtyping.jaxtyped
 # Private functions here are called for each number of a file: a check costs more than the call.
@@ -21,10 +23,29 @@ UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
 
 
 def install() -> None:
-    """Have jaxtyping's import hook decorate with `checked`. Call it before what is checked is
-    imported.
+    """Have jaxtyping's import hook decorate with `checked`, and compile in one thread at a time.
+
+    Call it before what is checked is imported.
     """
     jaxtyping.jaxtyped = checked  # pyright: ignore[reportAttributeAccessIssue]
+    loader = import_hook._JaxtypingLoader
+    loader.source_to_code = one_at_a_time(loader.source_to_code)
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that one thread calls while others wait.
+
+    CPython 3.11 counts the depth of syntax trees once for all threads: where two convert such trees
+    at once, one ends with "SystemError: AST constructor recursion depth mismatch".
+    """
+    alone = threading.Lock()
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with alone:
+            return function(*arguments, **named)
+
+    return call
 
 
 def checked(thing: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
