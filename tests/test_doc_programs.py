@@ -238,7 +238,7 @@ def test_a_command_of_another_program_has_right_words(line: Line):
         "prefect deployment run rl-loop/other",
         "prefect deployment run rl-loop/prod -p runid=a",
         "curl http://127.0.0.1:8000/v1/chat/completion",
-        "MARIN_RL_NONE=1 pytest tests/flows/test_kill.py",
+        "MARIN_RL_NONE=1 pytest tests/flows/test_many_kills.py",
         "pytest tests/flows/test_nothing.py",
         "vllm serve FOLDER --no-such-option",
         "docker compose -f deploy/docker-compose.yaml up --scale none=2",

@@ -154,7 +154,12 @@ SHORT = ("--rounds", "1", "--set", "sft.steps=2", "--set", "evaluation.examples=
 ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "README.md": {"run configs/demo.yaml": ("--rounds", "5"), "run arithmetic.yaml": SHORT},
     "docs/install.md": {"run": SHORT},
-    "docs/lora.md": {"run configs/demo.yaml --set policy.lora.rank=8": ("--run-id", "lora")},
+    "docs/lora.md": {
+        "run configs/demo.yaml --set policy.lora.rank=8": (*SHORT, "--run-id", "lora"),
+        "run configs/demo.yaml --run-id demo-nf4": SHORT,
+    },
+    "docs/objectives.md": {"run configs/demo.yaml": SHORT},
+    "docs/reward-models.md": {"run configs/demo.yaml --run-id judged": SHORT},
     "docs/data-and-rewards.md": {"run": ("--rounds", "1")},
     "docs/running-at-scale.md": {
         "run CONFIG --set asynchrony.max_staleness=1": ("--run-id", "ahead"),

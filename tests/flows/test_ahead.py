@@ -1,8 +1,10 @@
 """Rounds sampled while earlier ones are trained: by which policy, and what a kill loses."""
 
 import asyncio
+import os
 import random
 from concurrent.futures import Future
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -137,18 +139,21 @@ def test_results_reach_those_who_wait_and_those_who_come_later() -> None:
     asyncio.run(exchange())
 
 
+KILLS = 8 if "MARIN_RL_FAULTS_PLAYED" in os.environ else 16  # a sample, as of other faults
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["kill-amid", "kill-after"])
 def test_a_run_that_is_killed_ends_in_the_same_bits(
-    undisturbed: tuple[Outcome, list[str]], fork_server: ForkServer, tmp_path: Path, kind: str
+    undisturbed: tuple[Outcome, list[str]], fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """Killed at eight operations that create something, started again each time."""
+    """Killed amid operations that create something, and right after others, as often as not."""
     expected, names = undisturbed
     creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
-    faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 8), kind)
+    picked = random.Random(printed_seed()).sample(creates, KILLS)
+    faults = dict(zip(picked, cycle(["kill-amid", "kill-after"]), strict=False))
     config = ahead(tmp_path / "killed", 2)
     starts, left = fork_server.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
-    assert starts > 4
+    assert starts > KILLS // 2
     assert expected.same_as(outcome(config)) == []

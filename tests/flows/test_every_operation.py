@@ -7,7 +7,8 @@ in, bit by bit, with every digest right and the audit balanced. Ways of disturbi
 
 - crash states: the folder as a kill before or after each operation leaves it, and a resume;
 - kills: a process of its own that is killed in the middle of an operation that changes something,
-  and started again; what kills before and after operations leave is what crash states are;
+  and started again; what kills before and after operations leave is what crash states are. A sample
+  of them has an operation of every stage;
 - silence on the fake GCS and on moto: an operation that fails, is late, doubled or not answered;
   and, below the clients, a request that is refused or dropped, before or after it took effect.
 
@@ -40,6 +41,15 @@ from support.flow_runs import ForkServer, debug
 from flows.rl_loop import start
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError
+from marin_rl.storage.runs import (
+    Run,
+    batches_slot,
+    checkpoint_slot,
+    committed,
+    evals_slot,
+    rollouts_slot,
+    sft_slot,
+)
 from marin_rl.storage.stores.fault_injection import Operations, inject_faults, parse
 
 KILLS = ("kill-amid", "kill-before", "kill-after")
@@ -55,6 +65,19 @@ APART = 5
 ALONE = 10**6  # apart: a group is one fault
 ONE_BY_ONE = bool(os.environ.get("MARIN_RL_ALL_FAULTS"))
 ALL_S_MAX = 1800 if "MARIN_RL_FAULT_GROUPS" in os.environ else 24 * 3600
+
+
+# Where each stage of a run leaves what it makes: from the warm start to the metrics of a round.
+STAGES = (
+    "/sft/",
+    "/checkpoints/round-00000/",
+    "/evals/",
+    "/shard-",
+    "/rollouts/.*/manifest",
+    "/batches/",
+    "/checkpoints/round-0000[1-9]/",
+    "/metrics/",
+)
 
 
 def in_groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[list[Case]]:
@@ -93,6 +116,27 @@ def chosen(every: Sequence[str], count: int) -> list[str]:
     return [every[number] for number in numbers]
 
 
+def chosen_of_every_stage(names: Sequence[str]) -> list[str]:
+    """A seeded sample, in order, with an operation of each stage; all where that is asked for."""
+    count = int(os.environ.get("MARIN_RL_FAULTS_PLAYED") or len(names))
+    choices = random.Random(printed_seed())
+    of_stages = {choices.choice([n for n in names if re.search(each, n)]) for each in STAGES}
+    others = [name for name in names if name not in of_stages]
+    more = min(max(0, count - len(of_stages)), len(others))
+    picked = of_stages | set(choices.sample(others, more))
+    print(f"{len(picked)} of {len(names)} operations")
+    return [name for name in names if name in picked]
+
+
+def summaries(config: Config) -> dict[str, object]:
+    """Totals of every slot of a run, metrics included; times and attempts differ."""
+    run = Run.open(config.root, config.run_id)
+    names = [sft_slot(2), sft_slot(4), *map(checkpoint_slot, range(config.rounds + 1))]
+    for round in range(config.rounds):
+        names += [rollouts_slot(round), batches_slot(round), evals_slot(round)]
+    return {name: ref.summary for name in names if (ref := committed(run, name))}
+
+
 # --- crash states -------------------------------------------------------------------------------
 
 
@@ -129,13 +173,15 @@ def test_kills_at_operations(
     undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """One run that is killed amid everything it creates or writes, one start after the other."""
+    expected = summaries(debug(undisturbed.states.run.parent))
 
     def killed(group: Sequence[Case]) -> tuple[Config, list[str]]:
         config = debug(tmp_path / str(uuid.uuid4()))
         _, left = fork_server.run_until_all_came(config, {name: kind for kind, name in group})
+        assert summaries(config) == expected
         return config, left
 
-    names = chosen([name for name in undisturbed.names if not READS.match(name)], 10**6)
+    names = chosen_of_every_stage([name for name in undisturbed.names if not READS.match(name)])
     kinds = KILLS if ONE_BY_ONE else KILLS[:1]
     assert play_groups(in_groups(names, kinds, 1), killed, undisturbed.expected) == []
 

@@ -27,7 +27,7 @@ from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from support.faults import NamedOperations
-from support.preloading import import_for_forks
+from support.preloading import RUNS, import_for_forks
 
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.progress import ProgressEvent
@@ -93,6 +93,7 @@ def kill_when(process: subprocess.Popen[bytes], seen: Callable[[], bool], delay_
 
 
 ROOMS = (
+    *RUNS,
     "flows.rl_loop",
     "flows.session",
     "marin_rl.batching.sequences",
@@ -155,7 +156,6 @@ class ForkServer:
         copies: int = 1,
         life_s: float | None = None,
         also_kill: Mapping[int, float] | None = None,
-        trace: tuple[Path, str, float] | None = None,
         limit_s: float = RUN_S_MAX,
         faults: Mapping[str, str] | None = None,
         met: Path | None = None,
@@ -164,10 +164,8 @@ class ForkServer:
 
         The code is minus the signal that ended the process. A process is killed after `life_s`
         seconds of CPU time. `also_kill` maps ids of other processes to seconds: each is killed
-        when a process of the run has used that much CPU time. `trace` is a folder, a glob in it,
-        and seconds: processes are killed that long after a file matches the glob. After `limit_s`
-        seconds, processes with a `life_s` are killed, others aborted. For `faults` and `met` see
-        faults.py.
+        when a process of the run has used that much CPU time. After `limit_s` seconds, processes
+        with a `life_s` are killed, others aborted. For `faults` and `met` see faults.py.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -179,7 +177,6 @@ class ForkServer:
             "copies": copies,
             "life_s": life_s,
             "also_kill": [*(also_kill or {}).items()],
-            "trace": None if trace is None else (str(trace[0]), *trace[1:]),
             "limit_s": limit_s,
         }
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -227,7 +224,6 @@ def _watched(order: dict[str, Any]) -> tuple[list[int], list[float], list[float]
             _live(order)
         ends[child] = None
     also_kill, killed = list(order["also_kill"]), list[float]()
-    traced = _Trace(order["trace"])
     deadline = time.monotonic() + order["limit_s"]
     while None in ends.values():
         for child in [child for child, end in ends.items() if end is None]:
@@ -237,29 +233,12 @@ def _watched(order: dict[str, Any]) -> tuple[list[int], list[float], list[float]
                 also_kill.remove(other)
                 killed.append(time.time())
             _end_in_time(child, lived_s, order["life_s"], late=time.monotonic() > deadline)
-            if traced.passed():
-                os.kill(child, signal.SIGKILL)
             done, status, usage = os.wait4(child, os.WNOHANG)
             if done:
                 ends[child] = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         time.sleep(POLL_S)
     known = [end for end in ends.values() if end is not None]
     return [code for code, _ in known], [cpu_s for _, cpu_s in known], killed
-
-
-class _Trace:
-    """True once a delay has passed since a file matched a glob; never without one."""
-
-    def __init__(self, asked: tuple[str, str, float] | None) -> None:
-        self._asked, self._seen = asked, None
-
-    def passed(self) -> bool:
-        if self._asked is None:
-            return False
-        folder, pattern, delay_s = self._asked
-        if self._seen is None and next(Path(folder).glob(pattern), None) is not None:
-            self._seen = time.monotonic()
-        return self._seen is not None and time.monotonic() - self._seen >= delay_s
 
 
 def _end_in_time(child: int, lived_s: float, life_s: float | None, *, late: bool) -> None:

@@ -13,8 +13,20 @@ import threading
 from collections.abc import Iterable
 from typing import NoReturn
 
+# What any run imports as it goes: for its tables, its curve, its adapters, its client's requests.
+RUNS = (
+    "graphviz",
+    "httpcore2",
+    "jaxlib.mlir.dialects.mhlo",
+    "marin_rl.serving.weights.adapter_versions",
+    "marin_rl.serving.weights.trainer_source",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pandas",
+)
 # What commands of marin-rl import while they run.
 COMMANDS = (
+    *RUNS,
     "flows.evaluate",
     "flows.rl_loop",
     "flows.session",
