@@ -1,13 +1,13 @@
 """CPU seconds until a command of `marin-rl` has answered, next to limits, and to Python and typer.
 
-    python bench/startup.py [--repeat 7]
+    python bench/startup.py [--repeat 7] [--uncounted 1]
 
 Makes a small run, then starts every command --repeat times in a process of its own, one after the
 other so that a slower moment of the machine meets all. Prints the least and the median of user and
 system seconds, how many times the least of `python -c "import typer"` the least is, which holds on
 another machine too, and the limit of the command, which may be exceeded on a slow machine. The
 least is what a command takes alone: other processes only add to it. A first start of each, which
-writes the caches of Python's compiler, does not count.
+writes the caches of Python's compiler, does not count (--uncounted).
 """
 
 import argparse
@@ -88,14 +88,16 @@ def cpu_seconds(command: tuple[str, ...]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--uncounted", type=int, default=1, help="first starts, which do not count")
     options = parser.parse_args()
     print_head()
     with tempfile.TemporaryDirectory() as root:
         shown_run(Path(root), run_id=RUN)
         whole_run(root, run_id=WHOLE)
         chosen = commands(root)
-        for command in chosen.values():
-            cpu_seconds(command)
+        for _ in range(options.uncounted):
+            for command in chosen.values():
+                cpu_seconds(command)
         spent: dict[str, list[float]] = {name: [] for name in chosen}
         for _ in range(options.repeat):
             for name, command in chosen.items():

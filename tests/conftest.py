@@ -133,16 +133,17 @@ ROOMS = (
 # The files with the slow tests that take longest, from about the longest on: they begin first, so
 # that `make test-slow`, where a process takes a file at a time, does not end with one at work.
 LONGEST = (
-    "test_bench.py",
+    "test_bench_runs.py",
     "test_doc_stories.py",
-    "flows/test_every_operation.py",
     "flows/test_runners.py",
-    "flows/test_stack.py",
+    "flows/test_every_operation.py",
     "training/test_recipes.py",
+    "flows/test_server_dies.py",
+    "flows/test_stack.py",
     "flows/test_demo.py",
     "flows/test_game.py",
     "flows/test_many_kills.py",
-    "flows/test_server_dies.py",
+    "test_bench.py",
     "flows/test_ahead.py",
     "test_wheel.py",
     "analysis/test_verify.py",

@@ -131,13 +131,13 @@ MODES = {
     ),
     "orchestration": Mode(command=("orchestration.py", "--rounds", "2"), shows=("files_and_pr",)),
     "overlap": Mode(
-        command=("overlap.py", "--rounds", "4", "--groups", "2", "--hidden-size", "32",
+        command=("overlap.py", "--rounds", "3", "--groups", "2", "--hidden-size", "32",
                  "--latencies", "0.1"),
         shows=("of_the_longer", "ahead_s"),
     ),
     "lora": Mode(
         command=("lora.py", *TINY, "--parts", "training", "checkpoint", "engine", "--rounds", "2",
-                 "--skip", "1", "--repeat", "1", "--no-peer", "--sides", "marin-rl",
+                 "--skip", "1", "--repeat", "1", "--no-peer", "--sides",
                  "marin-rl LoRA on int8", "--commits", "1", "--engine-rounds", "1", "--slots", "8",
                  "--loads", "1"),
         shows=('"measure": "commit, CPU ms"', '"measure": "8 adapters"', "LoRA on int8",
@@ -182,7 +182,7 @@ MODES = {
         shows=('"measure": "repository"', '"reward_last": '),
     ),
     "startup": Mode(
-        command=("startup.py", "--repeat", "1"),
+        command=("startup.py", "--repeat", "1", "--uncounted", "0"),
         shows=("--help  ", "status RUN", "x 'import typer'"),
     ),
 }  # fmt: skip

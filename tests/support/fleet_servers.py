@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.forked_python import python
+
 from marin_rl.storage.fleet import FleetBoard, Heartbeat
 from marin_rl.storage.runs import Run
 
@@ -14,12 +16,16 @@ REGISTERS_S = 400
 
 
 class RegisteredServer:
-    """`marin-rl serve RUN --follow --register` on a free port, by the id of its process."""
+    """`marin-rl serve RUN --follow --register` on a free port, by the id of its process.
+
+    It is forked, but where weights come by Flight: gRPC may wait without end in a fork.
+    """
 
     def __init__(self, run: Run, log: Path, *options: str) -> None:
         self._run, self._log = run, log
+        program = python() if run.config.inference.flight is None else sys.executable
         command = [
-            *(sys.executable, "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
+            *(program, "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
             *("--follow", "--register", "--port", "0", "--poll-s", "0.1", *options),
         ]
         with log.open("wb") as file:

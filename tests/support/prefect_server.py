@@ -15,10 +15,13 @@ START_S_MAX = 900.0  # where other programs have the most of a machine
 
 
 class PrefectServer:
-    """A Prefect server that can be killed, and started again with what it knew."""
+    """A Prefect server that can be killed, and started again with what it knew.
 
-    def __init__(self, home: Path) -> None:
-        self._home, self._port = home, free_port()
+    `python` starts it; that of `forked_python` forks it.
+    """
+
+    def __init__(self, home: Path, python: str = sys.executable) -> None:
+        self._home, self._port, self._python = home, free_port(), python
         self.url = f"http://127.0.0.1:{self._port}/api"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -29,7 +32,7 @@ class PrefectServer:
         if template.exists() and not database.exists():  # to migrate an empty one takes seconds
             shutil.copyfile(template, database)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
+            [self._python, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
             env={
                 **os.environ,
                 "PREFECT_HOME": str(self._home),
