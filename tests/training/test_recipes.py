@@ -13,13 +13,12 @@ FEWER = ("evaluation.examples=64",)  # a request each: two thirds of what a reci
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, compiled_quickly):
+def begun(tmp_path_factory):
     root = tmp_path_factory.mktemp("recipes")
     return root, warm_start(root, SMALLER)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")  # what is learned does not hang on last bits
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_learns(begun, recipe):
     root, checkpoint = begun
