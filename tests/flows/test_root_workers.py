@@ -14,6 +14,7 @@ import pytest
 import yaml
 from support.fleet_servers import RegisteredServer
 from support.flow_runs import DEBUG, REPOSITORY, debug
+from support.forked_python import python
 from support.nodes import Node, wait
 from support.windowed_runs import checked
 
@@ -108,7 +109,7 @@ def trainer(config: Config, folder: Path) -> Node:
     """The flow of the run, which samples nothing itself."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(DEBUG.read_text())))
-    command = [sys.executable, "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
+    command = [python(), "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
     changes = [f"--set={item}" for item in (f"root={config.root}", *WINDOW)]
     return Node([*command, *changes], REPOSITORY, {**os.environ}, folder / "flow.log")
 

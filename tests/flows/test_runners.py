@@ -88,7 +88,7 @@ class Machines:
         self.folder, self._ended = folder, ended
         for name in CHECKOUT:
             (folder / name).symlink_to(REPOSITORY / name)
-        server = PrefectServer(folder / "prefect")
+        server = PrefectServer(folder / "prefect", python())
         server.start()
         ended.callback(server.kill)
         self.environment = {
