@@ -62,13 +62,12 @@ def cases(prefix: str) -> list[Any]:
     ]
 
 
-def loss_of(case: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
-    """TRL's loss as our own functions compose it, of the per-token log-probabilities."""
-    inputs = {name: decoded(value) for name, value in case["inputs"].items()}
-    args, mask = case["args"], inputs["completion_mask"].astype(np.float32)
+def objective_of_trl(case: dict[str, Any]) -> ObjectiveConfig:
+    """Our objective for the arguments of a case."""
+    args = case["args"]
     kind = "rloo" if case["name"].startswith("rloo") else args["loss_type"]
     level = {"sequence": "sequence_mean", "token": "token", None: "sequence"}
-    objective = ObjectiveConfig(
+    return ObjectiveConfig(
         surrogate=kind if kind in ("cispo", "sapo") else "ppo_clip",
         ratio_level=level[args.get("importance_sampling_level")],
         clip_low=args["epsilon_low"],
@@ -77,41 +76,45 @@ def loss_of(case: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
         aggregation=AGGREGATIONS[kind],
         kl_coefficient=args.get("beta", 0.0),
     )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def loss_of_trl(objective, length_norm, scale, logprobs, old, advantages, mask, reference):
+    """TRL's loss as our own functions compose it, and its gradient by the log-probabilities.
+
+    `scale` multiplies the loss; `reference` may be None.
+    """
     segments = np.ones(mask.shape, np.int32)
-    weights = token_weights(
-        jnp.asarray(mask),
-        jnp.asarray(segments),
-        objective.aggregation,
-        args.get("max_completion_length", 1),
-    )
-    if kind in (
-        "dapo",
-        "cispo",
-    ):  # TRL divides by the number of tokens of the whole batch, which is an argument
-        weights = weights * mask.sum() / args["num_items_in_batch"]
-    advantages = np.broadcast_to(inputs["advantages"][:, None], mask.shape)
 
-    def loss(logprobs: jax.Array) -> jax.Array:
-        losses = policy_losses(
-            objective,
-            logprobs,
-            jnp.asarray(inputs["old_per_token_logps"]),
-            jnp.asarray(advantages, jnp.float32),
-            jnp.asarray(mask),
-            jnp.asarray(segments),
-        )
-        if "ref_per_token_logps" in inputs:
-            kl = kl_estimate(logprobs, jnp.asarray(inputs["ref_per_token_logps"]), "k3")
-            losses += objective.kl_coefficient * kl * mask
-        return jnp.sum(weights * losses)
+    def loss(logprobs):
+        weights = token_weights(mask, segments, objective.aggregation, length_norm)
+        losses = policy_losses(objective, logprobs, old, advantages, mask, segments)
+        if reference is not None:
+            losses += objective.kl_coefficient * kl_estimate(logprobs, reference, "k3") * mask
+        return scale * jnp.sum(weights * losses)
 
-    return loss, inputs
+    return jax.value_and_grad(loss)(logprobs)
 
 
 @pytest.mark.parametrize("case", [*cases("rloo_loss"), *cases("grpo_loss")])
 def test_loss_and_gradient_are_those_of_trl(case):
-    loss, inputs = loss_of(case)
-    found, gradient = jax.value_and_grad(loss)(jnp.asarray(inputs["per_token_logps"]))
+    inputs = {name: decoded(value) for name, value in case["inputs"].items()}
+    args, mask = case["args"], inputs["completion_mask"].astype(np.float32)
+    objective = objective_of_trl(case)
+    scale = 1.0
+    if not case["name"].startswith("rloo") and args["loss_type"] in ("dapo", "cispo"):
+        # TRL divides by the number of tokens of the whole batch, which is an argument
+        scale = mask.sum() / args["num_items_in_batch"]
+    found, gradient = loss_of_trl(
+        objective,
+        args.get("max_completion_length", 1),
+        np.float32(scale),
+        inputs["per_token_logps"],
+        inputs["old_per_token_logps"],
+        np.broadcast_to(inputs["advantages"][:, None], mask.shape).astype(np.float32),
+        mask,
+        inputs.get("ref_per_token_logps"),
+    )
     outputs = {name: decoded(value) for name, value in case["outputs"].items()}
     np.testing.assert_allclose(found, outputs["loss"], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(gradient, outputs["grad_per_token_logps"], rtol=1e-4, atol=1e-4)
@@ -359,21 +362,26 @@ def objective_of(surrogate, level, **others):
     return ObjectiveConfig(surrogate=surrogate, ratio_level=level, dro_beta=beta, **others)
 
 
-@pytest.mark.parametrize(("surrogate", "level"), FAR)
-@pytest.mark.parametrize("apart", [-500.0, 500.0])
-def test_a_ratio_that_float32_cannot_hold_gives_finite_losses_and_gradients(
-    surrogate, level, apart
-):
-    objective = objective_of(surrogate, level)
-    mask, ids = jnp.ones((2, 3)), jnp.ones((2, 3), int)
-    advantages = jnp.array([[1.0] * 3, [-1.0] * 3])
-    old = jnp.full((2, 3), -600.0)
+@partial(jax.jit, static_argnums=0)
+def far_loss(objective, logprobs, old):
+    """A loss with KL, and its gradient by the log-probabilities."""
+    mask, ids = np.ones((2, 3), np.float32), np.ones((2, 3), np.int32)
+    advantages = np.array([[1.0] * 3, [-1.0] * 3], np.float32)
 
     def loss(logprobs):
         losses = policy_losses(objective, logprobs, old, advantages, mask, ids)
         return jnp.sum(losses + kl_estimate(logprobs, old, "k3"))
 
-    value, gradient = jax.value_and_grad(loss)(old + apart)
+    return jax.value_and_grad(loss)(logprobs)
+
+
+@pytest.mark.parametrize(("surrogate", "level"), FAR)
+@pytest.mark.parametrize("apart", [-500.0, 500.0])
+def test_a_ratio_that_float32_cannot_hold_gives_finite_losses_and_gradients(
+    surrogate, level, apart
+):
+    old = np.full((2, 3), -600.0, np.float32)
+    value, gradient = far_loss(objective_of(surrogate, level), old + np.float32(apart), old)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
 
@@ -429,6 +437,16 @@ def test_kl_estimators_by_hand(estimator, expected):
     np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
+@partial(jax.jit, static_argnums=0)
+def gradient_on_policy(objective, logprobs, advantages):
+    """The gradient of the losses' sum by log-probabilities that are those of the sampler."""
+
+    def loss(values):
+        return jnp.sum(policy_losses(objective, values, logprobs, advantages, MASK, SEGMENTS))
+
+    return jax.grad(loss)(logprobs)
+
+
 @given(
     seed=st.integers(0, 2**31),
     surrogate=st.sampled_from(SURROGATES),
@@ -437,14 +455,9 @@ def test_kl_estimators_by_hand(estimator, expected):
 def test_on_policy_every_choice_has_the_policy_gradient(seed, surrogate, level):
     level = RATIO_LEVELS.get(surrogate, level)
     rng = np.random.default_rng(seed)
-    logprobs = jnp.asarray(rng.normal(-1, 1, (2, 6)), jnp.float32) * MASK
-    advantages = jnp.asarray([[0.7] * 6, [-1.3, -1.3, 0.4, 0.4, 0.4, 0.4]], jnp.float32)
-    objective = objective_of(surrogate, level)
-
-    def loss(values):
-        return jnp.sum(policy_losses(objective, values, logprobs, advantages, MASK, SEGMENTS))
-
-    gradient = jax.grad(loss)(logprobs)
+    logprobs = rng.normal(-1, 1, (2, 6)).astype(np.float32) * MASK
+    advantages = np.array([[0.7] * 6, [-1.3, -1.3, 0.4, 0.4, 0.4, 0.4]], np.float32)
+    gradient = gradient_on_policy(objective_of(surrogate, level), logprobs, advantages)
     np.testing.assert_allclose(gradient, -advantages * MASK, rtol=1e-5, atol=1e-6)
 
 
@@ -542,10 +555,14 @@ def test_value_and_gradient_agree_at_any_distance(name):
     """In float64, by central differences; a distance is of log-probabilities, in nats."""
     with jax.enable_x64(True):
         function = OF_DISTANCE[name]
-        at = jnp.asarray(NATS, jnp.float64)
-        gradient = np.asarray(jax.grad(lambda d: jnp.sum(function(d)))(at))
         step = 1e-6 * np.maximum(1.0, np.abs(NATS))
-        above, below = (np.asarray(function(at + move)) for move in (step, -step))
+
+        @jax.jit  # as one program, which compiles sooner than each operation by itself
+        def near(at, above, below):
+            by_distance = jax.grad(lambda d: jnp.sum(function(d)))(at)
+            return by_distance, function(above), function(below)
+
+        gradient, above, below = map(np.asarray, near(NATS, NATS + step, NATS - step))
     assert np.isfinite(gradient).all()
     scale = np.maximum(1e-6, np.abs(above) / np.abs(NATS))  # rounding of what is subtracted
     assert (
@@ -556,20 +573,33 @@ def test_value_and_gradient_agree_at_any_distance(name):
 @pytest.mark.parametrize("precision", [np.float32, np.float64])
 def test_k3_drives_the_policy_to_its_reference_from_anywhere(precision):
     """Value 0 and gradient 0 at the reference, else above 0 and away from it; and no jumps."""
+
+    def k3(d):
+        return kl_estimate(d, jnp.zeros_like(d), "k3")
+
     with jax.enable_x64(precision is np.float64):
         d = jnp.asarray(np.concatenate([NATS, [0.0]]), precision)
-        value, gradient = (
-            kl_estimate(d, jnp.zeros_like(d), "k3"),
-            jax.vmap(jax.grad(lambda x: kl_estimate(x, jnp.zeros_like(x), "k3")))(d),
-        )
+        value, gradient = jax.jit(jax.vmap(jax.value_and_grad(k3)))(d)
         near = jnp.asarray([-20 - 1e-5, -20.0, -20 + 1e-5], precision)
-        around = np.asarray(kl_estimate(near, jnp.zeros_like(near), "k3"), np.float64)
+        around = np.asarray(jax.jit(k3)(near), np.float64)
     assert np.isfinite(value).all()
     assert (np.asarray(value)[:-1] > 0).all()
     assert np.array_equal(np.sign(gradient), np.sign(np.asarray(d)))
     assert np.ptp(around) < 1e-4 * around[1]
     # Beyond the bound the tangent: e^20 for every nat.
     np.testing.assert_allclose(gradient[0], 1 - np.exp(20.0), rtol=1e-6)
+
+
+@partial(jax.jit, static_argnums=0)
+def corrected_loss(objective, logprobs, old, sampler, advantages):
+    """A corrected loss, and its gradient by the log-probabilities."""
+
+    def loss(logprobs):
+        losses = policy_losses(objective, logprobs, old, advantages, MASK, SEGMENTS)
+        losses *= correction_weights(objective, old, sampler, MASK, SEGMENTS)
+        return weighted_sum(token_weights(MASK, SEGMENTS, "token_mean", 1), losses)
+
+    return jax.value_and_grad(loss)(logprobs)
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
@@ -580,15 +610,9 @@ def test_nothing_off_the_mask_gets_through(surrogate, bad):
         surrogate, level, aggregation="token_mean", importance_correction="masked"
     )
     rng = np.random.default_rng(5)
-    clean = [jnp.asarray(rng.normal(-1, 0.1, (2, 6)), jnp.float32) for _ in range(4)]
-    dirty = [jnp.where(MASK > 0, values, bad) for values in clean]
-
-    def loss(logprobs, old, sampler, advantages):
-        losses = policy_losses(objective, logprobs, old, advantages, MASK, SEGMENTS)
-        losses *= correction_weights(objective, old, sampler, MASK, SEGMENTS)
-        return weighted_sum(token_weights(MASK, SEGMENTS, "token_mean", 1), losses)
-
-    expected, found = (jax.value_and_grad(loss)(*arrays) for arrays in (clean, dirty))
+    clean = [rng.normal(-1, 0.1, (2, 6)).astype(np.float32) for _ in range(4)]
+    dirty = [np.where(MASK > 0, values, np.float32(bad)) for values in clean]
+    expected, found = (corrected_loss(objective, *arrays) for arrays in (clean, dirty))
     assert np.isfinite(expected[0])
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[1], expected[1])
