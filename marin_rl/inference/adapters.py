@@ -124,8 +124,8 @@ class AdapterBank:
     def __init__(self, shapes: Bank, put: Callable[[Any], Any]) -> None:
         self._shapes, self._put = shapes, put
         self._halves: dict[int, _Half] = {}
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        self.arrays: Bank = put(zeros)
+        # NumPy's: JAX would compile a program for each shape
+        self.arrays: Bank = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
 
     def rows(self, adapter: Adapter) -> Bank:
         """An adapter's arrays on the device, in the layout of a row. From any thread."""

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, cast
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
+from equinox import filter_jit
 from haliax.nn import Linear, RmsNorm
 from haliax.nn.scan import Stacked
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 from levanter.layers.attention import Attention
 from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.gemma import GemmaConfig, GemmaDecoderLayer, GemmaLMHeadModel, GemmaRMSNorm
@@ -316,10 +317,26 @@ def rotary_table(model: LmHeadModel, length: int) -> Rotary:
     position = hax.Axis("position", length)
     axes = (position, layer.self_attn.config.HeadSize)
     # A rotation turns (1, 0) into (cos, sin), so no variant has to be known here.
-    probe = np.concatenate([np.ones((length, half)), np.zeros((length, half))], axis=1)
-    turned = embeddings(hax.named(jnp.asarray(probe, jnp.float32), axes), hax.arange(position))
-    table = turned.rearrange(axes).array
-    return Rotary(table[:, :half], table[:, half:])
+    probe = np.zeros((length, 2 * half), np.float32)
+    probe[:, :half] = 1
+    return _rotated(embeddings, axes, probe, np.arange(length, dtype=np.int32))
+
+
+@filter_jit
+def _rotated(
+    embeddings: RotaryEmbeddings,
+    axes: tuple[hax.Axis, hax.Axis],
+    rows_TH: Float32[Array | np.ndarray, "T H"],
+    positions_T: Int32[Array | np.ndarray, " T"],
+) -> Rotary:
+    """Both halves of rows rotated by their positions: one program, not one for each operation.
+
+    Positions are an argument, so that the table is not computed while it compiles.
+    """
+    turned = embeddings(hax.named(rows_TH, axes), hax.named(positions_T, axes[:1]))
+    table_TH = turned.rearrange(axes).array
+    half = table_TH.shape[1] // 2
+    return Rotary(table_TH[:, :half], table_TH[:, half:])
 
 
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:

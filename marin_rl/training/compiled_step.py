@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +21,12 @@ from marin_rl.training.adapters import Modules, modules_of, with_adapter
 from marin_rl.training.critic import make_critic
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
-from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
+from marin_rl.training.model import (
+    device_array,
+    matrix_mask,
+    parameter_shapes,
+    with_gradient_checkpointing,
+)
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
 from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import state_like, template_of, vocabulary_of
@@ -138,7 +142,7 @@ class CompiledStep:
             base = quantize_base(base, self.quantize_base)
         # Cast once and not by each step: no update ever needs the digits that this drops.
         cast = {
-            name: array if is_quantized(name) else jnp.asarray(array).astype(dtype)
+            name: array if is_quantized(name) else device_array(array).astype(dtype)
             for name, array in base.items()
         }
         return self.layout.place_parameters(cast, self.template)

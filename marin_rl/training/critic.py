@@ -40,6 +40,7 @@ from marin_rl.training.logprobs import (
 )
 from marin_rl.training.losses import FloatArray, Values
 from marin_rl.training.model import (
+    device_array,
     matrix_mask,
     named_parameters,
     parameter_shapes,
@@ -47,6 +48,7 @@ from marin_rl.training.model import (
 )
 from marin_rl.training.optimizer import (
     Schedule,
+    first_moments,
     guarded_update,
     learning_rate_schedule,
     make_optimizer,
@@ -170,7 +172,8 @@ class Critic:
         return self._fresh(parameters)
 
     def _fresh(self, parameters: Parameters) -> CriticState:
-        return CriticState(parameters, self.optimizer.init(parameters), jnp.zeros((), jnp.int32))
+        updates = device_array(np.zeros((), np.int32))
+        return CriticState(parameters, first_moments(self.optimizer, parameters), updates)
 
     def state_like(self) -> CriticState:
         """A state with shapes in place of arrays."""

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.training.losses import on_mask
+from marin_rl.training.model import device_array
 from marin_rl.user_code import load
 
 FloatBT = Float[Array | np.ndarray, "B T"]
@@ -214,7 +215,7 @@ def _tiny_batch() -> LossArrays:
         mask=mask,
         segment_ids=np.repeat(np.asarray([[1], [1], [0]], np.int32), shape[1], axis=1),
     )
-    return jax.tree.map(jnp.asarray, arrays)
+    return jax.tree.map(device_array, arrays)
 
 
 def _shown(objective: ObjectiveConfig) -> str:

@@ -87,10 +87,10 @@ def _blocks(layers: Any, count: int) -> list[Any]:
         blocks = Blocks(layers)
         first = [blocks[i] for i in range(count - 1)] if few else [folded(layers, count - 1)]
         return [*first, blocks[count - 1]]
-    # To wait for the last layer is what makes it possible to skip most of it.
-    last = layers.get_layer(count - 1)
     if count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable:
         return list(layers.unstacked())
+    # To wait for the last layer is what makes it possible to skip most of it.
+    last = layers.get_layer(count - 1)
     if count == 1:
         return [last]
     block = layers.Block

@@ -147,6 +147,15 @@ def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
     return {path: array.array for path, array in _named_arrays(model).items()}
 
 
+def device_array(array: Any) -> jax.Array:
+    """An array of JAX; one of NumPy is copied, so that it may be written to afterwards.
+
+    `jnp.asarray` would compile a program for each shape of NumPy's arrays.
+    """
+    # A CPU's array may be the very memory that it is given, so that is a copy.
+    return array if isinstance(array, jax.Array) else jax.device_put(np.array(array))
+
+
 def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
     """The module with its parameters replaced; `parameters` is keyed as `named_parameters`."""
     axes = {path: array.axes for path, array in _named_arrays(model).items()}
@@ -156,7 +165,7 @@ def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
         if not _is_named(leaf):
             return leaf
         name = _name_of(path)
-        return NamedArray(jnp.asarray(parameters[name]), axes[name])
+        return NamedArray(device_array(parameters[name]), axes[name])
 
     return jax.tree_util.tree_map_with_path(replace, model, is_leaf=_is_named)
 

@@ -114,6 +114,13 @@ def make_optimizer(
     )
 
 
+def first_moments(
+    optimizer: optax.GradientTransformationExtraArgs, parameters: Mapping[str, Any]
+) -> Any:
+    """The optimizer's state before the first update, by one program and not one for each shape."""
+    return jax.jit(optimizer.init)(parameters)
+
+
 def guarded_update(
     optimizer: optax.GradientTransformationExtraArgs,
     gradients: Any,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +34,7 @@ from marin_rl.training.adapters import (
     without_lora,
 )
 from marin_rl.training.model import (
+    device_array,
     digest_of,
     load_hf,
     matrix_mask,
@@ -95,12 +95,12 @@ class CommittedPolicy:
         """
         adapter, scheme = self.adapter, self.identity.quantize_base
         if adapter is None:
-            return {name: jnp.asarray(array) for name, array in self.trained.items()}
+            return {name: device_array(array) for name, array in self.trained.items()}
         base = self.base
         if scheme is not None:
             shapes = {name: tuple(array.shape) for name, array in base.items()}
             base = dequantize_base(quantize_base(base, scheme), shapes)
-        return merged_parameters({name: jnp.asarray(a) for name, a in base.items()}, adapter)
+        return merged_parameters({name: device_array(a) for name, a in base.items()}, adapter)
 
     def served(self, template: LmHeadModel, dtype: str) -> LmHeadModel:
         """The model that engines decode: an adapter merged, or next to a base that is quantised.

@@ -30,7 +30,7 @@ from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
-from marin_rl.training.model import digest_of, with_parameters
+from marin_rl.training.model import device_array, digest_of, with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.policy_source import read_base
 from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
@@ -290,7 +290,7 @@ class LearnedReward:
         self.identity: RewardIdentity = slot.identity
         base = read_base(slot.run, adapter.base_digest, trunk) if adapter else {}
         arrays = frozen_trunk(policy, template, base) | tree["parameters"]
-        self._parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
+        self._parameters = {name: device_array(array) for name, array in arrays.items()}
         self._scorer = SequenceScorer(template, policy)
         self._lock = threading.Lock()
 

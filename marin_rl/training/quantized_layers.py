@@ -20,6 +20,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
 from marin_rl.lora import merged_weight
 from marin_rl.lora.quantization import FIELDS, dequantized
+from marin_rl.training.model import device_array
 
 
 def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:
@@ -119,5 +120,5 @@ def _plain(linear: QuantizedLinear) -> Linear:
     axes = (layer, *axes_of(linear.Out), *axes_of(linear.In))
     named = {field: getattr(linear.weight, field) for field in FIELDS}
     arrays = {field: each.array for field, each in named.items() if each is not None}
-    weight = jnp.asarray(dequantized(arrays, tuple(axis.size for axis in axes)))
+    weight = device_array(dequantized(arrays, tuple(axis.size for axis in axes)))
     return Linear(NamedArray(weight, axes), linear.bias, linear.In, linear.Out)

@@ -9,7 +9,6 @@ Axes: N completions of a round, M microbatches, R rows of one, B rows (M times R
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
@@ -19,6 +18,7 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.losses import kl_estimate
+from marin_rl.training.model import device_array
 from marin_rl.training.step_types import StepArrays
 from marin_rl.training.trajectories import rollout_numbers
 from marin_rl.types import SlotRef, TrainingBatch
@@ -184,7 +184,7 @@ def _estimates(
 ) -> Float64[np.ndarray, "B T"]:
     length = ref_logprobs.shape[-1]
     sampled_BT, ref_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, ref_logprobs))
-    values_BT = kl_estimate(jnp.asarray(sampled_BT), jnp.asarray(ref_BT), objective.kl_estimator)
+    values_BT = kl_estimate(device_array(sampled_BT), device_array(ref_BT), objective.kl_estimator)
     # In float64, since thousands of small estimates are summed over a completion.
     return np.asarray(values_BT, np.float64) * arrays.mask.reshape(-1, length)
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import PolicyConfig
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.training.adapters import HEAD, Modules, trained_shapes, with_adapter
 from marin_rl.training.critic import TRUNK, ScalarHead, ScalarModel
-from marin_rl.training.model import named_parameters, parameter_shapes
+from marin_rl.training.model import device_array, named_parameters, parameter_shapes
 from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.step_types import Parameters
 
@@ -32,7 +31,7 @@ def scalar_template(policy: PolicyConfig, trunk: LmHeadModel, modules: Modules) 
 def first_scalar(adapter: Mapping[str, Any], trunk: LmHeadModel) -> Parameters:
     """Trained parameters before any training: an adapter's, and a head that returns 0."""
     head = named_parameters(ScalarHead.init(trunk.Embed.size))
-    arrays = {f"{TRUNK}{name}": jnp.asarray(array) for name, array in adapter.items()}
+    arrays = {f"{TRUNK}{name}": device_array(array) for name, array in adapter.items()}
     return arrays | {f"{HEAD}{name}": array for name, array in head.items()}
 
 
@@ -49,7 +48,7 @@ def frozen_trunk(
     return {
         f"{TRUNK}{name}": array
         if is_quantized(name)
-        else jnp.asarray(array).astype(policy.compute_dtype)
+        else device_array(array).astype(policy.compute_dtype)
         for name, array in base.items()
         if f"{TRUNK}{name}" in names
     }

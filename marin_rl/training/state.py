@@ -12,7 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
@@ -37,12 +37,14 @@ from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import (
     build_model,
+    device_array,
     digest_of,
     hf_template,
     load_hf,
     model_template,
     named_parameters,
 )
+from marin_rl.training.optimizer import first_moments
 from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
 
@@ -94,11 +96,11 @@ def fresh_state(
     """A state before its first step; the moments are zero, the average begins at the parameters."""
     return TrainState(
         parameters=parameters,
-        optimizer=optimizer.init(parameters),
-        step=jnp.zeros((), jnp.int32),
+        optimizer=first_moments(optimizer, parameters),
+        step=device_array(np.zeros((), np.int32)),
         # Both halves of a 64-bit seed: without x64, JAX would make a key of the lower one alone.
-        rng=jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32),
-        refused=jnp.zeros((), jnp.int32),
+        rng=device_array(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)),
+        refused=device_array(np.zeros((), np.int32)),
         average=dict(parameters) if averaged else None,
         critic=critic,
     )
@@ -136,13 +138,13 @@ def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
     """Return the state that `tree_of` described, with the structure of `like`."""
     average, critic = like.average, like.critic
     if average is not None:
-        average = {name: jnp.asarray(tree["average"][name]) for name in average}
+        average = {name: device_array(tree["average"][name]) for name in average}
     if critic is not None:
         critic = CriticState(**_trained_of(tree["critic"], critic))
     return TrainState(
         **_trained_of(tree, like),
-        rng=jnp.asarray(tree["rng"]),
-        refused=jnp.asarray(tree["refused"]),
+        rng=device_array(tree["rng"]),
+        refused=device_array(tree["refused"]),
         average=average,
         critic=critic,
     )
@@ -159,14 +161,14 @@ def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
 
 def _trained_of(tree: Mapping[str, Any], like: TrainState | CriticState) -> dict[str, Any]:
     return {
-        "parameters": {name: jnp.asarray(tree["parameters"][name]) for name in like.parameters},
+        "parameters": {name: device_array(tree["parameters"][name]) for name in like.parameters},
         "optimizer": _optimizer_of(tree["optimizer"], like.optimizer),
-        "step": jnp.asarray(tree["step"]),
+        "step": device_array(tree["step"]),
     }
 
 
 def _optimizer_of(tree: Mapping[str, Any], like: Any) -> Any:
-    leaves = [jnp.asarray(tree[name]) for name, _ in _optimizer_leaves(like)]
+    leaves = [device_array(tree[name]) for name, _ in _optimizer_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

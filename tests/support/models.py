@@ -19,7 +19,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.models.mistral import MistralConfig, MistralLMHeadModel
 from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel, QwenConfig, QwenLMHeadModel
 
-from marin_rl.training.model import is_matrix
+from marin_rl.training.model import device_array, is_matrix
 
 VOCABULARY = 103
 LENGTH = 128
@@ -93,7 +93,7 @@ def uneven_model(kind: Any, config: Any, vocabulary: int, seed: int) -> LmHeadMo
         else:
             ones = not name.endswith("/bias") and not isinstance(config, GemmaConfig)
             weights = np.float32(ones) + np.float32(0.2) * values
-        return hax.named(jnp.asarray(weights), leaf.axes)
+        return hax.named(device_array(weights), leaf.axes)
 
     template = _template(kind, config, vocabulary)
     is_named = lambda node: isinstance(node, hax.NamedArray)

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.batches import compilations
 
 from marin_rl.compilation import CACHE_VARIABLE, compiled_apart, enable_compilation_cache
+from marin_rl.config import TrainingConfig
 from marin_rl.machine import machine_key
+from marin_rl.training.model import device_array
+from marin_rl.training.optimizer import first_moments, make_optimizer, policy_adamw
 
 # Past the once-per-process guard, and past what the session has set.
 enable = enable_compilation_cache.__wrapped__
@@ -49,3 +53,27 @@ def test_compiling_apart_compiles_no_shape_twice_and_still_donates(caplog):
             assert donated.is_deleted()
     finished = [text for text in caplog.messages if "XLA compilation of jit(doubled)" in text]
     assert len(finished) == 2
+
+
+def test_an_array_of_numpy_is_copied_to_the_device_without_a_program():
+    compiled = compilations()
+    given = np.arange(12345, dtype=np.float32)
+    array = device_array(given)
+    given[:] = 0
+    np.testing.assert_array_equal(array, np.arange(12345))
+    assert array.dtype == np.float32
+    assert device_array(array) is array
+    assert compilations() == compiled
+
+
+def test_the_first_moments_of_all_shapes_are_one_program():
+    parameters = {f"{n}/weight": np.ones((n, 17), np.float32) for n in range(1, 9)}
+    optimizer = make_optimizer(policy_adamw(TrainingConfig()), dict.fromkeys(parameters, True))
+    compiled = compilations()
+    moments = first_moments(optimizer, parameters)
+    assert compilations() == compiled + 1
+    expected = optimizer.init(parameters)
+    assert jax.tree.structure(moments) == jax.tree.structure(expected)
+    for found, zeros in zip(jax.tree.leaves(moments), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == zeros.dtype
+        np.testing.assert_array_equal(found, zeros)
