@@ -69,7 +69,7 @@ def compiled_quickly() -> Iterator[None]:
 
 @pytest.fixture
 def itself_compiled_quickly() -> Iterator[None]:
-    """A test whose programs are compiled quickly, after those of its file that use users' own."""
+    """A test whose programs are compiled quickly, before those of its room that use users' own."""
     with quick_programs():
         yield
 
@@ -198,23 +198,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Longest rooms first, and of slow tests the longest files; in a room, files that are compiled
-    quickly before others; in a file, tests that are themselves compiled quickly last.
+    """Longest rooms first, and of slow tests the longest files; in a room, tests that are compiled
+    quickly before others.
 
-    A test that is not, after one that is, drops all programs of its process: files of one kind come
-    together, so that this is rare.
+    A test that is not, after one that is, drops all programs of its process, which then traces and
+    reads them again: tests of one kind come together, so that this happens once in a room.
     """
     longest = LONGEST if is_of_slow(config) else ()
     files = {TOP / name: number for number, name in enumerate(longest)}
     rooms = {name: number for number, name in enumerate(ROOMS)}
-    order = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-    others = {item.path for item in items if not is_quick(item)}
+    room = {item.path: room_of(item.path) for item in items}
+    order = {name: number for number, name in enumerate(dict.fromkeys([*room.values(), *room]))}
+    others = {room[item.path] for item in items if not is_quick(item)}
     items.sort(
         key=lambda item: (
             files.get(item.path, len(files)),
-            rooms.get(room_of(item.path), len(rooms)),
-            item.path in others,
+            rooms.get(room[item.path], len(rooms)),
+            room[item.path] in others,
+            order[room[item.path]],
+            not is_quick(item),
             order[item.path],
-            "itself_compiled_quickly" in getattr(item, "fixturenames", ()),
         )
     )
