@@ -28,7 +28,13 @@ from marin_rl.training.adapters import (
 )
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import build_model, named_parameters, parameter_shapes, save_hf
+from marin_rl.training.model import (
+    build_model,
+    device_array,
+    named_parameters,
+    parameter_shapes,
+    save_hf,
+)
 from marin_rl.training.optimizer import make_optimizer
 from marin_rl.training.replay import replay_round
 from marin_rl.training.state import fresh_state, identity_of
@@ -49,13 +55,16 @@ def scored(model, parameters) -> np.ndarray:
 def rows_of(batch):
     """Ids, segments, positions and mask of a batch on the device."""
     mask = (batch.loss_mask != 0) & (batch.positions > 0)
-    return tuple(map(jnp.asarray, (batch.token_ids, batch.segment_ids, batch.positions, mask)))
+    arrays = batch.token_ids, batch.segment_ids, batch.positions, mask
+    return tuple(map(device_array, arrays))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+# Stacked layers, and norms of queries and keys, which one layer has as two do.
+@pytest.fixture(scope="module", params=[("llama", 2), ("qwen3", 1)], ids=["llama", "qwen3"])
 def models(request):
     """A base, its parameters, the template with an adapter, and the adapter."""
-    base = build_model(tiny_policy(family=request.param, heads=4, kv_heads=2), VOCAB, 1)
+    family, layers = request.param
+    base = build_model(tiny_policy(family=family, layers=layers, heads=4, kv_heads=2), VOCAB, 1)
     adapter = random_adapter(SPEC, seed=2, shapes=parameter_shapes(base))
     return base, named_parameters(base), with_adapter(base, adapter.modules), adapter
 
@@ -135,7 +144,7 @@ def _descent(model, settings, frozen=None):
 
 
 def _device(arrays):
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    return {name: device_array(array) for name, array in arrays.items()}
 
 
 def test_no_gradient_of_a_frozen_head_is_computed():
