@@ -9,10 +9,11 @@ from marin_rl.storage.runs import Run, evals_slot
 from marin_rl.storage.tables.rollouts import iter_row_groups
 
 COLUMNS = ("example_id", "answer", "turns", "reward")
+SHOWN = 3
 
 
-def before_and_after(run: Run, count: int = 3) -> BeforeAfter | None:
-    """Up to `count` held-out examples, evenly spread; None without episodes of several turns.
+def before_and_after(run: Run) -> BeforeAfter | None:
+    """Up to SHOWN held-out examples, evenly spread; None without episodes of several turns.
 
     Raises ObjectMissing, CorruptObject, NewerSchema.
     """
@@ -22,7 +23,7 @@ def before_and_after(run: Run, count: int = 3) -> BeforeAfter | None:
     first, last = min(measured), max(measured)
     before, after = _episodes(run, first), _episodes(run, last)
     both = [example_id for example_id in before if example_id in after]
-    chosen = [both[len(both) * (2 * place + 1) // (2 * count)] for place in range(count)]
+    chosen = [both[len(both) * (2 * place + 1) // (2 * SHOWN)] for place in range(SHOWN)]
     pairs = [
         EpisodePair(
             example_id=example_id,

@@ -57,14 +57,13 @@ _PACKAGES = {
 }
 _SERVERS = ("nemo_gym", "openenv", "verifiers_v1")  # played by a server
 
-# Environments with several turns, those whose model may call tools, and those whose scores compare
-# the members of a group. None of them is imported to be listed; a test compares their classes.
+# Environments with several turns, and those whose model may call tools. None of them is imported to
+# be listed; a test compares their classes.
 SEVERAL_TURNS = frozenset(
     {"game", "gymnasium", "nemo_gym", "openenv", "python", "repository", "textarena", "verifiers"}
     | {"verifiers_v1"}
 )
 WITH_TOOLS = frozenset({"nemo_gym", "openenv", "python", "repository", "verifiers", "verifiers_v1"})
-GROUP_REWARDS = frozenset({"chat", "judge", "verifiers"})
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 

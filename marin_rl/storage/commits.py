@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -139,8 +140,15 @@ def parent_of(ref: SlotRef) -> Parent:
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
     """The manifest in `data`. Raises CorruptObject or NewerSchema naming `source`."""
-    try:
+    with record_errors(source):
         return Manifest.from_json(data)
+
+
+@contextmanager
+def record_errors(source: str) -> Iterator[None]:
+    """Turn what the parsers of `schemas` raise into CorruptObject or NewerSchema for `source`."""
+    try:
+        yield
     except NewerVersion as error:
         raise NewerSchema(f"{source}: {error}") from None
     except Malformed as error:

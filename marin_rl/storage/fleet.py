@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, StorageError
+from marin_rl.errors import CorruptObject, ObjectMissing, StorageError
+from marin_rl.storage.commits import record_errors
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.stores.filesystem import ObjectStore
-from schemas import Malformed, NewerVersion
 from schemas.fleet import HeartbeatEnvelope, HeartbeatRecord, TargetEnvelope, TargetRecord
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import Record
@@ -149,12 +149,8 @@ class SignedRecords:
 
     def opened(self, kind: str, shape: type[Record], data: bytes, source: str) -> dict[str, Any]:
         """The record in some bytes. Raises CorruptObject, NewerSchema naming `source`."""
-        try:
+        with record_errors(source):
             record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
-        except NewerVersion as error:
-            raise NewerSchema(f"{source}: {error}") from None
-        except Malformed as error:
-            raise CorruptObject(f"{source}: {error}") from None
         signature = record.pop("signature", "")
         if not hmac.compare_digest(str(signature), self._signature(record)):
             raise CorruptObject(

@@ -26,14 +26,13 @@ from marin_rl.config import (
     with_choices,
     without,
 )
-from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing
-from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.storage.commits import commit_object, fingerprint, new_attempt, record_errors
 from marin_rl.storage.layout import code_key
 from marin_rl.storage.provenance import code_version, library_versions
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.forked_store import Ancestor
 from marin_rl.user_code import files_in, offer, record_of, registered, source_of
-from schemas import Malformed, NewerVersion
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import RunRecord
 
@@ -59,12 +58,8 @@ def read_record(store: ObjectStore) -> dict[str, Any] | None:
 
 def parse_record(data: bytes, source: str) -> dict[str, Any]:
     """The record in the bytes of a run.json. Raises CorruptObject, NewerSchema naming `source`."""
-    try:
+    with record_errors(source):
         return open_record(data, RunRecord, format=FORMAT, version=VERSION)
-    except NewerVersion as error:
-        raise NewerSchema(f"{source}: {error}") from None
-    except Malformed as error:
-        raise CorruptObject(f"{source}: {error}") from None
 
 
 def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:

@@ -29,6 +29,7 @@ NAMES = {
     "gymnasium": "gymnasium", "TextArena": "textarena", "verifiers": "verifiers",
     "verifiers v1": "verifiers_v1", "OpenEnv": "openenv", "NeMo Gym": "nemo_gym",
 }  # fmt: skip
+GROUP_REWARDS = frozenset({"chat", "judge", "verifiers"})
 OTHERS = {"TRL": "trl", "atropos": "atropos", "verl": "verl"}
 
 
@@ -39,8 +40,8 @@ def test_abilities_are_those_of_the_class(name: str) -> None:
     several = hasattr(made, "episode") or hasattr(made, "rollouts")
     assert several == (name in registry.SEVERAL_TURNS)
     scores_groups = getattr(made, "score_group", None) is not BaseEnvironment.score_group
-    if name in {*registry.GROUP_REWARDS, *NAMES.values()}:  # others: as a reward of the user does
-        assert scores_groups == (name in registry.GROUP_REWARDS)
+    if name in {*GROUP_REWARDS, *NAMES.values()}:  # others: as a reward of the user does
+        assert scores_groups == (name in GROUP_REWARDS)
     if hasattr(made, "tools_offered"):
         assert name in registry.WITH_TOOLS
 
@@ -72,7 +73,7 @@ def test_listed_abilities_were_seen_by_tests() -> None:
     facts = read_facts()
     for name in NAMES.values():
         assert (facts[name]["turns"] == "yes") == (name in registry.SEVERAL_TURNS), name
-        assert ("group rewards" in facts[name]) <= (name in registry.GROUP_REWARDS), name
+        assert ("group rewards" in facts[name]) <= (name in GROUP_REWARDS), name
         assert ("tools" in facts[name]) <= (name in registry.WITH_TOOLS), name
 
 

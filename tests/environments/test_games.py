@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from support.guessing import optimal_mean_guesses
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.game import GameEnvironment
-from marin_rl.environments.games.guess import HIGHER, LOWER, optimal_mean_guesses
+from marin_rl.environments.games.guess import HIGHER, LOWER
 from marin_rl.environments.games.mastermind import Mastermind, feedback
 from marin_rl.environments.games.nim import Nim, Position, nim_sum
 from marin_rl.environments.games.rules import DIGITS

@@ -49,9 +49,3 @@ class Guess:
         if number == position:
             return Reply(text=RIGHT, position=position, won=True)
         return Reply(text=HIGHER if position > number else LOWER, position=position)
-
-
-def optimal_mean_guesses(size: int) -> float:
-    """Mean number of guesses of binary search over all secrets from 1 to `size`."""
-    # level d of the search tree has 2**(d - 1) numbers, each of which takes d guesses
-    return sum((number + 1).bit_length() for number in range(size)) / size

@@ -6,11 +6,10 @@ token, and read only below the roots that weights may be read from. Leaves out w
 """
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -22,10 +21,10 @@ from marin_rl.inference.client.protocol import (
     SGLANG_UNLOAD_ADAPTER_ROUTE,
     UNLOAD_ADAPTER_ROUTE,
 )
-from marin_rl.serving.api.admin import BODY_BYTES_MAX, Place
+from marin_rl.serving.api.admin import BODY_BYTES_MAX, Place, admin_post
 from marin_rl.serving.api.openapi import ERROR, ApiRoute, SGLangAdapters
 from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.http.auth import for_admin, read_body
+from marin_rl.serving.http.auth import read_body
 from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
 from marin_rl.serving.weights.adapters import AdapterPromise
 from marin_rl.serving.weights.checkpoint_loader import Places, without_paths
@@ -107,21 +106,16 @@ def adapter_routes(service: Service) -> list[ApiRoute]:
         await asyncio.to_thread(_unload, service, body.lora_name)
         return _loaded(service)
 
-    def post(
-        path: str, endpoint: Callable[..., Any], request: type[BaseModel], **details: Any
-    ) -> ApiRoute:
-        return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
-
     # By `response_class` errors would be described as text too.
     success = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     text: dict[str, Any] = {"responses": ERROR | success}
     return [
-        post(LOAD_ADAPTER_ROUTE, load, LoadAdapterBody, **text),
-        post(UNLOAD_ADAPTER_ROUTE, unload, UnloadAdapterBody, **text),
-        post(
+        admin_post(LOAD_ADAPTER_ROUTE, load, LoadAdapterBody, **text),
+        admin_post(UNLOAD_ADAPTER_ROUTE, unload, UnloadAdapterBody, **text),
+        admin_post(
             SGLANG_LOAD_ADAPTER_ROUTE, sglang_load, SGLangLoadAdapterBody, response=SGLangAdapters
         ),
-        post(
+        admin_post(
             SGLANG_UNLOAD_ADAPTER_ROUTE,
             sglang_unload,
             SGLangUnloadAdapterBody,

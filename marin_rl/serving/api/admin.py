@@ -119,21 +119,23 @@ def admin_routes(service: Service) -> list[ApiRoute]:
         """Return what is served and the current load."""
         return json_response(status(service))
 
-    def post(
-        path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
-    ) -> ApiRoute:
-        return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
-
     may_be_empty = {"requestBody": {"required": False}}
 
     return [
-        post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
-        post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
-        post(f"{ADMIN}/pause", pause),
-        post(f"{ADMIN}/resume", resume),
-        post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
+        admin_post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
+        admin_post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
+        admin_post(f"{ADMIN}/pause", pause),
+        admin_post(f"{ADMIN}/resume", resume),
+        admin_post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
         ApiRoute(f"{ADMIN}/status", for_admin(get_status)),
     ]
+
+
+def admin_post(
+    path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
+) -> ApiRoute:
+    """A POST route for the admin alone; `details` are those of `ApiRoute`."""
+    return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
 
 
 def _check_goes_on(service: Service) -> None:

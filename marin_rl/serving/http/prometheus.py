@@ -107,16 +107,6 @@ METRICS: tuple[MetricSpec, ...] = (
 _SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
 
 
-def telemetry_markdown() -> str:
-    """The table of metrics as Markdown."""
-    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{spec.name}` | {spec.kind} | {', '.join(spec.labels)} | {spec.meaning} |"
-        for spec in METRICS
-    ]
-    return "\n".join(lines) + "\n"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The engine and its weights at one moment; counts are since the start."""

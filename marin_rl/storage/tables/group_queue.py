@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import fingerprint
 from marin_rl.storage.layout import (
     group_of_piece,
@@ -27,7 +26,7 @@ from marin_rl.storage.layout import (
     shard_of,
 )
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import TableReader, load, load_readable
+from marin_rl.storage.tables.parquet import TableReader, load_or_none, load_readable
 from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
@@ -136,11 +135,8 @@ class GroupQueue:
     def rows(self, place: QueuePlace) -> pa.Table | None:
         """The rows of a group as its shard will have them; None while it is not committed."""
         key = self._key(place)
-        try:
-            data = load(self._run.store, key)
-        except ObjectMissing:
-            return None
-        return decode_shard(data, source=self._run.store.url_of(key))
+        data = load_or_none(self._run.store, key)
+        return None if data is None else decode_shard(data, source=self._run.store.url_of(key))
 
     def _commit(
         self,
@@ -172,9 +168,8 @@ class GroupQueue:
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
         """The group that the shard of a place has there; None while that is not committed."""
         key = shard_key(place.round, place.shard)
-        try:
-            data = load(self._run.store, key)
-        except ObjectMissing:
+        data = load_or_none(self._run.store, key)
+        if data is None:
             return None
         source = self._run.store.url_of(key)
         rows = decode_shard(data, ["group_id", "metadata"], source=source).to_pylist()

@@ -17,10 +17,16 @@ import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.metrics import is_defined
-from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.commits import fingerprint, new_attempt
 from marin_rl.storage.runs import Run, metrics_key, round_of
 from marin_rl.storage.stores.local import explained, open_regular
-from marin_rl.storage.tables.parquet import TableReader, TableWriter, digest_of, load_all
+from marin_rl.storage.tables.parquet import (
+    TableReader,
+    TableWriter,
+    commit_table,
+    digest_of,
+    load_all,
+)
 from marin_rl.types import SlotRef
 from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import METRICS as LADDER
@@ -44,14 +50,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     # Not of the values: durations differ from attempt to attempt, and the first ones stay.
     decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
     data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
-    committed = commit_object(
-        run.store,
-        key,
-        data,
-        attempt=attempt,
-        fingerprint=decided,
-        identify=lambda other: _identify(other, run.store.url_of(key)),
-    )
+    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=decided)
     reused = committed != data
     if run.config.trackers.jsonl:
         _append_line(run, round, committed, reused=reused)
@@ -101,11 +100,6 @@ def _encode(
     identity = [pa.array([run_id]), pa.array(np.array([round], np.int32))]
     writer.write(pa.table([*identity, *values], schema=schema))
     return writer.finish()
-
-
-def _identify(data: bytes, source: str) -> tuple[str, str]:
-    stamp = TableReader(data, source, LADDER).stamp
-    return stamp["attempt"], stamp["fingerprint"]
 
 
 def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from marin_rl.errors import CommitConflict, ObjectMissing
 from marin_rl.storage.layout import pack_key
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import load
-from marin_rl.storage.tables.pieces import commit_groups
-from marin_rl.storage.tables.rollouts import decode_shard, groups_of, identify_shard
+from marin_rl.storage.tables.parquet import load_or_none
+from marin_rl.storage.tables.pieces import commit_groups, table_sampled_as
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.storage.tables.streamed import WORKER, group_numbers, number_of
 from marin_rl.types import RolloutGroup, ServedPolicy
 
@@ -63,20 +62,10 @@ class PackChain:
         self.length += 1
 
     def _load(self, key: str) -> pa.Buffer | None:
-        try:
-            return load(self.run.store, key)
-        except ObjectMissing:
-            return None
+        return load_or_none(self.run.store, key)
 
     def _decoded(self, key: str, data: pa.Buffer) -> Sequence[RolloutGroup]:
-        source = self.run.store.url_of(key)
-        _, theirs = identify_shard(data, source)
-        if theirs != self.fingerprint:
-            raise CommitConflict(
-                f"{source}: it was sampled with other settings, code or tokenizer: expected "
-                f"fingerprint {self.fingerprint}, found {theirs}. Remove the file"
-            )
-        return groups_of(decode_shard(data, source=source))
+        return groups_of(table_sampled_as(self.fingerprint, data, self.run.store.url_of(key)))
 
     def _commit(self, key: str, groups: Sequence[RolloutGroup]) -> Iterable[int]:
         """Create a pack of these groups; the numbers of those that are committed there."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
-from marin_rl.storage.commits import part_of
+from marin_rl.storage.commits import commit_object, part_of
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file, explained
 from marin_rl.storage.tables.decoded_size import check_decoded
@@ -180,6 +180,16 @@ class TableReader:
         """Row groups of the file."""
         return self._file.num_row_groups
 
+    @property
+    def committed_as(self) -> tuple[str, str]:
+        """(attempt, fingerprint) by the stamp. Raises CorruptObject where it lacks one of them."""
+        missing = {"attempt", "fingerprint"} - set(self.stamp)
+        if missing:
+            raise CorruptObject(
+                f"{self.source}: the footer names no {' and no '.join(sorted(missing))}"
+            )
+        return self.stamp["attempt"], self.stamp["fingerprint"]
+
     def group(self, index: int, schema: pa.Schema) -> pa.Table:
         """Row group `index`, upgraded, with exactly the columns of `schema`."""
         return self._read([index], schema)
@@ -233,6 +243,25 @@ class TableReader:
                 f"{table.schema}"
             )
         return table
+
+
+def commit_table(
+    store: ObjectStore, key: str, data: bytes, ladder: Ladder, *, attempt: str, fingerprint: str
+) -> bytes:
+    """Commit a file whose stamp has `attempt` and `fingerprint`; the bytes that are there then.
+
+    They are another attempt's where that one was first. Raises as `commit_object` does.
+    """
+    source = store.url_of(key)
+    # The file is its own commit: one create of all its bytes, so no manifest can be missing.
+    return commit_object(
+        store,
+        key,
+        data,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        identify=lambda other: TableReader(other, source, ladder).committed_as,
+    )
 
 
 def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> TableReader:

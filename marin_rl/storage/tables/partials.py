@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from marin_rl.errors import CommitConflict
 from marin_rl.storage.layout import partial_key, partial_name, pieces_folder
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import load_present
-from marin_rl.storage.tables.pieces import commit_groups
-from marin_rl.storage.tables.rollouts import decode_shard, groups_of, identify_shard
+from marin_rl.storage.tables.pieces import commit_groups, table_sampled_as
+from marin_rl.storage.tables.rollouts import groups_of
 from marin_rl.storage.tables.streamed import WORKER
 from marin_rl.types import RolloutGroup, ServedPolicy
 
@@ -60,14 +59,7 @@ class PartialGroups:
         return load_present(self.run.store, keys)
 
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
-        source = self.run.store.url_of(key)
-        _, theirs = identify_shard(data, source)
-        if theirs != self.fingerprint:
-            raise CommitConflict(
-                f"{source}: it was sampled with other settings, code or tokenizer: expected "
-                f"fingerprint {self.fingerprint}, found {theirs}. Remove the file"
-            )
-        table = decode_shard(data, source=source)
+        table = table_sampled_as(self.fingerprint, data, self.run.store.url_of(key))
         (group,) = groups_of(table)
         rows = zip(group.rollouts, table["policy_digest"].to_pylist(), strict=True)
         rollouts = (replace(rollout, policy_digest=digest) for rollout, digest in rows)

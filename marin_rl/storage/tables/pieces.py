@@ -8,11 +8,13 @@ that are committed.
 
 from collections.abc import Mapping, Sequence
 
-from marin_rl.errors import ObjectMissing
-from marin_rl.storage.commits import commit_object, new_attempt
+import pyarrow as pa
+
+from marin_rl.errors import CommitConflict, ObjectMissing
+from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import PARTIAL, piece_name, pieces_folder
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import load
+from marin_rl.storage.tables.parquet import commit_table, load
 from marin_rl.storage.tables.rollouts import (
     decode_shard,
     encode_shard,
@@ -20,6 +22,7 @@ from marin_rl.storage.tables.rollouts import (
     identify_shard,
 )
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
+from schemas.migrations import ROLLOUTS as LADDER
 
 
 def commit_groups(
@@ -49,15 +52,19 @@ def commit_groups(
         policy=policy,
         stamp=stamp,
     )
-    committed = commit_object(
-        run.store,
-        key,
-        data,
-        attempt=attempt,
-        fingerprint=fingerprint,
-        identify=lambda other: identify_shard(other, run.store.url_of(key)),
-    )
+    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
     return committed, committed == data
+
+
+def table_sampled_as(fingerprint: str, data: bytes | pa.Buffer, source: str) -> pa.Table:
+    """The rows of an object of groups. Raises CommitConflict where it was sampled otherwise."""
+    _, theirs = identify_shard(data, source)
+    if theirs != fingerprint:
+        raise CommitConflict(
+            f"{source}: it was sampled with other settings, code or tokenizer: expected "
+            f"fingerprint {fingerprint}, found {theirs}. Remove the file"
+        )
+    return decode_shard(data, source=source)
 
 
 class ShardPieces:
@@ -115,5 +122,5 @@ class ShardPieces:
         groups = [group] if ours else self._decoded(key, committed)
         return {r.index_in_group: r for each in groups for r in each.rollouts}
 
-    def _decoded(self, key: str, data: object) -> Sequence[RolloutGroup]:
-        return groups_of(decode_shard(data, source=self._run.store.url_of(key)))  # pyright: ignore[reportArgumentType]
+    def _decoded(self, key: str, data: bytes | pa.Buffer) -> Sequence[RolloutGroup]:
+        return groups_of(decode_shard(data, source=self._run.store.url_of(key)))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from marin_rl.errors import CommitConflict, ConfigError, ObjectMissing
-from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
+from marin_rl.storage.commits import fingerprint, new_attempt
 from marin_rl.storage.layout import round_name
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import TableReader, TableWriter, digest_of, load
+from marin_rl.storage.tables.parquet import TableReader, TableWriter, commit_table, digest_of, load
 from schemas.migrations import REWARDS as LADDER
 from schemas.rewards import REWARDS
 
@@ -66,15 +66,9 @@ def commit_rewards(
     # Nothing is overwritten: a function that changed gets the next version of the name.
     for version in range(1, VERSIONS_MAX + 1):
         key = f"{_folder(round)}/{name}-v{version:04d}.parquet"
-        source_url = run.store.url_of(key)
         try:
-            committed = commit_object(
-                run.store,
-                key,
-                data,
-                attempt=attempt,
-                fingerprint=decided,
-                identify=lambda other, url=source_url: _identify(other, url),
+            committed = commit_table(
+                run.store, key, data, LADDER, attempt=attempt, fingerprint=decided
             )
         except CommitConflict:
             continue  # another function had this name before
@@ -156,8 +150,3 @@ def _versions(run: Run, round: int, name: str) -> list[str]:
 
 def _folder(round: int) -> str:
     return f"rewards/{round_name(round)}"
-
-
-def _identify(data: bytes, source: str) -> tuple[str, str]:
-    stamp = TableReader(data, source, LADDER).stamp
-    return stamp["attempt"], stamp["fingerprint"]

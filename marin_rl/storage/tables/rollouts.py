@@ -20,7 +20,6 @@ import pyarrow as pa
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import (
     check_fingerprint,
-    commit_object,
     commit_slot,
     fingerprint,
     new_attempt,
@@ -35,10 +34,12 @@ from marin_rl.storage.tables.parquet import (
     ROW_GROUP_ROWS,
     TableReader,
     TableWriter,
+    commit_table,
     digest_of,
     fetches_at_once,
     in_order,
     load,
+    load_or_none,
     open_part,
     select,
     verified,
@@ -121,11 +122,7 @@ def decode_shard(
 
 def identify_shard(data: bytes | pa.Buffer, source: str = "rollout shard") -> tuple[str, str]:
     """(attempt, fingerprint) of a shard, from its footer. Raises CorruptObject, NewerSchema."""
-    stamp = TableReader(data, source, LADDER).stamp
-    missing = {"attempt", "fingerprint"} - set(stamp)
-    if missing:
-        raise CorruptObject(f"{source}: the footer names no {' and no '.join(sorted(missing))}")
-    return stamp["attempt"], stamp["fingerprint"]
+    return TableReader(data, source, LADDER).committed_as
 
 
 def commit_shard(
@@ -185,15 +182,7 @@ def _replica() -> str:
 
 
 def _commit(run: Run, key: str, data: bytes, attempt: str, fingerprint: str) -> SlotRef:
-    # A shard is its own commit: one create of the whole file, so no manifest can be missing.
-    committed = commit_object(
-        run.store,
-        key,
-        data,
-        attempt=attempt,
-        fingerprint=fingerprint,
-        identify=lambda other: identify_shard(other, run.store.url_of(key)),
-    )
+    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
     return _shard_ref(run.store, key, committed, reused=committed != data)
 
 
@@ -201,9 +190,8 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     """The shard if it is committed, None if not. Raises CommitConflict on another fingerprint."""
     key = shard_key(round, shard)
     source = run.store.url_of(key)
-    try:
-        data = load(run.store, key)
-    except ObjectMissing:
+    data = load_or_none(run.store, key)
+    if data is None:
         return None
     attempt, committed = identify_shard(data, source)
     check_fingerprint(source, attempt, committed, fingerprint)

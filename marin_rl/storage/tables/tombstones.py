@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
-from marin_rl.storage.commits import commit_object, new_attempt
+from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.stores.filesystem import ObjectStore
-from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Part, open_record, sealed_json
 from schemas.records import TombstoneRecord
 
@@ -92,9 +91,5 @@ def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> fr
 
 
 def _parsed(data: bytes, source: str) -> dict[str, Any]:
-    try:
+    with record_errors(source):
         return open_record(data, TombstoneRecord, format=FORMAT, version=VERSION)
-    except NewerVersion as error:
-        raise NewerSchema(f"{source}: {error}") from None
-    except Malformed as error:
-        raise CorruptObject(f"{source}: {error}") from None
