@@ -32,6 +32,7 @@ from support.flow_runs import DEBUG, REPOSITORY, debug
 from support.forked_python import python
 from support.nodes import Node, RayCluster, pool_worker, wait
 from support.prefect_server import PrefectServer
+from support.streams import stream_of
 from support.windowed_runs import checked
 
 from flows.rl_loop import start
@@ -40,7 +41,6 @@ from marin_rl.config import Config, FlowConfig, load_config, parse_config
 from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
-from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.fan_out import (
     WorkPool,
@@ -194,13 +194,6 @@ def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> Non
     workers[0].kill()
     machines.finish(flow)
     checked(machines.config)
-
-
-def stream_of(run: Run) -> GroupStream:
-    """The stream of a run as it is now."""
-    stream = GroupStream(run)
-    stream.look()
-    return stream
 
 
 needs_ray = pytest.mark.skipif(

@@ -1,16 +1,16 @@
 """A worker with the root alone: what it samples, refuses, leaves to others, and how it ends."""
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import FakePolicyServer, logprob_of
+from support.fakes import logprob_of
+from support.held_server import HeldServer, until
 from support.run_factories import checkpoint
+from support.streams import stream_of
 
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
@@ -24,7 +24,7 @@ from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.workers import SamplingOrder
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.types import Canary, ServedPolicy
@@ -39,24 +39,11 @@ def says_a(_text: str, _seed: int) -> str:
     return "a"
 
 
-class HeldServer(FakePolicyServer):
-    """An endpoint that answers all but the canary only once it is let."""
-
-    def __init__(self) -> None:
-        super().__init__(MODEL, says_a)
-        self.released, self.asked = threading.Event(), threading.Event()
-        self.released.set()
-
-    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        if body["max_tokens"] > 1:
-            self.asked.set()
-            assert self.released.wait(60)
-        return super().answer(body, fault)
-
-
 @pytest.fixture
 def server() -> Iterator[HeldServer]:
-    with HeldServer() as running:
+    """An endpoint that can hold back all but the canary, of one token."""
+    with HeldServer(MODEL, says_a, holds=lambda body: body["max_tokens"] > 1) as running:
+        running.released.set()
         yield running
         running.released.set()
 
@@ -103,20 +90,6 @@ def order_of(run: Run) -> SamplingOrder:
     )
 
 
-def looked(run: Run) -> GroupStream:
-    stream = GroupStream(run)
-    stream.look()
-    return stream
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    def wait() -> None:
-        while not happened():
-            time.sleep(0.02)
-
-    await asyncio.to_thread(wait)
-
-
 def test_a_worker_fills_the_room_and_no_more(run: Run, server: HeldServer) -> None:
     """By two rounds of checkpoint 0 there is room for, as for a flow that samples itself."""
     board, order = worker_board(run), order_of(run)
@@ -124,7 +97,7 @@ def test_a_worker_fills_the_room_and_no_more(run: Run, server: HeldServer) -> No
     told: list[dict[str, Any]] = []
     worker = RootWorker(run, report=lambda _, record: told.append(record))
     assert asyncio.run(worker.work()) == order.groups_open_max == 8
-    stream = looked(run)
+    stream = stream_of(run)
     assert stream.numbers == {*range(8)}
     assert {claim.worker for claim in stream.claims.values()} == {worker.name}
     assert [body["max_tokens"] for body in server.requests].count(1) == 1, "the canary, once"
@@ -189,7 +162,7 @@ def test_a_worker_that_follows_waits_and_ends_with_the_run(run: Run) -> None:
         working = asyncio.ensure_future(RootWorker(run, follow=True).work())
         await until(lambda: board.beats() != {})
         board.announce(order)
-        await until(lambda: len(looked(run).numbers) == 8)
+        await until(lambda: len(stream_of(run).numbers) == 8)
         assert not working.done()
         board.announce(order.in_state("ended"))
         return await working
@@ -200,11 +173,11 @@ def test_a_worker_that_follows_waits_and_ends_with_the_run(run: Run) -> None:
 def test_claims_of_a_worker_that_is_gone_are_taken_over(run: Run) -> None:
     """Chunk 0 is claimed by one that writes no heartbeat, chunk 1 by the flow."""
     worker_board(run).announce(order_of(run))
-    stream = looked(run)
+    stream = stream_of(run)
     assert stream.claim(0, "worker-killed", 0, now_utc())
     assert stream.claim(1, "flow", 0, now_utc())
     assert asyncio.run(RootWorker(run).work()) == 6
-    assert looked(run).numbers.isdisjoint(numbers_of(run.config, 1))
+    assert stream_of(run).numbers.isdisjoint(numbers_of(run.config, 1))
 
 
 def test_a_pause_is_seen_in_the_root_and_ends_a_chunk_between_groups(
@@ -237,12 +210,12 @@ def test_a_pause_is_seen_in_the_root_and_ends_a_chunk_between_groups(
         return await sampling
 
     assert asyncio.run(sampled()) == 1
-    assert len(looked(run).numbers) == 1
+    assert len(stream_of(run).numbers) == 1
     asked = [body for body in server.requests if body["max_tokens"] > 1]
     assert len(asked) == 1
     again = sample_chunk(run, 0, policy, "w", interruption=Interruption())
     assert asyncio.run(again) == 2
-    assert looked(run).numbers == {0, 1}
+    assert stream_of(run).numbers == {0, 1}
 
 
 def test_the_next_policy_is_proven_before_it_samples(run: Run, server: HeldServer) -> None:
@@ -267,12 +240,12 @@ def test_the_next_policy_is_proven_before_it_samples(run: Run, server: HeldServe
         server.model = model  # the endpoint has gone on before the worker was asked to
         board.announce(replace(order, policy=policy))
         server.released.set()
-        await until(lambda: len(looked(run).numbers) == 8)
+        await until(lambda: len(stream_of(run).numbers) == 8)
         board.announce(replace(order, policy=policy, state="ended"))
         return await working
 
     asyncio.run(work())
-    stream = looked(run)
+    stream = stream_of(run)
     stream.read(())
     assert {group.version for group in stream.groups.values()} <= {0, 1}
     assert {body["model"] for body in server.requests if body["max_tokens"] == 1} == {MODEL, model}

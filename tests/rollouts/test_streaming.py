@@ -2,14 +2,13 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fakes import FakePolicyServer, served_policy
-from support.streams import made
+from support.fakes import served_policy
+from support.held_server import HeldServer, until
+from support.streams import made, stream_of
 
 from marin_rl.config import load_config
 from marin_rl.environments.checks import environment_of
@@ -21,7 +20,7 @@ from marin_rl.storage.layout import STREAM, pack_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.packs import PackChain
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
-from marin_rl.storage.tables.stream import GroupStream, groups_in, numbers_of
+from marin_rl.storage.tables.stream import groups_in, numbers_of
 from marin_rl.types import RolloutGroup, ServedPolicy
 
 MODEL = served_model_id("policy", 0, "ab" * 32)
@@ -45,25 +44,9 @@ def groups_packed(run: Run) -> dict[str, RolloutGroup]:
     return {group.group_id: group for group in groups}
 
 
-class HeldServer(FakePolicyServer):
-    """An endpoint that answers one prompt only once it is let."""
-
-    held_prompt = ""
-
-    def __init__(self) -> None:
-        super().__init__(MODEL)
-        self.released, self.others = threading.Event(), threading.Event()
-        self.others.set()
-
-    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        held = "messages" in body and body["messages"][-1]["content"] == self.held_prompt
-        assert (self.released if held else self.others).wait(60)
-        return super().answer(body, fault)
-
-
 @pytest.fixture
 def server() -> Iterator[HeldServer]:
-    with HeldServer() as running:
+    with HeldServer(MODEL, holds=lambda _: False) as running:
         yield running
         running.released.set()
 
@@ -74,7 +57,8 @@ def run(tmp_path: Path, server: HeldServer) -> Run:
     last = numbers_of(run.config, 0)[-1]
     environment = environment_of(run.config)
     example = environment.example(run.config.environment.train_seed, last, "train")
-    server.held_prompt = example.messages[-1].content
+    slow = example.messages[-1].content
+    server.holds = lambda body: "messages" in body and body["messages"][-1]["content"] == slow
     return run
 
 
@@ -82,24 +66,8 @@ def policy_of(server: HeldServer) -> ServedPolicy:
     return served_policy(server.url, MODEL)
 
 
-async def until(happened: Callable[[], bool]) -> None:
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while not happened():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    await asyncio.to_thread(wait)
-
-
 def count_packed(run: Run) -> int:
-    return sum(len(groups) for groups in looked(run).packs.values())
-
-
-def looked(run: Run) -> GroupStream:
-    stream = GroupStream(run)
-    stream.look()
-    return stream
+    return sum(len(groups) for groups in stream_of(run).packs.values())
 
 
 def test_groups_that_ended_do_not_wait_for_a_slow_one(

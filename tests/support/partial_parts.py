@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 from support.fakes import served_policy
 from support.run_factories import group_of
+from support.simulated_process import identify
 
-from marin_rl.errors import ObjectMissing
 from marin_rl.rollouts.streaming import group_id_of
 from marin_rl.storage.commits import commit_object
+from marin_rl.storage.tables.parquet import load_or_none
 from marin_rl.storage.tables.partials import PartialGroups, partials_of_stream
 from marin_rl.types import RolloutGroup
 
@@ -32,13 +33,7 @@ class SmallParts(PartialGroups):
         return self
 
     def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return [self._object(key) for key in keys]
-
-    def _object(self, key: str) -> pa.Buffer | None:
-        try:
-            return pa.py_buffer(self.run.store.read(key))
-        except ObjectMissing:
-            return None
+        return [load_or_none(self.run.store, key) for key in keys]
 
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
         part = group_of(key, ())
@@ -58,7 +53,7 @@ def appends(parts: SmallParts, key: str, data: bytes) -> bool:
     """Create a part once; False where another was first: the protocol."""
     committed = commit_object(
         parts.run.store, key, data, attempt=json.loads(data)["attempt"], fingerprint="stream",
-        identify=_identify, **parts.player.patience,
+        identify=identify, **parts.player.patience,
     )  # fmt: skip
     return committed == data
 
@@ -117,8 +112,3 @@ def check_group(key: str, data: bytes) -> None:
     """Check that a group is as old as its oldest piece."""
     record = json.loads(data)
     assert record["version"] == min(record["versions"]), f"{key} says that it is younger than it is"
-
-
-def _identify(data: bytes) -> tuple[str, str]:
-    record = json.loads(data)
-    return record["attempt"], record["fingerprint"]

@@ -154,7 +154,7 @@ class Player:
             json.dumps(record).encode(),
             attempt=attempt,
             fingerprint=decided,
-            identify=_identify,
+            identify=identify,
             deadline_s=self.process.deadline_s,
             sleep=lambda _: None,
         )
@@ -244,6 +244,7 @@ class Player:
         return f"{self.world.clock:%Y%m%dT%H%M%S}-{number:016x}"
 
 
-def _identify(data: bytes) -> tuple[str, str]:
+def identify(data: bytes) -> tuple[str, str]:
+    """(attempt, fingerprint) of an object of a simulation, which is JSON."""
     record = json.loads(data)
     return record["attempt"], record["fingerprint"]

@@ -12,9 +12,9 @@ import pyarrow as pa
 from support.fakes import served_policy
 from support.partial_parts import sampled_in_pieces
 from support.run_factories import group_of
+from support.simulated_process import identify
 
 from marin_rl.config import RetentionConfig
-from marin_rl.errors import ObjectMissing
 from marin_rl.rollouts.streaming import group_id_of
 from marin_rl.storage.commits import commit_object
 from marin_rl.storage.layout import STREAM, pack_of
@@ -41,12 +41,6 @@ class SmallChain(PackChain):
         self.versions: Versions = {}
         return self
 
-    def _load(self, key: str) -> pa.Buffer | None:
-        try:
-            return pa.py_buffer(self.run.store.read(key))
-        except ObjectMissing:
-            return None
-
     def _decoded(self, key: str, data: pa.Buffer) -> Sequence[RolloutGroup]:
         return [group_of(group_id_of(number), ()) for number in groups_of_pack(data.to_pybytes())]
 
@@ -67,7 +61,7 @@ def commits_pack(chain: SmallChain, key: str, data: bytes) -> bytes:
     """Create a pack once; what is committed there: the protocol."""
     return commit_object(
         chain.run.store, key, data, attempt=json.loads(data)["attempt"], fingerprint="stream",
-        identify=_identify, **chain.player.patience,
+        identify=identify, **chain.player.patience,
     )  # fmt: skip
 
 
@@ -133,8 +127,3 @@ def gc_of_packs_in_use(run: Run, _rule: RetentionConfig, **_: Any) -> Collection
         if key in taken:
             run.folder.delete(key)
     return Collection(garbage=(), live=False, skipped=(), deleted=True)
-
-
-def _identify(data: bytes) -> tuple[str, str]:
-    record = json.loads(data)
-    return record["attempt"], record["fingerprint"]

@@ -31,6 +31,13 @@ def settings(root: str = "memory://none", groups: int = 2, **asynchrony: Any) ->
     )
 
 
+def stream_of(run: Run) -> GroupStream:
+    """The stream of a run as it is now."""
+    stream = GroupStream(run)
+    stream.look()
+    return stream
+
+
 class Streaming:
     """A run whose groups are put into the stream by hand."""
 

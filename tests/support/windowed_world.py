@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from support.partial_parts import Append, appends, check_group, check_part, sampled_in_pieces
 from support.schedules import COLLECTED, Scheduler, play
-from support.simulated_process import Bucket, Player
+from support.simulated_process import Bucket, Player, identify
 from support.simulator import Process, Shape, World
 from support.small_packs import (
     CommitPack,
@@ -64,6 +64,7 @@ from marin_rl.storage.tables.intakes import (
     intake_manifest,
     settled_before,
 )
+from marin_rl.storage.tables.parquet import load_or_none
 from marin_rl.storage.tables.stream import GroupStream, numbers_of
 from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.gc import Collection as Collected
@@ -142,13 +143,7 @@ class SmallStream(GroupStream):
     """A stream whose groups are a few bytes of JSON, read one after the other."""
 
     def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return [self._object(key) for key in keys]
-
-    def _object(self, key: str) -> pa.Buffer | None:
-        try:
-            return pa.py_buffer(self.run.store.read(key))
-        except ObjectMissing:
-            return None
+        return [load_or_none(self.run.store, key) for key in keys]
 
     def _decoded(self, key: str, data: Any) -> tuple[StreamedGroup, ...]:
         raw, number = data.to_pybytes(), stream_group_of(key)
@@ -169,7 +164,7 @@ class SmallStream(GroupStream):
 
     def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
         for key in keys:
-            data = self._object(key)
+            data = load_or_none(self.run.store, key)
             yield () if data is None else self._decoded(key, data)
 
 
@@ -323,7 +318,7 @@ class WindowedPlayer(Player):
                 assert data is not None, "a group is gone, and no round has it"
         committed = commit_object(
             self.store, key, data, attempt=attempt, fingerprint=decided,
-            identify=_identify, **self.patience,
+            identify=identify, **self.patience,
         )  # fmt: skip
         ref = SlotRef(slot=key, sha256=sha256_of(committed))
         self.world.acknowledge(ref)
@@ -363,7 +358,7 @@ def _create_group(
     data = json.dumps(record | {"version": version}).encode()
     commit_object(
         player.store, stream_key(number), data, attempt=attempt, fingerprint="stream",
-        identify=_identify, **player.patience,
+        identify=identify, **player.patience,
     )  # fmt: skip
 
 
@@ -463,11 +458,6 @@ class WindowedScheduler(Scheduler):
         if roll < 0.5:
             return world.collect(keep=self.choices.choice((None, 2)))
         return world.start(WindowedPlayer.work, patient=patient)  # pyright: ignore
-
-
-def _identify(data: bytes) -> tuple[str, str]:
-    record = json.loads(data)
-    return record["attempt"], record["fingerprint"]
 
 
 def takes_without_record(player: WindowedPlayer, round: int) -> SlotRef | None:

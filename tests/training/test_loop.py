@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.batches import commit_round, random_batch
 from support.faults import NamedOperations
+from support.trained_runs import LENGTH, batches_of, begin, play
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config
@@ -32,25 +33,7 @@ from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, parameters_digest, save_hf
 from marin_rl.training.state import identity_of
 
-LENGTH = 32
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4")
-
-
-def begin(config, tokenizer):
-    run = Run.create_or_open(config)
-    trainer = Trainer(run, tokenizer)
-    return run, trainer, trainer.init_policy()
-
-
-def batches_of(run, round, steps=2):
-    made = [random_batch(5 + step, LENGTH, seed=100 * round + step) for step in range(steps)]
-    return commit_round(run, round, made, LENGTH)
-
-
-def play(run, trainer, checkpoint, rounds):
-    for round in rounds:
-        checkpoint = trainer.train_round(round, batches_of(run, round), checkpoint)
-    return checkpoint
 
 
 def test_rounds_end_in_the_same_bits_however_they_are_interrupted(debug, tokenizer, tmp_path):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.batches import commit_round, random_batch
+from support.trained_runs import begin
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.runs import checkpoint_slot, committed
 from marin_rl.storage.upkeep.forks import reference_checkpoints
 from marin_rl.training.loop import Trainer
 from marin_rl.training.precompute import RowPrecompute
@@ -116,17 +117,11 @@ def play(run, trainer, checkpoint, rounds):
     return checkpoint
 
 
-def begun(config, tokenizer):
-    run = Run.create_or_open(config)
-    trainer = Trainer(run, tokenizer)
-    return run, trainer, trainer.init_policy()
-
-
 def test_an_adaptive_coefficient_is_read_off_the_checkpoint_before(debug, tokenizer):
     config = debug(
         *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"
     )
-    run, trainer, checkpoint = begun(config, tokenizer)
+    run, trainer, checkpoint = begin(config, tokenizer)
     used = []
     for round in range(3):
         used.append(kl_coefficient(run, checkpoint))
@@ -143,7 +138,7 @@ def test_a_round_without_batches_keeps_the_adaptive_coefficient(debug, tokenizer
     config = debug(
         *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"
     )
-    run, trainer, first = begun(config, tokenizer)
+    run, trainer, first = begin(config, tokenizer)
     for round in range(2):  # before anything was trained on, it is the configured one
         first = trainer.train_round(round, commit_round(run, round, [], LENGTH), first)
     assert kl_coefficient(run, first) == 0.5
@@ -166,7 +161,7 @@ def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(de
         "objective.reference=average",
         "objective.reference_decay=0.5",
     )
-    run, trainer, first = begun(config, tokenizer)
+    run, trainer, first = begin(config, tokenizer)
     names, program = trainer._names, trainer._program
     start = restore_parameters(run, first, program.like, names)
     one = play(run, trainer, first, [0])

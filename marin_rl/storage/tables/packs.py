@@ -39,7 +39,7 @@ class PackChain:
         Raises CommitConflict, CorruptObject, NewerSchema, StoreUnavailable.
         """
         groups = list[RolloutGroup]()
-        while (data := self._load(key := self._next_key)) is not None:
+        while (data := load_or_none(self.run.store, key := self._next_key)) is not None:
             pack = self._decoded(key, data)
             self._count(number_of(group.group_id) for group in pack)
             groups += pack
@@ -60,9 +60,6 @@ class PackChain:
     def _count(self, numbers: Iterable[int]) -> None:
         self.finished.update(numbers)
         self.length += 1
-
-    def _load(self, key: str) -> pa.Buffer | None:
-        return load_or_none(self.run.store, key)
 
     def _decoded(self, key: str, data: pa.Buffer) -> Sequence[RolloutGroup]:
         return groups_of(table_sampled_as(self.fingerprint, data, self.run.store.url_of(key)))
